@@ -1,0 +1,76 @@
+"""The plan of one training batch: supervised rows, packs, and which rank holds which row. Pure index arithmetic.
+
+Every rank makes the same plan from the same rollouts; nothing about it needs to be communicated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from nemo_oprd.data.packing import Pack, make_packs
+from nemo_oprd.layout import Coordinates, Layout
+from nemo_oprd.losses.rows import RowTable
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows of one microbatch on one rank: global row numbers [n], ascending, and where they are in its hidden state."""
+
+    row: np.ndarray
+    local: np.ndarray
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One role's view of a batch: its packs, and the rows that each of its ranks holds.
+
+    `packs[d][m]` is microbatch m of data-parallel rank d.
+    """
+
+    table: RowTable
+    layout: Layout
+    packs: list[list[Pack]]
+
+    @staticmethod
+    def of(table: RowTable, lengths: list[int], layout: Layout, token_budget: int) -> BatchPlan:
+        """Packs `lengths` (tokens of each rollout) for `layout`."""
+        return BatchPlan(table, layout, make_packs(lengths, layout, token_budget))
+
+    @cached_property
+    def _place(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Per supervised row: data-parallel rank, microbatch, slot in the pack."""
+        where = {
+            i: (d, m, slot)
+            for d, packs in enumerate(self.packs)
+            for m, pack in enumerate(packs)
+            for slot, i in enumerate(pack.sequences)
+        }
+        places = np.array([where[i] for i in self.table.response.tolist()], dtype=np.int64).reshape(-1, 3)
+        return places[:, 0], places[:, 1], places[:, 2]
+
+    def held(self, at: Coordinates) -> list[HeldRows]:
+        """Per microbatch, the rows in the hidden states of the rank at `at` (any of its layers)."""
+        data, microbatch, slot = self._place
+        result = []
+        for m, pack in enumerate(self.packs[at.data]):
+            row = np.flatnonzero((data == at.data) & (microbatch == m))
+            which, local = pack.local_rows(slot[row], self.table.position[row], at)
+            result.append(HeldRows(row[which], local))
+        return result
+
+    def share(self, at: Coordinates) -> np.ndarray:
+        """Rows that the rank at `at` sends or receives, in the order of its microbatches.
+
+        Under plain tensor parallelism all tensor ranks hold the same rows; each takes an equal part of them, so that
+        nothing travels twice.
+        """
+        rows = np.concatenate([held.row for held in self.held(at)])
+        return np.array_split(rows, self.layout.tensor)[at.tensor] if self.replicated else rows
+
+    @property
+    def replicated(self) -> bool:
+        """Whether tensor ranks hold copies of the same hidden states."""
+        return self.layout.tensor > 1 and not self.layout.sequence

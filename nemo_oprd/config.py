@@ -1,0 +1,374 @@
+"""The configuration schema, and how a configuration is put together: schema <- YAML in conf/ <- command line.
+
+Hydra composes the YAML (so `defaults:` lists and groups work) and parses overrides; after `load_config` everything is
+plain dataclasses. Unknown keys and contradictory values are errors that name the key, before anything is loaded.
+Checks that need a model (layers in range, sizes that divide) sit where the model is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_oprd.layout import Layout
+
+
+@dataclass
+class ParallelConfig:
+    """Parallel sizes of one role; data parallel is what is left of the role's ranks."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    def layout(self, ranks: int, first_rank: int, role: str) -> Layout:
+        """The role's layout on `ranks` consecutive ranks.
+
+        Raises:
+            ValueError: the sizes don't fit the ranks.
+        """
+        needed = self.tensor * self.pipeline * self.context
+        if ranks % needed:
+            raise ValueError(
+                f"{role}.parallel: tensor={self.tensor} * pipeline={self.pipeline} * context={self.context} = {needed} "
+                f"does not divide the {ranks} rank(s) of this role; start a multiple of {needed} ranks or change the sizes"
+            )
+        return Layout(
+            self.tensor,
+            self.context,
+            ranks // needed,
+            self.pipeline,
+            self.virtual_pipeline,
+            self.sequence and self.tensor > 1,
+            first_rank,
+            self.first_stage_layers,
+            self.last_stage_layers,
+        )
+
+
+@dataclass
+class ModelConfig:
+    """Where a model comes from: an HF directory, or a Megatron checkpoint made by checkpoint_tools. One of the two."""
+
+    hf_path: str | None = None
+    checkpoint: str | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+@dataclass
+class StudentConfig(ModelConfig):
+    """The trained model."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_num_layers: int = 1
+
+
+@dataclass
+class TeacherConfig(ModelConfig):
+    """The frozen model. `dedicated` gives it the last `ranks` ranks for itself."""
+
+    placement: Literal["colocated", "dedicated"] = "colocated"
+    ranks: int | None = None
+
+
+@dataclass
+class RepresentationLossConfig:
+    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu."""
+
+    weight: float = 1.0
+    kind: Literal["mse", "normalized_mse", "cosine"] = "mse"
+    layers: Literal["all", "last", "even", "odd"] | list[int] = "all"
+    positions: Literal["all", "last_k", "first_k"] = "last_k"
+    k: int = 2000
+    position: Literal["token", "predicting"] = "token"
+    final_norm: bool = True
+    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    dim_reduction: Literal["mean", "sum"] = "mean"
+
+
+@dataclass
+class LossConfig:
+    """The terms of the total loss."""
+
+    representation: RepresentationLossConfig = field(default_factory=RepresentationLossConfig)
+
+
+@dataclass
+class RolloutConfig:
+    """How the student samples. `tensor` is the tensor-parallel size of the generation engine."""
+
+    engine: Literal["megatron"] = "megatron"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    per_prompt: int = 1
+    replay: str | None = None
+    save: bool = False
+    tensor: int = 1
+    max_batch: int = 256
+
+
+@dataclass
+class DataConfig:
+    """Prompt files: one for training, any number of named sets for validation."""
+
+    train: str | None = None
+    validation: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class TrainConfig:
+    """The optimization. `keep_checkpoints` old ones are kept, 0 keeps all."""
+
+    steps: int = 500
+    prompts_per_step: int = 8
+    tokens_per_microbatch: int = 16384
+    lr: float = 1e-5
+    min_lr: float = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_fraction: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed_optimizer: bool = True
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    export_hf: bool = True
+
+
+@dataclass
+class EvaluationConfig:
+    """Sampling on the validation sets every `every` steps (0: never), before the first and after the last step."""
+
+    every: int = 0
+    samples: int = 4
+    temperature: float = 0.7
+    top_p: float = 1.0
+    max_new_tokens: int | None = None
+    limit: int | None = None
+    teacher: bool = False
+
+
+@dataclass
+class LoggingConfig:
+    """Where metrics go besides metrics.jsonl and the progress line. `wandb` is a project name."""
+
+    tensorboard: bool = True
+    wandb: str | None = None
+    every: int = 1
+
+
+@dataclass
+class Config:
+    """A complete run."""
+
+    output: str = "runs/run"
+    precision: Literal["fp32", "bf16"] = "bf16"
+    seed: int = 0
+    student: StudentConfig = field(default_factory=StudentConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def default_config_dir() -> Path:
+    """`conf/` of the source tree, or the copy that an installed wheel carries."""
+    packaged = Path(__file__).parent / "_conf"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def load_config(name: str, overrides: list[str] | None = None, config_dir: str | Path | None = None) -> Config:
+    """Composes configuration `name` with Hydra-style `overrides` (`train.lr=1e-4`, `loss=group_entry`) and checks it.
+
+    Raises:
+        ValueError: no such configuration, an unknown key (the nearest known one is named), a value of the wrong type,
+            or values that contradict each other.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    directory = Path(config_dir or default_config_dir()).resolve()
+    name = name.removesuffix(".yaml")
+    if not (directory / f"{name}.yaml").is_file():
+        known = sorted(file.stem for file in directory.glob("*.yaml"))
+        raise ValueError(f"--config-name {name}: no {name}.yaml in {directory}; there are {known}")
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides or []))
+        groups = [o for o in parsed if (directory / str(o.key_or_group)).is_dir()]
+        with initialize_config_dir(version_base=None, config_dir=str(directory)):
+            composed = compose(name, overrides=[str(o.input_line) for o in groups])
+        merged: Any = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
+        for override in parsed:
+            if override in groups:
+                continue
+            if override.is_delete() or override.is_sweep_override():
+                raise ValueError(f"{override.input_line}: expected key=value; deletions and sweeps are not supported")
+            _known_key(override.key_or_group, f"override {override.input_line}")
+            OmegaConf.update(merged, override.key_or_group, override.value(), merge=False)
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"configuration {name}: {error}") from error
+    config = _build(Config, plain, "")
+    check(config)
+    return config
+
+
+def _fields(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _all_keys(cls: type, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in _fields(cls).items():
+        keys.append(prefix + name)
+        if dataclasses.is_dataclass(hint):
+            keys += _all_keys(typing.cast(type, hint), f"{prefix}{name}.")
+    return keys
+
+
+def _unknown(key: str, where: str) -> ValueError:
+    near = difflib.get_close_matches(key, _all_keys(Config), n=1, cutoff=0.5)
+    return ValueError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def _known_key(key: str, where: str) -> None:
+    known = _all_keys(Config)
+    if key not in known and key.rsplit(".", 1)[0] != "data.validation":
+        raise _unknown(key, where)
+
+
+def _build(hint: Any, value: Any, key: str) -> Any:
+    """`value` as an object of type `hint`; every mismatch is a ValueError that names `key`."""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{key}={value!r}: expected a group of keys, e.g. {key}.{next(iter(_fields(hint)))}")
+        prefix = f"{key}." if key else ""
+        for name in value:
+            if name not in _fields(typing.cast(type, hint)):
+                raise _unknown(prefix + str(name), "configuration")
+        parts = {name: _build(inner, value[name], prefix + name) for name, inner in _fields(typing.cast(type, hint)).items()}
+        return typing.cast(type, hint)(**parts)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return _build(option, value, key)
+            except ValueError:
+                continue
+        raise ValueError(f"{key}={value!r}: expected {_describe(hint)}")
+    if origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if origin is list and isinstance(value, list):
+        return [_build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
+        return tuple(_build(inner, item, key) for inner, item in zip(arguments, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {str(name): _build(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if hint in (int, str, bool, types.NoneType) and type(value) is hint:
+        return value
+    raise ValueError(f"{key}={value!r}: expected {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_describe(option) for option in arguments)
+    if origin in (list, tuple, dict):
+        return f"{origin.__name__} of {_describe(arguments[-1])}"
+    return {types.NoneType: "null", int: "an integer", float: "a number", str: "text", bool: "true or false"}[hint]
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for values that are out of range or contradict each other."""
+    for role, model in (("student", config.student), ("teacher", config.teacher)):
+        if (model.hf_path is None) == (model.checkpoint is None):
+            raise ValueError(
+                f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: expected exactly one of the two"
+            )
+        for name in ("tensor", "pipeline", "virtual_pipeline", "context"):
+            if getattr(model.parallel, name) < 1:
+                raise ValueError(f"{role}.parallel.{name}={getattr(model.parallel, name)}: expected at least 1")
+        if model.parallel.virtual_pipeline > 1 and model.parallel.pipeline == 1:
+            raise ValueError(
+                f"{role}.parallel.virtual_pipeline={model.parallel.virtual_pipeline} needs {role}.parallel.pipeline > 1"
+            )
+    if config.teacher.placement == "colocated" and config.teacher.ranks is not None:
+        raise ValueError(f"teacher.ranks={config.teacher.ranks} is for teacher.placement=dedicated; set it to null")
+    positive = {
+        "loss.representation.k": config.loss.representation.k,
+        "rollout.max_new_tokens": config.rollout.max_new_tokens,
+        "rollout.per_prompt": config.rollout.per_prompt,
+        "rollout.tensor": config.rollout.tensor,
+        "rollout.max_batch": config.rollout.max_batch,
+        "train.steps": config.train.steps,
+        "train.prompts_per_step": config.train.prompts_per_step,
+        "train.tokens_per_microbatch": config.train.tokens_per_microbatch,
+        "train.lr": config.train.lr,
+        "evaluation.samples": config.evaluation.samples,
+        "student.recompute_num_layers": config.student.recompute_num_layers,
+    }
+    for key, value in positive.items():
+        if value <= 0:
+            raise ValueError(f"{key}={value}: expected more than 0")
+    fractions = {
+        "rollout.top_p": config.rollout.top_p,
+        "evaluation.top_p": config.evaluation.top_p,
+    }
+    for key, value in fractions.items():
+        if not 0 < value <= 1:
+            raise ValueError(f"{key}={value}: expected a number in (0, 1]")
+    at_least_zero = {
+        "loss.representation.weight": config.loss.representation.weight,
+        "rollout.temperature": config.rollout.temperature,
+        "evaluation.temperature": config.evaluation.temperature,
+        "train.weight_decay": config.train.weight_decay,
+        "train.min_lr": config.train.min_lr,
+        "train.clip_grad": config.train.clip_grad,
+        "train.save_every": config.train.save_every,
+        "train.keep_checkpoints": config.train.keep_checkpoints,
+        "evaluation.every": config.evaluation.every,
+    }
+    for key, value in at_least_zero.items():
+        if value < 0:
+            raise ValueError(f"{key}={value}: expected 0 or more")
+    if not 0 <= config.train.warmup_fraction <= 1:
+        raise ValueError(f"train.warmup_fraction={config.train.warmup_fraction}: expected a number in [0, 1]")
+    if config.train.min_lr > config.train.lr:
+        raise ValueError(f"train.min_lr={config.train.min_lr} is above train.lr={config.train.lr}")
+    if config.evaluation.every and not config.data.validation:
+        raise ValueError(f"evaluation.every={config.evaluation.every} needs at least one set in data.validation")
+
+
+def to_yaml(config: Config) -> str:
+    """The complete configuration as YAML; `load_config` reads it back."""
+    import yaml
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)

@@ -1,0 +1,47 @@
+"""Model families: what an HF `config.json` means to Megatron-core, and how the weights are named. Pure tables.
+
+`read_model_spec(path)` is the entry point; adding a family is one module with one `Family` (see CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from nemo_oprd.families.base import Family, ModelSpec
+from nemo_oprd.families.qwen import QWEN2, QWEN3
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3)}
+
+__all__ = ["FAMILIES", "Family", "ModelSpec", "parse_model_spec", "read_model_spec"]
+
+
+def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
+    """The model that `hf_config` (the contents of a `config.json`) describes.
+
+    Raises:
+        ValueError: the model type is unknown, a needed key is missing, or the config asks for something unsupported.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
+            "CONTRIBUTING.md shows how to add a family."
+        )
+    return FAMILIES[model_type].parse(hf_config, source)
+
+
+def read_model_spec(path: str | Path) -> ModelSpec:
+    """Reads `path/config.json`.
+
+    Raises:
+        ValueError: as `parse_model_spec`, or there is no readable config.json.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model")
+    try:
+        hf_config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not valid JSON ({error}); copy the file from the model's source again") from error
+    return parse_model_spec(hf_config, str(file))

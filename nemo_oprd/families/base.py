@@ -1,0 +1,253 @@
+"""What every model family shares: the shape of a model, and the rules by which its weights change names and layout.
+
+A `WeightRule` ties one Megatron parameter to the HF tensors it is made of. Its `form` says how they are joined and how
+the joined tensor is split over tensor-parallel ranks. Everything that moves weights (conversion, loading, weight sync,
+export, the gradients that `verify` writes) goes through these rules, so a mapping mistake can't hide in one of them.
+
+Shapes: H hidden size, F feed-forward size, A attention heads, G key/value groups, C channels per head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+# Megatron-LM's default: embeddings are padded so that every tensor-parallel shard is a multiple of 128 rows.
+VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The architecture of one model, independent of any layout."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    proj_bias: bool
+    qk_norm: bool
+    dtype: str
+    hf_config: dict = field(compare=False, repr=False, default_factory=dict)
+
+    def padded_vocab(self, tensor_parallel: int) -> int:
+        """Rows of the embedding when it is split `tensor_parallel` ways."""
+        multiple = VOCAB_MULTIPLE * tensor_parallel
+        return -(-self.vocab_size // multiple) * multiple
+
+    def check_tensor_parallel(self, size: int, role: str) -> None:
+        """Raises ValueError unless heads, groups and the feed-forward width divide by `size`."""
+        for what, value in (
+            ("attention heads", self.num_heads),
+            ("key/value heads", self.num_kv_heads),
+            ("feed-forward size", self.ffn_size),
+        ):
+            if value % size:
+                raise ValueError(
+                    f"{role}.parallel.tensor={size} does not divide the model's {value} {what}; "
+                    f"choose a divisor of {value}"
+                )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the source's weights."""
+        return getattr(torch, self.dtype)
+
+
+class Form:
+    """How HF tensors become one Megatron tensor (`join`/`take_apart`) and how that splits over TP ranks.
+
+    `shard`/`unshard` are inverse to each other, and so are `join`/`take_apart`. `axis` is the split dimension, None
+    where every TP rank holds the whole tensor.
+    """
+
+    axis: int | None = None
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """One HF tensor stays as it is."""
+        return tensors[0]
+
+    def take_apart(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """The inverse of `join`."""
+        return (tensor,)
+
+    def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
+        """The part of the joined tensor that TP rank `rank` of `size` holds."""
+        return tensor if self.axis is None else tensor.chunk(size, dim=self.axis)[rank]
+
+    def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """The joined tensor from the shards of all TP ranks."""
+        return shards[0] if self.axis is None else torch.cat(list(shards), dim=self.axis)
+
+
+class Replicated(Form):
+    """The same on every TP rank (norm weights, biases of row-parallel layers)."""
+
+
+class ColumnParallel(Form):
+    """Split along the output features."""
+
+    axis = 0
+
+
+class RowParallel(Form):
+    """Split along the input features."""
+
+    axis = 1
+
+
+class Vocabulary(Form):
+    """Embedding and head: padded with zero rows to a multiple of 128 per TP rank, then split along them."""
+
+    axis = 0
+
+    def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
+        """[V, H] -> [padded V / size, H]."""
+        rows = spec.padded_vocab(size) // size
+        part = tensor[rank * rows : (rank + 1) * rows]
+        missing = rows - part.shape[0]
+        return part if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+
+    def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """[padded V / size, H] from each rank -> [V, H]."""
+        return torch.cat(list(shards))[: spec.vocab_size]
+
+
+class GroupedQKV(Form):
+    """q [A*C, ..], k [G*C, ..], v [G*C, ..] -> per group its A/G query heads, then its key and value: [(A+2G)*C, ..].
+
+    Grouping makes a contiguous split over TP ranks carry whole groups.
+    """
+
+    axis = 0
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """(q, k, v) -> interleaved by group."""
+        rest = tensors[0].shape[1:]
+        parts = [tensor.reshape(spec.num_kv_heads, -1, *rest) for tensor in tensors]
+        return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+    def take_apart(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """Interleaved by group -> (q, k, v)."""
+        rest = tensor.shape[1:]
+        per_group = (spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim, spec.head_dim)
+        parts = tensor.reshape(spec.num_kv_heads, sum(per_group), *rest).split(per_group, dim=1)
+        return tuple(part.reshape(-1, *rest) for part in parts)
+
+
+class GateUp(Form):
+    """gate [F, H], up [F, H] -> [2F, H]; each TP rank holds its part of gate above its part of up."""
+
+    axis = 0
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """(gate, up) -> stacked."""
+        return torch.cat(list(tensors))
+
+    def take_apart(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """Stacked -> (gate, up)."""
+        return tensor.chunk(2)
+
+    def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
+        """[2F, H] -> [2F / size, H]."""
+        gate, up = tensor.chunk(2)
+        return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
+
+    def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """[2F / size, H] from each rank -> [2F, H]."""
+        halves = [shard.chunk(2) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """One Megatron parameter: its name, the HF tensors it is made of, and how.
+
+    Names of layer parameters hold `{layer}`: 0-based over the whole model in HF names, and in Megatron names too
+    (a pipeline stage translates its local index before it looks a rule up).
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    form: Form
+    present: Callable[[ModelSpec], bool] = lambda spec: True
+
+    def at_layer(self, layer: int) -> WeightRule:
+        """The rule with the names of one layer (0-based) filled in."""
+        hf = tuple(name.format(layer=layer) for name in self.hf)
+        return WeightRule(self.megatron.format(layer=layer), hf, self.form)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One HF `model_type`: how its config is read and written, and its weight rules."""
+
+    model_type: str
+    parse: Callable[[dict, str], ModelSpec]
+    rules: tuple[WeightRule, ...]
+
+    def weight_rules(self, spec: ModelSpec) -> list[WeightRule]:
+        """Every parameter of the model in a fixed order: embedding, layers in order, final norm, head."""
+        present = [rule for rule in self.rules if rule.present(spec)]
+        before = [rule for rule in present if rule.megatron.startswith("embedding.")]
+        layer = [rule for rule in present if "{layer}" in rule.megatron]
+        after = [rule for rule in present if rule not in before and rule not in layer]
+        return before + [rule.at_layer(i) for i in range(spec.num_layers) for rule in layer] + after
+
+
+def require(hf_config: dict, key: str, source: str) -> object:
+    """`hf_config[key]`, or a ValueError that names the key and the file."""
+    if hf_config.get(key) is None:
+        raise ValueError(f"{source}: key {key!r} is missing; expected the complete config.json of the model")
+    return hf_config[key]
+
+
+def rope_theta(hf_config: dict, source: str) -> float:
+    """The RoPE base, from either spelling: `rope_theta` (transformers 4) or `rope_parameters` (transformers 5).
+
+    Raises:
+        ValueError: scaled RoPE of any type other than "default", or no base at all.
+    """
+    parameters = hf_config.get("rope_parameters") or {}
+    scaling = hf_config.get("rope_scaling") or {}
+    for key, settings in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        kind = settings.get("rope_type", settings.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"{source}: {key} asks for RoPE type {kind!r}; this family supports only 'default'")
+        if settings.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"{source}: {key} asks for partial rotary embeddings, which this family does not support")
+    theta = hf_config.get("rope_theta", parameters.get("rope_theta", scaling.get("rope_theta")))
+    if theta is None:
+        raise ValueError(f"{source}: no rope_theta, neither at top level nor in rope_parameters; add the model's value")
+    return float(theta)
+
+
+def refuse_sliding_window(hf_config: dict, source: str) -> None:
+    """Raises ValueError if any layer would attend to a sliding window."""
+    windowed = [kind for kind in hf_config.get("layer_types") or [] if kind != "full_attention"]
+    in_use = hf_config.get("use_sliding_window") and hf_config.get("sliding_window") is not None
+    if in_use and not hf_config.get("layer_types"):
+        # transformers: layers from max_window_layers on use the window
+        in_use = hf_config.get("max_window_layers", 0) < hf_config["num_hidden_layers"]
+    elif in_use:
+        in_use = bool(windowed)
+    if windowed or in_use:
+        raise ValueError(
+            f"{source}: sliding-window attention is asked for (use_sliding_window={hf_config.get('use_sliding_window')}, "
+            f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer"
+        )
+
+
+def source_dtype(hf_config: dict) -> str:
+    """The dtype of the weights, from either spelling; float32 where the config doesn't say."""
+    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -1,0 +1,121 @@
+"""A role's parallel layout as pure arithmetic: which rank is where, and which stage owns which layer.
+
+No process, no tensor, no Megatron here, so that transfer plans and layouts can be tested by themselves.
+Order of ranks within a role, fastest first: tensor, context, data, pipeline (Megatron's "tp-cp-dp-pp").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in its role's layout."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`tensor * context * data * pipeline` consecutive ranks, the first of them `first_rank`."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    sequence: bool = False
+    first_rank: int = 0
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks of the role."""
+        return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of the role."""
+        return range(self.first_rank, self.first_rank + self.size)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of a global rank of this role."""
+        assert rank in self.ranks
+        rest, tensor = divmod(rank - self.first_rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        return Coordinates(tensor, context, data, pipeline)
+
+    def rank(self, at: Coordinates) -> int:
+        """The global rank at `at`; the inverse of `coordinates`."""
+        inner = (at.pipeline * self.data + at.data) * self.context + at.context
+        return self.first_rank + inner * self.tensor + at.tensor
+
+    def layers_per_stage(self, num_layers: int) -> list[int]:
+        """Layers on each pipeline rank.
+
+        Where the layers don't divide, the stages in between get equal counts and the first and the last share the rest
+        (Megatron can't describe other splits); the last, which also holds the head, gets the smaller part.
+
+        Raises:
+            ValueError: the layers can't be split that way.
+        """
+        first, last = self.first_stage_layers, self.last_stage_layers
+        if first is None and last is None and num_layers % self.pipeline:
+            first, last = self._balanced_ends(num_layers)
+        counts: list[int | None] = [None] * self.pipeline
+        if first is not None:
+            counts[0] = first
+        if last is not None:
+            counts[-1] = last
+        rest = num_layers - sum(count for count in counts if count is not None)
+        open_stages = counts.count(None)
+        if rest < 0 or (open_stages and rest % open_stages) or (not open_stages and rest):
+            raise ValueError(
+                f"{num_layers} layers can't be split over pipeline={self.pipeline} stages with "
+                f"first_stage_layers={self.first_stage_layers}, last_stage_layers={self.last_stage_layers}; choose a "
+                "pipeline size that divides the layers, or other first_stage_layers/last_stage_layers"
+            )
+        filled = [rest // open_stages if count is None else count for count in counts]
+        if min(filled) < 1:
+            raise ValueError(f"pipeline={self.pipeline} is deeper than the model's {num_layers} layers")
+        if any(count % self.virtual_pipeline for count in filled):
+            raise ValueError(
+                f"virtual_pipeline={self.virtual_pipeline} does not divide the {filled} layers of each pipeline rank"
+            )
+        return filled
+
+    def _balanced_ends(self, num_layers: int) -> tuple[int, int]:
+        middle = (num_layers + self.pipeline // 2) // self.pipeline
+        rest = num_layers - middle * (self.pipeline - 2)
+        return rest - rest // 2, rest // 2
+
+    def stage_of_layer(self, layer: int, num_layers: int) -> tuple[int, int]:
+        """(pipeline rank, model chunk) that owns layer `layer` (1-based)."""
+        counts = self.layers_per_stage(num_layers)
+        first = 1
+        for chunk in range(self.virtual_pipeline):
+            for pipeline, count in enumerate(counts):
+                size = count // self.virtual_pipeline
+                if first <= layer < first + size:
+                    return pipeline, chunk
+                first += size
+        raise ValueError(f"layer {layer} is not in 1..{num_layers}")
+
+    def owned_layers(self, pipeline: int, num_layers: int) -> list[int]:
+        """Layers (1-based) of one pipeline rank, in order."""
+        return [i for i in range(1, num_layers + 1) if self.stage_of_layer(i, num_layers)[0] == pipeline]
+
+    def describe(self) -> str:
+        """Short text such as "TP2 PP2 VPP2 DP1 +SP"."""
+        parts = [f"TP{self.tensor}"]
+        for name, size in (("CP", self.context), ("PP", self.pipeline), ("VPP", self.virtual_pipeline)):
+            if size > 1:
+                parts.append(f"{name}{size}")
+        parts.append(f"DP{self.data}")
+        return " ".join(parts) + (" +SP" if self.sequence else "")

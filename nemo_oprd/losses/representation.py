@@ -1,0 +1,56 @@
+"""Distances between student and teacher hidden states, one value per row (paper, eq. 5 and its variants).
+
+Adding a loss: one function here with the signature of `mse`, and its name in `ROW_LOSSES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+RowLoss = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+
+
+def _reduce(squares: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    return squares.sum(-1) if dim_reduction == "sum" else squares.mean(-1)
+
+
+def mse(student_NH: torch.Tensor, teacher_NH: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    """Squared difference, [N, H] x 2 -> [N]; mean over the width is the paper's 1/d, "sum" leaves it out."""
+    return _reduce((student_NH - teacher_NH).square(), dim_reduction)
+
+
+def normalized_mse(student_NH: torch.Tensor, teacher_NH: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    """`mse` after both sides are brought to unit length. With "sum" this is 2 (1 - cosine)."""
+    return mse(
+        torch.nn.functional.normalize(student_NH, dim=-1),
+        torch.nn.functional.normalize(teacher_NH, dim=-1),
+        dim_reduction,
+    )
+
+
+def cosine(student_NH: torch.Tensor, teacher_NH: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    """1 - cosine similarity, [N, H] x 2 -> [N]; the width is summed out whatever `dim_reduction` says."""
+    return 1.0 - torch.nn.functional.cosine_similarity(student_NH, teacher_NH, dim=-1)
+
+
+ROW_LOSSES: dict[str, RowLoss] = {"mse": mse, "normalized_mse": normalized_mse, "cosine": cosine}
+
+
+def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
+    """The distilled layers (1-based, ascending) of a model with `num_layers` blocks.
+
+    Raises:
+        ValueError: a layer outside 1..num_layers, a repeated one, or a selection that leaves none.
+    """
+    every = range(1, num_layers + 1)
+    named = {"all": list(every), "last": [num_layers], "even": list(every)[1::2], "odd": list(every)[::2]}
+    chosen = named[layers] if isinstance(layers, str) else sorted(layers)
+    outside = [layer for layer in chosen if layer not in every]
+    if outside or len(set(chosen)) != len(chosen) or not chosen:
+        raise ValueError(
+            f"loss.representation.layers={layers}: expected distinct layers in 1..{num_layers}"
+            + (f"; {outside} are not" if outside else "")
+        )
+    return chosen

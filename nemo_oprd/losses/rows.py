@@ -1,0 +1,75 @@
+"""Which tokens are supervised, and how much each weighs: from masks to one flat table of rows.
+
+A row is one supervised token of the global batch. Every rank builds the same table from the same rollouts, so the
+counts that normalise the loss are global by construction: there is no mean of means to get wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_oprd.types import Rollout
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """N supervised rows, ordered by response, then by position.
+
+    `response` [N] indexes the step's rollouts; `position` [N] is the row's index in prompt + response, where the hidden
+    state is taken; `token` [N] is the response token it belongs to; `weight` [N] float64 sums to 1.
+    """
+
+    response: np.ndarray
+    position: np.ndarray
+    token: np.ndarray
+    weight: np.ndarray
+    num_responses: int
+
+    def __len__(self) -> int:
+        return len(self.response)
+
+
+def select_tokens(mask: list[int], positions: str, k: int) -> np.ndarray:
+    """Supervised response tokens of one response: those whose mask is 1, or the last/first k of them."""
+    tokens = np.flatnonzero(np.asarray(mask))
+    if positions == "all":
+        return tokens
+    return tokens[-k:] if positions == "last_k" else tokens[:k]
+
+
+def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str, aggregation: str) -> RowTable:
+    """The supervised rows of a batch.
+
+    Args:
+        positions: "all", "last_k" or "first_k" of the response tokens whose mask is 1.
+        position: "token" takes the state where token t is the input, "predicting" one earlier.
+        aggregation: "sequence_mean" weighs a row 1 / (responses * rows of its response) (the paper's equation),
+            "token_mean" 1 / rows. Responses without rows count in neither.
+
+    Raises:
+        ValueError: no response has a supervised token, or "predicting" meets an empty prompt.
+    """
+    chosen = [select_tokens(rollout.mask, positions, k) for rollout in rollouts]
+    counts = np.array([len(tokens) for tokens in chosen], dtype=np.int64)
+    if counts.sum() == 0:
+        raise ValueError(
+            f"none of the {len(rollouts)} responses has a supervised token (mask 1); "
+            "expected at least one: check response_mask and that responses are not empty"
+        )
+    shift = 1 if position == "predicting" else 0
+    for i, rollout in enumerate(rollouts):
+        if shift and counts[i] and not rollout.prompt_ids:
+            raise ValueError(
+                f"response {i} has an empty prompt: loss.representation.position=predicting needs a token before it"
+            )
+    active = int((counts > 0).sum())
+    response = np.repeat(np.arange(len(rollouts)), counts)
+    token = np.concatenate(chosen)
+    starts = np.array([len(rollout.prompt_ids) for rollout in rollouts], dtype=np.int64)
+    if aggregation == "sequence_mean":
+        weight = 1.0 / (active * counts[response].astype(np.float64))
+    else:
+        weight = np.full(len(token), 1.0 / len(token))
+    return RowTable(response, starts[response] + token - shift, token, weight, active)

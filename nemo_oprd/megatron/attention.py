@@ -1,0 +1,194 @@
+"""Core attention on PyTorch's SDPA, for machines without Transformer Engine: packed training and cached decoding.
+
+Stands where Megatron's `DotProductAttention` would (which refuses packed sequences and context parallelism and builds
+the whole score matrix). Three paths, chosen by what travels with the microbatch:
+- packed (THD), one context rank: sequences of similar length share one causal SDPA call;
+- packed, several context ranks: keys and values are gathered, each zig-zag chunk attends up to its own end;
+- decoding: keys and values live in a `KVCache` indexed by position.
+
+Shapes: S packed tokens, A query heads, G key/value heads on this TP rank, C channels per head, B sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from nemo_oprd.data.packing import Pack
+
+# Sequences share a padded SDPA call while the longest is at most this many times the shortest: bounds wasted work.
+BUCKET_RATIO = 1.5
+
+
+@dataclass
+class AttentionPlan:
+    """Index arithmetic of one microbatch, done once and used by every layer.
+
+    `buckets` holds (index [B, L] into the packed tokens, valid [B, L]) per group of sequences of similar length.
+    """
+
+    buckets: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    gathered_order: torch.Tensor | None = None
+
+    @staticmethod
+    def of(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
+        """The plan of context rank `context` for `pack`."""
+        if pack.layout.context > 1:
+            return AttentionPlan._zigzag(pack, context, device)
+        order = sorted(range(len(pack.padded)), key=lambda j: -int(pack.padded[j]))
+        buckets: list[list[int]] = []
+        for j in order:
+            if not buckets or pack.padded[buckets[-1][0]] > BUCKET_RATIO * pack.padded[j]:
+                buckets.append([])
+            buckets[-1].append(j)
+        plan = AttentionPlan()
+        for bucket in buckets:
+            longest = int(pack.padded[bucket[0]])
+            column = torch.arange(longest)
+            lengths = torch.tensor([int(pack.padded[j]) for j in bucket])[:, None]
+            starts = torch.tensor([int(pack.offsets[j]) for j in bucket])[:, None]
+            valid = column < lengths
+            index = torch.where(valid, starts + column, starts)  # padding repeats the first token; its output is dropped
+            plan.buckets.append((index.to(device), valid.to(device)))
+        return plan
+
+    @staticmethod
+    def _zigzag(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
+        size = pack.layout.context
+        plan = AttentionPlan()
+        for offset, length in zip(pack.offsets.tolist(), pack.padded.tolist(), strict=True):
+            chunk = length // (2 * size)
+            for local, number in ((0, context), (chunk, 2 * size - 1 - context)):
+                # local query rows, and the keys from the sequence's start to this chunk's end
+                plan.chunks.append((offset // size + local, chunk, offset, (number + 1) * chunk))
+        gathered = torch.cat([torch.from_numpy(pack.context_slice(rank)) for rank in range(size)])
+        plan.gathered_order = torch.argsort(gathered).to(device)
+        return plan
+
+
+@dataclass
+class KVCache:
+    """Keys and values of a decoding batch: per layer [B, G, T, C], slot = position in the sequence.
+
+    `positions` [B, s] are those of the tokens of the current call; `mask` [B, 1, s, T] is True where a token may attend
+    (None while prefilling right-padded prompts from position 0, which is plain causal attention).
+    """
+
+    max_length: int
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    positions: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    used: int = 0
+
+    def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new [B, G, s, C] at `positions`; returns all keys and values up to `used`."""
+        if layer not in self.layers:
+            shape = (key.shape[0], key.shape[1], self.max_length, key.shape[3])
+            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        keys, values = self.layers[layer]
+        assert self.positions is not None
+        if self.mask is None:
+            keys[:, :, : key.shape[2]] = key
+            values[:, :, : key.shape[2]] = value
+        else:
+            row = torch.arange(key.shape[0], device=key.device)[:, None]
+            keys[row, :, self.positions] = key.transpose(1, 2)
+            values[row, :, self.positions] = value.transpose(1, 2)
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps only the sequences `rows` (those not finished yet)."""
+        self.layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self.layers.items()}
+
+
+@dataclass
+class DecodeParams(PackedSeqParams):
+    """Carries the cache to the attention of every layer; "sbhd" keeps Megatron's attention off its packed path."""
+
+    qkv_format: str = "sbhd"
+    cache: KVCache | None = None
+
+
+class SDPAttention(MegatronModule):
+    """Core attention module for Megatron's `SelfAttentionSubmodules.core_attention`."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError(f"attention_dropout={config.attention_dropout}: distillation runs without dropout; set 0")
+        self.layer_number = layer_number
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [S, A, C] (packed) or [s, B, A, C] (decoding) -> the same with A * C as last dimension."""
+        if isinstance(packed_seq_params, DecodeParams):
+            assert packed_seq_params.cache is not None
+            return self._decode(query, key, value, packed_seq_params.cache)
+        plan = getattr(packed_seq_params, "attention_plan", None)
+        assert plan is not None, "SDPAttention needs packed sequences with an attention plan"
+        if plan.chunks:
+            return self._context_parallel(query, key, value, plan)
+        out = query.new_zeros(query.shape)
+        for index, valid in plan.buckets:
+            q, k, v = (tensor[index].transpose(1, 2) for tensor in (query, key, value))
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            out = out.index_put((index[valid],), attended.transpose(1, 2)[valid])
+        return out.flatten(1)
+
+    def _context_parallel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """Every context rank gathers all keys and values; the gradient is reduce-scattered back."""
+        both = torch.cat([key, value], dim=-1)
+        # the mapping is Megatron's for sequence parallelism; here it runs over the context group
+        gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
+        k_all, v_all = gathered.index_select(0, plan.gathered_order).chunk(2, dim=-1)
+        parts = []
+        for row, count, start, keys in plan.chunks:
+            q = query[row : row + count].transpose(0, 1)[None]
+            k, v = (tensor[start : start + keys].transpose(0, 1)[None] for tensor in (k_all, v_all))
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            bias = causal_lower_right(count, keys)
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
+            parts.append(attended[0].transpose(0, 1))
+        return torch.cat(parts).flatten(1)
+
+    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        k, v = cache.update(self.layer_number, k, v)
+        prefill = cache.mask is None
+        mask = None if cache.mask is None else cache.mask[..., : cache.used]
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=prefill, scale=self.scale, enable_gqa=True
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)

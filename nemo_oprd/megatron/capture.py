@@ -1,0 +1,190 @@
+"""The distilling transformer layer: shows each layer's output to whoever travels with the microbatch.
+
+What a microbatch wants from the layers (capture for the teacher, supervision for the student) is an `Observer` on the
+`PackedSeqParams` that Megatron hands to every layer, also when it recomputes one. So there are no hooks (inside a
+recomputed region they see tensors without gradient), no state on modules, and no order to keep in 1F1B or interleaved
+schedules.
+
+Layer numbers are 1-based over the whole model. `FINAL` stands for the state after the final norm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from nemo_oprd.losses.representation import RowLoss
+from nemo_oprd.megatron.attention import AttentionPlan
+from nemo_oprd.megatron.inject import inject_gradient, row_chunks
+
+
+class Observer(Protocol):
+    """Sees the output of every layer that this stage owns, in order."""
+
+    def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
+        """Gets [S, 1, H] (a sequence-parallel rank's part of it); returns what the next layer shall get."""
+        ...
+
+    def after_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same for the output of the final norm; only on the last stage."""
+        ...
+
+
+@dataclass
+class ObservedSequences(PackedSeqParams):
+    """The packed sequences of one microbatch, with their observer.
+
+    `depth` is the deepest layer to run: those above pass their input through (nobody asks for their output).
+    """
+
+    attention_plan: AttentionPlan | None = None
+    observer: Observer | None = None
+    depth: int | None = None
+
+
+class DistillingLayer(TransformerLayer):
+    """Megatron's transformer layer, observed. Named in the layer spec in place of `TransformerLayer`."""
+
+    # set by `DistillingModel` on the last layer of a stage whose output travels on to another stage
+    stage_ends = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the parent's; see `Observer` for what happens to the output."""
+        sequences = kwargs.get("packed_seq_params")
+        observed = isinstance(sequences, ObservedSequences)
+        if observed and sequences.depth is not None and self.layer_number > sequences.depth:
+            return kwargs["hidden_states"], kwargs.get("context")
+        hidden, context = super().forward(*args, **kwargs)
+        if observed and sequences.observer is not None:
+            hidden = sequences.observer.at_layer(self.layer_number, hidden, stage_ends=self.stage_ends)
+        return hidden, context
+
+
+@dataclass
+class Capture:
+    """The teacher's observer: keeps the wanted rows of the wanted layers, compact.
+
+    Args:
+        rows: layer -> [n] rows of this rank's hidden state (int64, on its device).
+        final_layer: the layer whose state is taken after the final norm, None to take every layer before it.
+        project: (layer, [n, H]) -> what is kept; the bridge's teacher side goes here.
+    """
+
+    rows: dict[int, torch.Tensor]
+    final_layer: int | None = None
+    project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    captured: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
+        """Takes the rows of `layer`, unless it is taken after the final norm."""
+        if layer in self.rows and layer != self.final_layer:
+            self._take(layer, hidden)
+        return hidden
+
+    def after_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Takes the rows of the last layer."""
+        if self.final_layer is not None and self.final_layer in self.rows:
+            self._take(self.final_layer, hidden)
+        return hidden
+
+    def _take(self, layer: int, hidden: torch.Tensor) -> None:
+        picked = hidden.flatten(0, 1).index_select(0, self.rows[layer])
+        self.captured[layer] = picked if self.project is None else self.project(layer, picked)
+
+
+@dataclass
+class LayerTerm:
+    """The supervision of one layer in one microbatch on this rank: n rows.
+
+    `weight` already holds 1 / (global counts); `scale` is what the layer's loss is multiplied by in the total.
+    """
+
+    rows: torch.Tensor  # [n] int64
+    weight: torch.Tensor  # [n] float32
+    target: torch.Tensor  # [n, H] in the run's precision
+    scale: float
+
+
+@dataclass
+class Supervision:
+    """The student's observer: measures each supervised layer once and injects its gradient.
+
+    Under recompute the first pass runs without gradients: the value is taken there, the gradient is attached when the
+    layer runs again.
+
+    Args:
+        terms: layer -> what to match.
+        row_loss: the distance per row.
+        dim_reduction: handed to `row_loss`.
+        final_layer: the layer that is supervised after the final norm, None if none is.
+        measure: False on ranks whose rows another rank counts already (replicas under plain tensor parallelism).
+        project: (layer, float32 [n, H]) -> what is compared; the bridge's student side goes here.
+    """
+
+    terms: dict[int, LayerTerm]
+    row_loss: RowLoss
+    dim_reduction: str
+    final_layer: int | None = None
+    measure: bool = True
+    project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    measured: dict[int, torch.Tensor] = field(default_factory=dict)
+    injections: Counter = field(default_factory=Counter)
+
+    # order of the sums in `measured[layer]` (float64 [4]): weighted loss, cosine, squared error, squared target
+    SUMS = ("loss", "cosine", "squared_error", "squared_target")
+
+    def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
+        """Supervises `layer`, unless it is supervised after the final norm."""
+        return hidden if layer == self.final_layer else self._supervise(layer, hidden, keep_rows=stage_ends)
+
+    def after_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Supervises the last layer; nothing else keeps the norm's output, so only its rows are kept."""
+        if self.final_layer is None:
+            return hidden
+        return self._supervise(self.final_layer, hidden, keep_rows=True)
+
+    def _supervise(self, layer: int, hidden: torch.Tensor, *, keep_rows: bool) -> torch.Tensor:
+        term = self.terms.get(layer)
+        if term is None or len(term.rows) == 0:
+            return hidden
+        if self.measure and layer not in self.measured:
+            self.measured[layer] = self._measure(layer, hidden.detach(), term)
+        if not torch.is_grad_enabled() or term.scale == 0.0:
+            return hidden
+
+        def loss(rows_NH: torch.Tensor, chunk: slice) -> torch.Tensor:
+            return term.scale * (self._distance(layer, rows_NH, term, chunk) * term.weight[chunk]).sum()
+
+        def done() -> None:
+            self.injections[layer] += 1
+
+        return inject_gradient(hidden, term.rows, loss, keep_rows=keep_rows, done=done)
+
+    def _student(self, layer: int, rows_NH: torch.Tensor) -> torch.Tensor:
+        return rows_NH if self.project is None else self.project(layer, rows_NH)
+
+    def _distance(self, layer: int, rows_NH: torch.Tensor, term: LayerTerm, chunk: slice) -> torch.Tensor:
+        return self.row_loss(self._student(layer, rows_NH), term.target[chunk].float(), self.dim_reduction)
+
+    @torch.no_grad()
+    def _measure(self, layer: int, hidden: torch.Tensor, term: LayerTerm) -> torch.Tensor:
+        sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=hidden.device)
+        for chunk in row_chunks(len(term.rows)):
+            rows_NH = hidden.flatten(0, 1).index_select(0, term.rows[chunk]).float()
+            compared, target = self._student(layer, rows_NH), term.target[chunk].float()
+            distance = self.row_loss(compared, target, self.dim_reduction)
+            sums += torch.stack(
+                [
+                    (distance.double() * term.weight[chunk]).sum(),
+                    torch.nn.functional.cosine_similarity(compared, target, dim=-1).double().sum(),
+                    (compared - target).square().sum(dtype=torch.float64),
+                    target.square().sum(dtype=torch.float64),
+                ]
+            )
+        return sums

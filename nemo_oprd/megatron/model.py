@@ -1,0 +1,277 @@
+"""From a `ModelSpec` and a role to Megatron model chunks: config, layer spec, and the GPTModel that is trained.
+
+The model's forward returns hidden states; the LM head runs only where `logits` is called (generation, output-space
+terms). What is built where Transformer Engine is absent is Megatron's local layers with our RMSNorm and SDPA attention;
+`layer_backend()` says which was chosen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from nemo_oprd.families import ModelSpec
+from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
+from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
+from nemo_oprd.megatron.parallel import Role, device
+
+
+def layer_backend() -> str:
+    """"transformer_engine" where it is installed and CUDA is there, else "local"."""
+    available = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
+    return "transformer_engine" if available else "local"
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm in float32 inside, like the HF models'. Marks its weight for Megatron's sequence-parallel gradient sum.
+
+    Megatron's own fallback, `WrappedTorchNorm`, refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+class _RowParallelWithBias(RowParallelLinear):
+    """Output projection with a bias in models whose MLP has none (Qwen3 with `attention_bias`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["bias"] = True
+        super().__init__(*args, **kwargs)
+
+
+class _NotBuilt(MegatronModule):
+    """Stands where a role needs no layer (a teacher above its deepest supervised layer): no weights, never computed."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int = 1, **_: Any) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+
+    def forward(self, hidden_states: torch.Tensor, context: Any = None, **_: Any) -> tuple[torch.Tensor, Any]:
+        """Passes its input through."""
+        return hidden_states, context
+
+
+def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **training: Any) -> TransformerConfig:
+    """Megatron's config for `spec` in the layout of `role`; `training` adds recompute settings."""
+    layout = role.layout
+    stages = layout.layers_per_stage(spec.num_layers)
+    even = len(set(stages)) == 1
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=None if even else stages[0],
+        num_layers_in_last_pipeline_stage=None if even else stages[-1],
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence and layout.tensor > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Packs differ in length, so p2p shapes are exchanged per microbatch; Megatron ties that to this dispatcher.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # With batched p2p the two directions get mixed up at PP2 with virtual stages, where both neighbours are one rank.
+        batch_p2p_comm=layout.virtual_pipeline == 1,
+        overlap_p2p_comm=layout.virtual_pipeline > 1,
+        deallocate_pipeline_outputs=layout.pipeline > 1,
+        # Injected gradients hold their own 1 / counts; this setting makes data parallelism add and nothing rescale.
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **training,
+    )
+
+
+def _layer_spec(spec: ModelSpec) -> ModuleSpec:
+    if layer_backend() == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        if spec.proj_bias:
+            raise ValueError(f"{spec.model_type} with attention_bias has no Transformer Engine layer here yet")
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        return ModuleSpec(module=DistillingLayer, submodules=layer.submodules)
+    norm = ModuleSpec(module=RMSNorm)
+    proj = _RowParallelWithBias if spec.proj_bias else RowParallelLinear
+    return ModuleSpec(
+        module=DistillingLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=SDPAttention,
+                    linear_proj=proj,
+                    q_layernorm=norm if spec.qk_norm else IdentityOp,
+                    k_layernorm=norm if spec.qk_norm else IdentityOp,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+            # the names that Transformer Engine's fused layers use, so that checkpoints load in either kind
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )
+
+
+class DistillingModel(GPTModel):
+    """One model chunk of a role. Forward gives hidden states; `logits` is a separate step."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: torch.Tensor | None, sequences: ObservedSequences | DecodeParams
+    ) -> torch.Tensor:
+        """input_ids [B, S] (this context rank's tokens; ignored after the first stage) -> [S, B, H].
+
+        On the last stage the result is after the final norm.
+        """
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        hidden = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(sequences),
+            packed_seq_params=sequences,
+        )
+        if self.post_process and isinstance(sequences, ObservedSequences) and sequences.observer is not None:
+            hidden = sequences.observer.after_final_norm(hidden)
+        return hidden
+
+    def _rotary(self, sequences: ObservedSequences | DecodeParams) -> torch.Tensor:
+        if isinstance(sequences, DecodeParams):
+            assert sequences.cache is not None and sequences.cache.positions is not None
+            table = self.rotary_pos_emb.get_emb(sequences.cache.max_length)  # [T, 1, 1, C]
+            return table[sequences.cache.positions.t(), 0]  # [s, B, 1, C]: every sequence at its own positions
+        return self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, B, H] -> [S, B, V], gathered over tensor ranks, padding columns cut off. Only on the last stage."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        out, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=True)
+        return out
+
+
+def recompute_group(layers: int, wish: int) -> int:
+    """Layers recomputed together under "uniform": the largest divisor of a chunk's layers that is at most `wish`.
+
+    Megatron steps through a chunk in groups of this size and would run past its end otherwise. The size changes what is
+    kept in memory, never a result.
+    """
+    return max(size for size in range(1, layers + 1) if layers % size == 0 and size <= max(1, wish))
+
+
+def build_chunks(
+    spec: ModelSpec,
+    role: Role,
+    dtype: torch.dtype,
+    *,
+    depth: int | None = None,
+    head: bool = True,
+    **training: Any,
+) -> list[DistillingModel]:
+    """This rank's model chunks of a role, weights uninitialised.
+
+    Args:
+        depth: build only layers 1..depth (a frozen teacher needs no deeper ones); None builds all.
+        head: False leaves the LM head out.
+
+    Raises:
+        ValueError: the layout does not fit the model.
+    """
+    layout = role.layout
+    spec.check_tensor_parallel(layout.tensor, role.name)
+    layout.layers_per_stage(spec.num_layers)
+    assert role.at is not None
+    layer = _layer_spec(spec)
+    if layer_backend() == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm as final_norm
+    else:
+        final_norm = RMSNorm
+    chunks = []
+    for chunk in range(layout.virtual_pipeline):
+        numbers = [
+            i
+            for i in range(1, spec.num_layers + 1)
+            if layout.stage_of_layer(i, spec.num_layers) == (role.at.pipeline, chunk)
+        ]
+        specs = [
+            layer if depth is None or i <= depth else ModuleSpec(module=_NotBuilt, params={}) for i in numbers
+        ]
+        if training.get("recompute_method") == "uniform":
+            wish = training["recompute_num_layers"]
+            training = {**training, "recompute_num_layers": recompute_group(len(numbers), wish)}
+        first = role.at.pipeline == 0 and chunk == 0
+        last = role.at.pipeline == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+        model = DistillingModel(
+            config=transformer_config(spec, role, dtype, **training),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm),
+            vocab_size=spec.padded_vocab(layout.tensor),
+            max_sequence_length=spec.max_positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=spec.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
+            pg_collection=role.groups,
+            vp_stage=chunk if layout.virtual_pipeline > 1 else None,
+        )
+        model.vp_stage = chunk if layout.virtual_pipeline > 1 else None
+        if last and not head:
+            del model.output_layer
+        if not last and isinstance(model.decoder.layers[-1], DistillingLayer):
+            model.decoder.layers[-1].stage_ends = True
+        chunks.append(model.to(device()))
+    return chunks

@@ -1,0 +1,104 @@
+"""DDP, optimizer and learning rate of the student. Parameters that no loss reaches are left out of all three."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from nemo_oprd.config import TrainConfig
+from nemo_oprd.megatron.capture import DistillingLayer
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.parallel import Role
+
+
+def freeze_unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
+    """Turns gradients off where no loss has a path: they are not decayed, and have no optimizer state.
+
+    Args:
+        depth: the deepest layer that a loss reaches.
+        final_norm: whether a loss reaches the final norm.
+        head: whether a loss reaches the LM head. A tied head trains through the embedding in any case.
+    """
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            if isinstance(layer, DistillingLayer) and layer.layer_number > depth:
+                layer.requires_grad_(False)
+        if chunk.post_process:
+            if not final_norm:
+                chunk.decoder.final_layernorm.requires_grad_(False)
+            if not head and not chunk.share_embeddings_and_output_weights:
+                chunk.output_layer.requires_grad_(False)
+
+
+def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer: bool) -> list[Any]:
+    """Megatron's DDP around each chunk; gradients are accumulated and reduced in float32."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+        check_for_nan_in_grad=False,
+    )
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    return [
+        DistributedDataParallel(
+            chunk.config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=role.groups
+        )
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype: torch.dtype) -> Any:
+    """Megatron's AdamW over the parameters that have gradients; 1-D parameters are not decayed."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=train.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False, pg_collection=role.groups)
+
+
+def join_optimizer_creation() -> None:
+    """What ranks outside the role do while the others run `make_optimizer`.
+
+    Megatron aligns parameter groups over the whole world, once for dense and once for expert parameters; a rank without
+    parameters has to take part in both exchanges, or the others wait for ever.
+    """
+    for _ in ("dense", "expert"):
+        dist.all_gather_object([None] * dist.get_world_size(), [])
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Rate of update `step` (0-based): linear warm-up over warmup_fraction of the steps, then constant or cosine.
+
+    The first update of a warm-up already moves (1 / warm-up steps of the peak); a pure function of the step, so a
+    resumed run needs no scheduler state.
+    """
+    warmup = math.ceil(train.warmup_fraction * train.steps)
+    if step < warmup:
+        return train.lr * (step + 1) / warmup
+    if train.schedule == "constant":
+        return train.lr
+    progress = (step - warmup) / max(1, train.steps - warmup)
+    return train.min_lr + 0.5 * (train.lr - train.min_lr) * (1.0 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: Any, rate: float, weight_decay: float) -> None:
+    """Writes the rate into every parameter group, and the decay where the group decays at all (`wd_mult`)."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

@@ -1,0 +1,100 @@
+"""One pass of packed microbatches through Megatron's own schedules, for the student and for the teacher alike.
+
+A microbatch carries everything with it: tokens, packing, and the observer that captures or supervises. The loss
+function that the schedule wants on the last stage returns a root that is zero and reaches every node, so that backward
+runs; what is learned comes from the gradients that the layers inject (see `inject.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from nemo_oprd.data.packing import Pack
+from nemo_oprd.megatron.attention import AttentionPlan
+from nemo_oprd.megatron.capture import ObservedSequences, Observer
+from nemo_oprd.megatron.model import layer_backend
+from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.types import Rollout
+
+
+@dataclass
+class Microbatch:
+    """Tokens [1, S] of this context rank, and the packed sequences with their observer."""
+
+    input_ids: torch.Tensor
+    sequences: ObservedSequences
+
+
+def make_microbatch(
+    pack: Pack, rollouts: list[Rollout], role: Role, observer: Observer | None, depth: int | None
+) -> Microbatch:
+    """Lays the tokens of `pack` out for this rank; padding tokens have id 0 and are never supervised."""
+    assert role.at is not None
+    ids = np.zeros(pack.total, dtype=np.int64)
+    for i, offset in zip(pack.sequences, pack.offsets, strict=False):
+        rollout = rollouts[i]
+        ids[offset : offset + rollout.length] = rollout.prompt_ids + rollout.response_ids
+    here = device()
+    local = ids[pack.context_slice(role.at.context)]
+    longest = int(pack.padded.max())
+    # Our attention reads lengths on the host; Transformer Engine's kernels want them on the device.
+    te = layer_backend() == "transformer_engine"
+    cu_seqlens = torch.from_numpy(pack.cu_seqlens.astype(np.int32)).to(here if te else "cpu")
+    sequences = ObservedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        attention_plan=None if te else AttentionPlan.of(pack, role.at.context, here),
+        observer=observer,
+        depth=depth,
+    )
+    return Microbatch(torch.from_numpy(local)[None].to(here), sequences)
+
+
+def run_schedule(
+    chunks: list[Any], role: Role, microbatches: list[Microbatch], *, forward_only: bool, force_all_reduce: bool = False
+) -> None:
+    """Forward (and backward, with gradient finalisation) over all microbatches of this data-parallel rank.
+
+    Args:
+        chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.
+        force_all_reduce: leave complete gradients on every rank even where the distributed optimizer wants shards.
+    """
+    layout = role.layout
+    config = chunks[0].config
+    schedule = get_forward_backward_func(
+        layout.pipeline, layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    )
+    communicator = P2PCommunicator(role.groups.pp, config) if layout.pipeline > 1 else None  # type: ignore[attr-defined]
+    iterators = [iter(microbatches) for _ in chunks]
+    schedule(
+        forward_step_func=_forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=max(m.sequences.max_seqlen_q for m in microbatches),  # p2p shapes are exchanged, see variable_seq_lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+        pg_collection=role.groups,
+        p2p_communicator=communicator,
+        force_all_reduce=force_all_reduce,
+    )
+
+
+def _forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Any]:
+    microbatch = next(data_iterator)
+    return model(microbatch.input_ids, microbatch.sequences), _root
+
+
+def _root(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """A zero that depends on `hidden` [S, 1, H], and the triple that keeps the schedule from rescaling anything."""
+    return hidden.narrow(0, 0, 0).sum(), torch.zeros((), dtype=torch.int, device=hidden.device), {}

@@ -1,0 +1,179 @@
+"""Moves weights between HF names and the shards of a role. One pair of functions for every purpose.
+
+`load_hf` fills a role's shards from HF tensors; `gather_hf` gives HF tensors back from the shards (weights, gradients,
+anything shaped like a parameter). Loading a checkpoint, refitting the rollout engine, exporting, and the gradients that
+`verify` writes all pass through here, one parameter at a time, so the memory needed is that of the largest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from nemo_oprd.families import FAMILIES, ModelSpec
+from nemo_oprd.families.base import WeightRule
+from nemo_oprd.layout import Coordinates
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.parallel import Role
+
+# Transformer Engine fuses the norm before a linear layer into it, and names its weight after that layer.
+TE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
+
+
+class HFCheckpoint:
+    """Lazily opened safetensors files of an HF model directory; `checkpoint[name]` reads one tensor.
+
+    Raises:
+        ValueError: no safetensors there, an index that names missing files, or a file that can't be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{path}: no *.safetensors files; expected a Hugging Face model saved as safetensors")
+        self._handles = {}
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except Exception as error:  # safetensors raises its own SafetensorError for truncated or foreign files
+                raise ValueError(f"{file}: not a readable safetensors file ({error}); copy it from its source again") from error
+            self._handles[file] = handle
+            self._file_of.update(dict.fromkeys(handle.keys(), file))
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._handles[self._of(name)].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._handles[self._of(name)].get_tensor(name)
+
+    def _of(self, name: str) -> Path:
+        if name not in self._file_of:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is missing from its {len(self._handles)} safetensors file(s); "
+                "expected every weight of the model: is a shard missing?"
+            )
+        return self._file_of[name]
+
+
+def local_name(chunk: DistillingModel, name: str) -> str:
+    """A chunk's parameter name -> the rule's name: layer index over the whole model, Transformer Engine names resolved."""
+    if not name.startswith("decoder.layers."):
+        return name
+    _, _, index, rest = name.split(".", 3)
+    layer = chunk.decoder.layers[int(index)].layer_number - 1
+    return f"decoder.layers.{layer}.{_TE_TO_LOCAL.get(rest, rest)}"
+
+
+def named_parameters(chunks: list[DistillingModel]) -> dict[str, torch.nn.Parameter]:
+    """Rule name -> parameter, over this rank's chunks. The head's copy of tied embeddings keeps its own name."""
+    return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
+
+
+def rules_by_name(spec: ModelSpec) -> dict[str, WeightRule]:
+    """All weight rules of a model, in order, by Megatron name."""
+    return {rule.megatron: rule for rule in FAMILIES[spec.model_type].weight_rules(spec)}
+
+
+@torch.no_grad()
+def load_hf(
+    chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: Callable[[str], torch.Tensor], source: str
+) -> None:
+    """Fills every parameter of this rank from HF tensors (`read(name)`), cast to the parameter's dtype.
+
+    Raises:
+        ValueError: a tensor is missing or its shape disagrees with the config.
+    """
+    assert role.at is not None
+    rules = rules_by_name(spec)
+    for name, parameter in named_parameters(chunks).items():
+        # A tied head on the last pipeline stage is a second copy of the embedding.
+        rule = rules[name] if name in rules else rules["embedding.word_embeddings.weight"]
+        joined = rule.form.join([read(hf_name) for hf_name in rule.hf], spec)
+        shard = rule.form.shard(joined, role.at.tensor, role.layout.tensor, spec)
+        if shard.shape != parameter.shape:
+            raise ValueError(
+                f"{source}: {' + '.join(rule.hf)} gives {tuple(shard.shape)} for tensor rank {role.at.tensor} of "
+                f"{role.layout.tensor}, but config.json asks for {tuple(parameter.shape)}; "
+                "the weights and the config are of different models"
+            )
+        parameter.copy_(shard)
+
+
+def owner_stage(rule: WeightRule, spec: ModelSpec, role: Role) -> int:
+    """Pipeline rank that holds a rule's parameter."""
+    if rule.megatron.startswith("decoder.layers."):
+        layer = int(rule.megatron.split(".")[2]) + 1
+        return role.layout.stage_of_layer(layer, spec.num_layers)[0]
+    return 0 if rule.megatron.startswith("embedding.") else role.layout.pipeline - 1
+
+
+@torch.no_grad()
+def gather_hf(
+    chunks: list[DistillingModel],
+    spec: ModelSpec,
+    role: Role,
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None] = lambda p: p.data,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (HF name, whole tensor) on every rank of the role, in a fixed order.
+
+    Args:
+        value: what to gather of a parameter; None (on all ranks alike) leaves the parameter out.
+    """
+    assert role.at is not None
+    mine = named_parameters(chunks)
+    for rule in rules_by_name(spec).values():
+        stage = owner_stage(rule, spec, role)
+        joined = None
+        if role.at.pipeline == stage:
+            tensor = value(mine[rule.megatron])
+            joined = None if tensor is None else _unshard(tensor, rule, spec, role)
+        if role.layout.pipeline > 1:
+            joined = _broadcast_from_stage(joined, stage, role)
+        if joined is None:
+            continue
+        yield from zip(rule.hf, rule.form.take_apart(joined, spec), strict=True)
+
+
+def _unshard(tensor: torch.Tensor, rule: WeightRule, spec: ModelSpec, role: Role) -> torch.Tensor:
+    if role.layout.tensor == 1:
+        return rule.form.unshard([tensor], spec)
+    if rule.form.axis is None:
+        return tensor
+    shards = [torch.empty_like(tensor) for _ in range(role.layout.tensor)]
+    dist.all_gather(shards, tensor.contiguous(), group=role.groups.tp)  # type: ignore[attr-defined]
+    return rule.form.unshard(shards, spec)
+
+
+def _broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -> torch.Tensor | None:
+    """Shape and dtype first: other stages know neither what `value` picked nor whether it picked anything."""
+    assert role.at is not None
+    group = role.groups.pp  # type: ignore[attr-defined]
+    source = dist.get_global_rank(group, stage)
+    described = [None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)]
+    dist.broadcast_object_list(described, src=source, group=group)
+    if described[0] is None:
+        return None
+    if role.at.pipeline != stage:
+        from nemo_oprd.megatron.parallel import device
+
+        shape, dtype, _ = described[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device())
+    assert tensor is not None
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=source, group=group)
+    return tensor

@@ -1,0 +1,67 @@
+"""Rollouts as JSONL: written when `rollout.save` is set, read back with `rollout.replay=FILE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from nemo_oprd.types import Rollout
+
+_FIELDS = {f.name for f in dataclasses.fields(Rollout)}
+
+
+def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
+    """One JSON object per line; absent fields are left out."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for rollout in rollouts:
+            record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def read_rollouts(path: str | Path, vocab_size: int) -> list[Rollout]:
+    """Reads a rollout file; unknown fields are ignored.
+
+    Raises:
+        ValueError: no such file, malformed JSON, a missing field, a mask of another length, or an id outside the
+            vocabulary; file and line are named.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"rollout.replay={path}: no such file")
+    rollouts = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        if line.strip():
+            rollouts.append(_parse(line, f"{path}:{number}", vocab_size))
+    if not rollouts:
+        raise ValueError(f"rollout.replay={path}: the file holds no rollouts")
+    return rollouts
+
+
+def _parse(line: str, where: str, vocab_size: int) -> Rollout:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected a JSON object with prompt_ids and response_ids")
+    for name in ("prompt_ids", "response_ids"):
+        ids = record.get(name)
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise ValueError(f"{where}: {name} must be a list of integers, found {str(ids)[:60]}")
+        outside = [i for i in ids if not 0 <= i < vocab_size]
+        if outside:
+            raise ValueError(
+                f"{where}: {name} holds id {outside[0]}, but the models' vocabulary has {vocab_size} ids (0..{vocab_size - 1}); "
+                "were these rollouts made with another tokenizer?"
+            )
+    if not record["prompt_ids"] and not record["response_ids"]:
+        raise ValueError(f"{where}: prompt_ids and response_ids are both empty")
+    mask = record.get("response_mask")
+    if mask is not None and (len(mask) != len(record["response_ids"]) or not set(mask) <= {0, 1}):
+        raise ValueError(
+            f"{where}: response_mask has {len(mask)} entries for {len(record['response_ids'])} response tokens; "
+            "expected one 0 or 1 per response token"
+        )
+    return Rollout(**{name: value for name, value in record.items() if name in _FIELDS})

@@ -1,0 +1,116 @@
+"""From a configuration to the roles of this process: layouts, groups, models. Shared by train, verify and evaluate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.batch import BatchPlan
+from nemo_oprd.config import Config, ModelConfig
+from nemo_oprd.families import ModelSpec, read_model_spec
+from nemo_oprd.megatron.model import build_chunks
+from nemo_oprd.megatron.parallel import Role, init_distributed, make_role, seed_everything
+from nemo_oprd.megatron.student import StepResult, Student
+from nemo_oprd.megatron.weights import HFCheckpoint, load_hf
+from nemo_oprd.objective import Objective
+from nemo_oprd.teacher.runner import Teacher
+from nemo_oprd.types import Rollout
+
+
+@dataclass
+class System:
+    """The two models of a run on this rank, and the step they make together."""
+
+    config: Config
+    objective: Objective
+    student: Student
+    teacher: Teacher
+
+    def accumulate(self, rollouts: list[Rollout], *, whole_gradients: bool = False) -> StepResult | None:
+        """Teacher forward, transport, student forward/backward on one batch. None on ranks outside the student."""
+        student_plan, targets = self.teach(rollouts)
+        return self.student.forward_backward(rollouts, student_plan, targets, whole_gradients=whole_gradients)
+
+    def teach(self, rollouts: list[Rollout]):
+        """The student's plan of the batch, and the teacher's targets for it."""
+        table = self.objective.rows(rollouts)
+        lengths = [rollout.length for rollout in rollouts]
+        budget = self.config.train.tokens_per_microbatch
+        teacher_plan = BatchPlan.of(table, lengths, self.teacher.role.layout, budget)
+        student_plan = BatchPlan.of(table, lengths, self.student.role.layout, budget)
+        targets = self.teacher.targets(
+            rollouts, teacher_plan, student_plan, self.student.role, self.objective.student.num_layers
+        )
+        return student_plan, targets
+
+
+def model_directory(model: ModelConfig) -> Path:
+    """Where a model's config.json and tokenizer are: the HF directory, or the copy inside a Megatron checkpoint."""
+    return Path(model.hf_path) if model.hf_path else Path(str(model.checkpoint)) / "hf"
+
+
+def make_layouts(config: Config, world_size: int):
+    """(student layout, teacher layout) on `world_size` ranks.
+
+    Raises:
+        ValueError: the sizes don't fit the ranks.
+    """
+    teacher = config.teacher.parallel
+    if config.teacher.placement == "colocated":
+        return (
+            config.student.parallel.layout(world_size, 0, "student"),
+            teacher.layout(world_size, 0, "teacher"),
+        )
+    ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
+    if not 0 < ranks < world_size:
+        raise ValueError(
+            f"teacher.placement=dedicated with {ranks} teacher rank(s) leaves none of the {world_size} rank(s) for the "
+            "student; start more ranks or use teacher.placement=colocated"
+        )
+    return (
+        config.student.parallel.layout(world_size - ranks, 0, "student"),
+        teacher.layout(ranks, world_size - ranks, "teacher"),
+    )
+
+
+def make_system(config: Config) -> System:
+    """Joins the process group and builds both models. Every check that needs no weights comes first.
+
+    Raises:
+        ValueError: bad configuration, models or weights.
+    """
+    student_spec = read_model_spec(model_directory(config.student))
+    teacher_spec = read_model_spec(model_directory(config.teacher))
+    objective = Objective.of(config, student_spec, teacher_spec)
+    init_distributed()
+    student_layout, teacher_layout = make_layouts(config, dist.get_world_size())
+    for role, spec, layout in (("student", student_spec, student_layout), ("teacher", teacher_spec, teacher_layout)):
+        spec.check_tensor_parallel(layout.tensor, role)
+        layout.layers_per_stage(spec.num_layers)
+    student_role = make_role("student", student_layout)
+    teacher_role = make_role("teacher", teacher_layout)
+    seed_everything(config.seed, student_role if student_role.here else teacher_role)
+    student = Student(config, student_role, objective, _reader(config.student))
+    return System(config, objective, student, make_teacher(config, teacher_spec, teacher_role, objective))
+
+
+def _reader(model: ModelConfig):
+    return HFCheckpoint(model.hf_path).__getitem__ if model.hf_path else None
+
+
+def make_teacher(config: Config, spec: ModelSpec, role: Role, objective: Objective) -> Teacher:
+    """The frozen teacher, no deeper than needed and without its LM head."""
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    chunks = None
+    if role.here:
+        depth = max(objective.layers.values())
+        chunks = build_chunks(spec, role, dtype, depth=depth, head=False)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            chunk.eval()
+        if config.teacher.hf_path:
+            load_hf(chunks, spec, role, HFCheckpoint(config.teacher.hf_path).__getitem__, config.teacher.hf_path)
+    return Teacher(spec, role, chunks, objective.layers, objective.teacher_final, dtype)

@@ -1,0 +1,55 @@
+"""The objects that pass between the stages of a step: prompts -> Rollout -> TeacherTargets -> training.
+
+Nothing here computes; each class says what one stage promises to the next. Token ids are plain Python lists on
+purpose: a rollout is what was sampled, exactly, and is written to and read from JSONL as is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response.
+
+    `response_mask[t]` is 1 where response token t may be supervised (None: everywhere). The end-of-sequence token that
+    stopped the response is part of it; `finish_reason` is "stop" then, and "length" where the token budget ended it.
+
+    >>> Rollout(prompt_ids=[5, 9], response_ids=[7, 1], finish_reason="stop").length
+    4
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int] | None = None
+    prompt: str | None = None
+    response: str | None = None
+    data_source: str | None = None
+    answer: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def mask(self) -> list[int]:
+        """[response length] of 0 and 1."""
+        return [1] * len(self.response_ids) if self.response_mask is None else self.response_mask
+
+
+@dataclass
+class TeacherTargets:
+    """What the frozen teacher says about the supervised rows that this rank needs.
+
+    `hidden[l]` is the target of student layer l (1-based): [n, H] in the run's precision, its rows in the order of the
+    rank's microbatches. A rank that owns no supervised layer holds nothing. `bytes_received` counts what came from
+    other ranks.
+    """
+
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    bytes_received: int = 0

@@ -1,0 +1,59 @@
+"""`verify`: the training step itself on replayed rollouts, the optimizer left out; writes losses and gradients.
+
+What a user runs before launching 64 GPUs: the same batch at two layouts must give the same two files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from nemo_oprd.config import Config
+from nemo_oprd.megatron.student import StepResult
+from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.setup import System, make_system
+from nemo_oprd.types import Rollout
+
+
+def verify(config: Config) -> None:
+    """Writes `losses.json` and `grads.safetensors` into `config.output`; an earlier verify's files are replaced.
+
+    Raises:
+        ValueError: bad input, or an output directory that something else has filled.
+    """
+    if config.rollout.replay is None:
+        raise ValueError("verify works on recorded rollouts; set rollout.replay=FILE (a JSONL of rollouts)")
+    output = Path(config.output)
+    ours = {"losses.json", "grads.safetensors"}
+    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):
+        raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
+    system = make_system(config)
+    rollouts = read_rollouts(config.rollout.replay, system.objective.student.vocab_size)
+    result = system.accumulate(rollouts, whole_gradients=True)
+    if result is not None:
+        gradients = {name: tensor.cpu().contiguous() for name, tensor in system.student.hf_gradients()}
+        if dist.get_rank() == 0:
+            output.mkdir(parents=True, exist_ok=True)
+            save_file(gradients, output / "grads.safetensors")
+            losses = loss_report(result, system, rollouts)
+            (output / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
+            print(json.dumps(losses))
+    dist.barrier()
+
+
+def loss_report(result: StepResult, system: System, rollouts: list[Rollout]) -> dict:
+    """The contents of losses.json."""
+    table = system.objective.rows(rollouts)
+    return {
+        "loss/total": result.loss,
+        "rep/loss": result.rep_loss,
+        "rep/loss_per_layer": {str(layer): loss for layer, loss in result.rep_loss_per_layer.items()},
+        "counts": {
+            "responses": table.num_responses,
+            "supervised_tokens": len(table),
+            "response_tokens": sum(sum(rollout.mask) for rollout in rollouts),
+        },
+    }

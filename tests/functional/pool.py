@@ -1,0 +1,121 @@
+"""A pool of worker processes joined by gloo, kept alive over many cases: importing Megatron takes seconds, a case does not.
+
+`Pool(n).run("module:function", **kwargs)` calls the function on every rank and returns rank 0's result; an exception on
+any rank comes back as the text of its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        target, kwargs = task
+        module, function = target.split(":")
+        try:
+            result = getattr(importlib.import_module(module), function)(**kwargs)
+            pipe.send((True, result if rank == 0 else None))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class WorkerError(AssertionError):
+    """A rank failed; holds its traceback."""
+
+
+class Pool:
+    """`size` ranks."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        port = _free_port()
+        self.size = size
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, target: str, timeout: float = 120, **kwargs: Any) -> Any:
+        """Calls `target` with `kwargs` on every rank."""
+        for pipe in self._pipes:
+            pipe.send((target, kwargs))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.size:
+            # whichever rank answers first: the one that failed explains why the others hang
+            ready = wait([p for r, p in enumerate(self._pipes) if r not in answers], deadline - time.monotonic())
+            if not ready:
+                self.close()
+                missing = sorted(set(range(self.size)) - set(answers))
+                raise WorkerError(f"ranks {missing} of {self.size} did not answer within {timeout} s: {target}({kwargs})")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                ok, answers[rank] = pipe.recv()
+                if not ok:
+                    # the others may wait for this one in a collective: the pool is of no more use
+                    self.close()
+                    raise WorkerError(f"rank {rank} of {self.size}:\n{answers[rank]}")
+        return answers[0]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the workers can take another case."""
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+class Pools:
+    """One pool per size, started when first asked for and again after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __getitem__(self, size: int) -> Pool:
+        if size not in self._pools or not self._pools[size].alive:
+            for other in list(self._pools):
+                if other != size and self._pools[other].size + size > 5:
+                    self._pools.pop(other).close()  # at most a handful of processes at a time
+            self._pools[size] = Pool(size)
+        return self._pools[size]
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for pool in self._pools.values():
+            pool.close()
