@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from nemo_oprd.batch import BatchPlan
 from nemo_oprd.config import Config, ModelConfig
 from nemo_oprd.families import ModelSpec, read_model_spec
+from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, init_distributed, make_role, seed_everything
 from nemo_oprd.megatron.student import StepResult, Student
 from nemo_oprd.megatron.weights import HFCheckpoint, load_hf
 from nemo_oprd.objective import Objective
 from nemo_oprd.teacher.runner import Teacher
-from nemo_oprd.types import Rollout
+from nemo_oprd.types import Rollout, TeacherTargets
 
 
 @dataclass
@@ -34,7 +36,7 @@ class System:
         student_plan, targets = self.teach(rollouts)
         return self.student.forward_backward(rollouts, student_plan, targets, whole_gradients=whole_gradients)
 
-    def teach(self, rollouts: list[Rollout]):
+    def teach(self, rollouts: list[Rollout]) -> tuple[BatchPlan, TeacherTargets]:
         """The student's plan of the batch, and the teacher's targets for it."""
         table = self.objective.rows(rollouts)
         lengths = [rollout.length for rollout in rollouts]
@@ -52,7 +54,7 @@ def model_directory(model: ModelConfig) -> Path:
     return Path(model.hf_path) if model.hf_path else Path(str(model.checkpoint)) / "hf"
 
 
-def make_layouts(config: Config, world_size: int):
+def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     """(student layout, teacher layout) on `world_size` ranks.
 
     Raises:
@@ -93,12 +95,17 @@ def make_system(config: Config) -> System:
     student_role = make_role("student", student_layout)
     teacher_role = make_role("teacher", teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)
-    student = Student(config, student_role, objective, _reader(config.student))
+    student = Student(config, student_role, objective, open_model(config.student))
     return System(config, objective, student, make_teacher(config, teacher_spec, teacher_role, objective))
 
 
-def _reader(model: ModelConfig):
-    return HFCheckpoint(model.hf_path).__getitem__ if model.hf_path else None
+def open_model(model: ModelConfig) -> Callable[[str], torch.Tensor]:
+    """A function that reads one HF-named tensor of a model, from either kind of source."""
+    if model.hf_path:
+        return HFCheckpoint(model.hf_path).__getitem__
+    from nemo_oprd.megatron.convert import MegatronCheckpoint
+
+    return MegatronCheckpoint(str(model.checkpoint)).__getitem__
 
 
 def make_teacher(config: Config, spec: ModelSpec, role: Role, objective: Objective) -> Teacher:
@@ -111,6 +118,5 @@ def make_teacher(config: Config, spec: ModelSpec, role: Role, objective: Objecti
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
-        if config.teacher.hf_path:
-            load_hf(chunks, spec, role, HFCheckpoint(config.teacher.hf_path).__getitem__, config.teacher.hf_path)
+        load_hf(chunks, spec, role, open_model(config.teacher), str(model_directory(config.teacher)))
     return Teacher(spec, role, chunks, objective.layers, objective.teacher_final, dtype)

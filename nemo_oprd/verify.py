@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from nemo_oprd.config import Config
 from nemo_oprd.megatron.student import StepResult
+from nemo_oprd.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup import System, make_system
 from nemo_oprd.types import Rollout
 
 
-def verify(config: Config) -> None:
+def verify(config: Config, *, against_reference: bool = False) -> None:
     """Writes `losses.json` and `grads.safetensors` into `config.output`; an earlier verify's files are replaced.
 
     Raises:
@@ -41,7 +43,23 @@ def verify(config: Config) -> None:
             losses = loss_report(result, system, rollouts)
             (output / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
             print(json.dumps(losses))
+            if against_reference:
+                print(compare(config, rollouts, losses, gradients))
     dist.barrier()
+
+
+def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: dict[str, torch.Tensor]) -> str:
+    """A table of deviations from the plain Hugging Face computation: per layer, then the worst parameters."""
+    expected = reference(config, rollouts)
+    lines = ["", "against the plain Hugging Face computation (float64, one process):"]
+    for layer, value in expected["rep/loss_per_layer"].items():
+        ours = losses["rep/loss_per_layer"][str(layer)]
+        lines.append(f"  layer {layer:>3}  loss {ours:.8g}  relative deviation {abs(ours / value - 1) if value else abs(ours):.1e}")
+    deviations = agreement(gradients, expected["gradients"])
+    worst = sorted(deviations, key=deviations.__getitem__, reverse=True)[:10]
+    lines += [f"  {deviations[name]:.1e}  {name}" for name in worst]
+    lines.append(f"largest gradient deviation over {len(deviations)} parameters: {deviations[worst[0]]:.1e}")
+    return "\n".join(lines)
 
 
 def loss_report(result: StepResult, system: System, rollouts: list[Rollout]) -> dict:

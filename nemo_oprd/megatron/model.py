@@ -127,8 +127,8 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
     )
 
 
-def _layer_spec(spec: ModelSpec) -> ModuleSpec:
-    if layer_backend() == "transformer_engine":
+def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
+    if backend == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         if spec.proj_bias:
@@ -220,6 +220,7 @@ def build_chunks(
     *,
     depth: int | None = None,
     head: bool = True,
+    local_layers: bool = False,
     **training: Any,
 ) -> list[DistillingModel]:
     """This rank's model chunks of a role, weights uninitialised.
@@ -227,6 +228,8 @@ def build_chunks(
     Args:
         depth: build only layers 1..depth (a frozen teacher needs no deeper ones); None builds all.
         head: False leaves the LM head out.
+        local_layers: build Megatron's local layers also where Transformer Engine is (decoding uses our KV cache).
+        training: recompute settings of Megatron's config.
 
     Raises:
         ValueError: the layout does not fit the model.
@@ -235,8 +238,9 @@ def build_chunks(
     spec.check_tensor_parallel(layout.tensor, role.name)
     layout.layers_per_stage(spec.num_layers)
     assert role.at is not None
-    layer = _layer_spec(spec)
-    if layer_backend() == "transformer_engine":
+    backend = "local" if local_layers else layer_backend()
+    layer = _layer_spec(spec, backend)
+    if backend == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:
         final_norm = RMSNorm

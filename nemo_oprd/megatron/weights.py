@@ -7,7 +7,7 @@ anything shaped like a parameter). Loading a checkpoint, refitting the rollout e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -112,6 +112,26 @@ def load_hf(
                 "the weights and the config are of different models"
             )
         parameter.copy_(shard)
+
+
+@torch.no_grad()
+def load_stream(
+    chunks: list[DistillingModel], spec: ModelSpec, role: Role, stream: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Fills every parameter of a role without pipeline stages from `gather_hf`'s stream, as it comes."""
+    assert role.at is not None and role.layout.pipeline == 1
+    mine = named_parameters(chunks)
+    rule_of = {name: rule for rule in rules_by_name(spec).values() for name in rule.hf}
+    waiting: dict[str, torch.Tensor] = {}
+    missing = set(mine)
+    for name, tensor in stream:
+        waiting[name] = tensor
+        rule = rule_of[name]
+        if all(part in waiting for part in rule.hf):
+            joined = rule.form.join([waiting.pop(part) for part in rule.hf], spec)
+            mine[rule.megatron].copy_(rule.form.shard(joined, role.at.tensor, role.layout.tensor, spec))
+            missing.discard(rule.megatron)
+    assert not missing, f"the weight stream left out {sorted(missing)}"
 
 
 def owner_stage(rule: WeightRule, spec: ModelSpec, role: Role) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+from nemo_oprd.megatron.student import Student
+from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.types import Rollout
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
@@ -65,3 +67,18 @@ def _parse(line: str, where: str, vocab_size: int) -> Rollout:
             "expected one 0 or 1 per response token"
         )
     return Rollout(**{name: value for name, value in record.items() if name in _FIELDS})
+
+
+class ReplayEngine:
+    """A rollout engine that gives the same recorded batch at every step, whatever is asked for."""
+
+    def __init__(self, path: str | Path, vocab_size: int) -> None:
+        """Raises ValueError as `read_rollouts`."""
+        self.rollouts = read_rollouts(path, vocab_size)
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+        """The whole file."""
+        return self.rollouts
+
+    def update_weights(self, student: Student) -> None:
+        """Recorded rollouts don't change."""

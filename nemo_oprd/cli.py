@@ -1,0 +1,112 @@
+"""The command line. Imports nothing heavy until a command runs, so `--help` is instant.
+
+    nemo-oprd toy --output DIR                                  a small model pair and its prompts
+    torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
+    torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients of one recorded batch
+    torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
+    nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from nemo_oprd import __version__
+
+_CONFIGURED = {
+    "train": "distil the student on its own rollouts",
+    "verify": "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
+    "evaluate": "sample the student on the validation sets and grade it",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nemo-oprd", description="On-policy representation distillation on Megatron-core."
+    )
+    parser.add_argument("--version", action="version", version=f"nemo-oprd {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in _CONFIGURED.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--config-name", required=True, metavar="NAME", help="a YAML file in the configuration directory")
+        command.add_argument("--config-dir", metavar="DIR", help="where it lies (default: the project's conf/)")
+        if name == "verify":
+            command.add_argument(
+                "--against",
+                choices=["reference"],
+                help="also compute the plain Hugging Face reference in one process and print the deviations",
+            )
+        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.lr=1e-4 output=runs/a")
+    toy = commands.add_parser("toy", help="make a small student-teacher pair and its prompts")
+    toy.add_argument("--output", required=True, metavar="DIR")
+    toy.add_argument("--seed", type=int, default=0)
+    report = commands.add_parser("report", help="one HTML page of curves from one or several runs")
+    report.add_argument("runs", nargs="+", metavar="RUN")
+    report.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point. A user's mistake ends with one line on stderr (from one rank) and exit code 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except ValueError as error:
+        if os.environ.get("NEMO_OPRD_TRACEBACK"):
+            raise
+        # every rank finds the same mistake; one says it
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    finally:
+        _leave()
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "toy":
+        from nemo_oprd.toy.pair import make_pair
+
+        make_pair(Path(options.output), seed=options.seed)
+    elif options.command == "report":
+        from nemo_oprd.report import write_report
+
+        runs = [Path(run) for run in options.runs]
+        print(write_report(runs, Path(options.output or runs[0] / "report.html")))
+    else:
+        _run_configured(options)
+
+
+def _run_configured(options: argparse.Namespace) -> None:
+    from nemo_oprd.config import load_config
+
+    config = load_config(options.config_name, options.overrides, options.config_dir)
+    _quiet_megatron()
+    if options.command == "train":
+        from nemo_oprd.train import train
+
+        train(config)
+    elif options.command == "evaluate":
+        from nemo_oprd.evaluate import evaluate
+
+        evaluate(config)
+    else:
+        from nemo_oprd.verify import verify
+
+        verify(config, against_reference=options.against == "reference")
+
+
+def _quiet_megatron() -> None:
+    """Megatron warns on every rank that Apex and Transformer Engine are absent; our own start line says it once."""
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+
+
+def _leave() -> None:
+    """Leaves the process group, where one was joined."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

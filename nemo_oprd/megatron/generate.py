@@ -1,0 +1,107 @@
+"""In-process generation: prefill and one-token decoding of ragged batches on a Megatron model without pipeline stages.
+
+Prompts are right-padded; every sequence keeps its own positions, its keys and values sit at those positions in the
+cache, and finished sequences leave the batch. Sampling inverts the cumulative distribution at one uniform number per
+token, so the caller decides the randomness of every response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_oprd.megatron.attention import DecodeParams, KVCache
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.parallel import device
+
+# Finished sequences are dropped from the batch once they are this share of it; dropping copies the cache.
+COMPACT_AT = 0.25
+
+
+@dataclass
+class Generated:
+    """Sampled ids of one response, the end-of-sequence id included if it was reached."""
+
+    ids: list[int]
+    finished: bool
+
+
+def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """One id per row of [B, V] logits: the smallest id whose cumulative probability exceeds `uniform` (in [0, 1)).
+
+    `temperature` 0 is greedy. `top_p` keeps the most likely ids until their mass reaches it.
+    """
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    probability = torch.softmax(logits_BV.double() / temperature, dim=-1)
+    if top_p < 1:
+        ordered, ids = probability.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        probability = torch.zeros_like(probability).scatter(-1, ids, ordered)
+    cumulative = probability.cumsum(-1)
+    target = uniform_B.double()[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits_BV.shape[-1] - 1)
+
+
+@torch.no_grad()
+def generate_batch(
+    model: DistillingModel,
+    vocab_size: int,
+    prompts: list[list[int]],
+    uniforms: np.ndarray,
+    *,
+    temperature: float,
+    top_p: float,
+    eos_ids: tuple[int, ...],
+) -> list[Generated]:
+    """Responses to a ragged batch of prompts.
+
+    Args:
+        uniforms: [B, T] numbers in [0, 1); T bounds the number of new tokens.
+
+    All tensor ranks compute the same result: they share the gathered logits and the uniforms.
+    """
+    here = device()
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=here)
+    longest, steps = int(lengths.max()), uniforms.shape[1]
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=here)
+    for i, prompt in enumerate(prompts):
+        ids[i, : len(prompt)] = torch.tensor(prompt)
+    draws = torch.from_numpy(uniforms).to(here)
+    eos = torch.tensor(eos_ids, dtype=torch.long, device=here)
+
+    cache = KVCache(longest + steps)
+    cache.positions = torch.arange(longest, device=here).expand(len(prompts), longest)
+    cache.used = longest
+    hidden = model(ids, DecodeParams(cache=cache))  # [longest, B, H]
+    rows = torch.arange(len(prompts), device=here)
+    last = hidden[lengths - 1, rows][None]
+
+    sampled = torch.zeros(len(prompts), steps, dtype=torch.long, device=here)
+    count = torch.zeros(len(prompts), dtype=torch.long, device=here)
+    finished = torch.zeros(len(prompts), dtype=torch.bool, device=here)
+    slots = torch.arange(cache.max_length, device=here)
+    alive = rows  # sequences in the batch, by their place in `prompts`
+    for t in range(steps):
+        logits = model.logits(last)[0, :, :vocab_size]
+        token = pick_tokens(logits, draws[alive, t], temperature, top_p)
+        fresh = ~finished[alive]
+        sampled[alive[fresh], t] = token[fresh]
+        count[alive] += fresh
+        finished[alive] |= torch.isin(token, eos)
+        if t == steps - 1 or bool(finished.all()):
+            break
+        done = finished[alive]
+        if bool(done.float().mean() >= COMPACT_AT):
+            keep = (~done).nonzero()[:, 0]
+            cache.select(keep)
+            alive, token = alive[keep], token[keep]
+        position = lengths[alive] + t
+        cache.positions = position[:, None]
+        cache.used = int(position.max()) + 1
+        cache.mask = (slots <= position[:, None])[:, None, None]
+        last = model(token[:, None], DecodeParams(cache=cache))
+    texts, counts, ends = sampled.cpu(), count.tolist(), finished.tolist()
+    return [Generated(texts[i, : counts[i]].tolist(), ends[i]) for i in range(len(prompts))]

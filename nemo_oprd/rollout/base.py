@@ -1,0 +1,42 @@
+"""What the training loop asks of a rollout engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_oprd.megatron.student import Student
+from nemo_oprd.types import Rollout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. `key` seeds the randomness: response i of a call draws from (*key, i) and nothing else, so the
+    result depends neither on the engine's layout nor on what was sampled before."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    key: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample, and what its rollout shall carry along."""
+
+    prompt_ids: list[int]
+    prompt: str | None = None
+    data_source: str | None = None
+    answer: str | None = None
+
+
+class RolloutEngine(Protocol):
+    """Samples from the student. Every rank of the world calls both methods, with the same arguments."""
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+        """One rollout per request, in order, the same on every rank."""
+        ...
+
+    def update_weights(self, student: Student) -> None:
+        """Refits the engine with the student's current weights."""
+        ...

@@ -1,0 +1,105 @@
+"""The in-process rollout engine: a second Megatron copy of the student in a layout of its own (TP and DP, no PP)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.config import Config
+from nemo_oprd.families import ModelSpec
+from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.generate import Generated, generate_batch
+from nemo_oprd.megatron.model import build_chunks
+from nemo_oprd.megatron.parallel import make_role
+from nemo_oprd.megatron.student import Student
+from nemo_oprd.megatron.weights import load_hf, load_stream
+from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.types import Rollout
+
+
+class MegatronEngine:
+    """Lives on the student's ranks. Every rank of the world builds it and takes part in its calls."""
+
+    def __init__(self, config: Config, spec: ModelSpec, student_layout: Layout, eos_ids: tuple[int, ...]) -> None:
+        """Weights are uninitialised until the first `update_weights`.
+
+        Raises:
+            ValueError: `rollout.tensor` fits neither the ranks nor the model.
+        """
+        tensor, ranks = config.rollout.tensor, student_layout.size
+        if ranks % tensor:
+            raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
+        layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=student_layout.first_rank)
+        self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
+        self.role = make_role("rollout", layout)
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.model = None
+        if self.role.here:
+            self.model = build_chunks(spec, self.role, dtype, local_layers=True)[0]
+            self.model.eval().requires_grad_(False)
+
+    def update_weights(self, student: Student) -> None:
+        """One parameter at a time: gathered from the student's shards, cut into this engine's."""
+        if self.model is not None:
+            load_stream([self.model], self.spec, self.role, student.hf_weights())
+
+    def load(self, read: Callable[[str], torch.Tensor], source: str) -> None:
+        """Fills the engine from HF tensors instead, e.g. with the teacher's weights or a finished run's.
+
+        Raises:
+            ValueError: the weights are not of this architecture.
+        """
+        if self.model is not None:
+            load_hf([self.model], self.spec, self.role, read, source)
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+        """See `RolloutEngine`. Raises ValueError if a prompt leaves no room for a response."""
+        limit = self.spec.max_positions
+        for request in requests:
+            if len(request.prompt_ids) >= limit:
+                raise ValueError(
+                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the model's {limit} positions; "
+                    f"drop or shorten it: {str(request.prompt)[:80]!r}"
+                )
+        mine = self._generate_mine(requests, sampling) if self.model is not None else {}
+        parts: list[dict[int, Generated]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+        everything = {index: generated for part in parts for index, generated in part.items()}
+        return [_rollout(request, everything[i]) for i, request in enumerate(requests)]
+
+    def _generate_mine(self, requests: list[Request], sampling: Sampling) -> dict[int, Generated]:
+        at, data = self.role.at, self.role.layout.data
+        assert at is not None and self.model is not None
+        # similar lengths together, dealt out over the data-parallel ranks
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[at.data :: data]
+        results: dict[int, Generated] = {}
+        for start in range(0, len(order), self.max_batch):
+            batch = order[start : start + self.max_batch]
+            prompts = [requests[i].prompt_ids for i in batch]
+            steps = min(sampling.max_new_tokens, self.spec.max_positions - max(map(len, prompts)))
+            uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(steps) for i in batch])
+            generated = generate_batch(
+                self.model,
+                self.spec.vocab_size,
+                prompts,
+                uniforms,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                eos_ids=self.eos_ids,
+            )
+            results.update(zip(batch, generated, strict=True))
+        return results if at.tensor == 0 else {}
+
+
+def _rollout(request: Request, generated: Generated) -> Rollout:
+    return Rollout(
+        prompt_ids=request.prompt_ids,
+        response_ids=generated.ids,
+        prompt=request.prompt,
+        data_source=request.data_source,
+        answer=request.answer,
+        finish_reason="stop" if generated.finished else "length",
+    )

@@ -1,0 +1,116 @@
+"""Reads back what a training run wrote: its configuration and its metrics by name and step.
+
+Checkpoints and rollouts have readers of their own. Nothing here writes; the run does, one line of metrics.jsonl at a
+time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory's config.yaml and metrics.jsonl.
+
+    Attributes:
+        name: what to call the run beside others.
+        config: the configuration as nested mappings.
+        metrics: name -> {step: value}, steps ascending, never empty.
+        seconds: wall clock between the first and the last logged line, restarts and their pauses included.
+        cut_line: number of a last line that was cut off and is left out, from 1; None if the file is whole.
+    """
+
+    name: str
+    config: dict[str, Any]
+    metrics: dict[str, dict[int, float]]
+    seconds: float
+    cut_line: int | None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First and last step with a metric."""
+        return min(min(series) for series in self.metrics.values()), max(
+            max(series) for series in self.metrics.values()
+        )
+
+    def setting(self, key: str) -> Any:
+        """The value at a dotted key of the configuration, None where there is none. Example: "student.hf_path"."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Reads a run directory.
+
+    A step that was logged again after a restart counts with its last values. A last line that was cut off because the
+    run was killed is left out, and `cut_line` says so.
+
+    Raises:
+        ValueError: a file is missing or malformed (the message names file and line), or there are no metrics yet.
+    """
+    for file in (path / "config.yaml", path / "metrics.jsonl"):
+        if not file.is_file():
+            raise ValueError(f"{file}: there is no such file; give the `output` directory of a training run")
+    metrics: dict[str, dict[int, float]] = {}
+    times: list[float] = []
+    cut_line = None
+    lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            row = _row(line, f"{path / 'metrics.jsonl'}, line {number}")
+        except ValueError:
+            if number < len(lines) or line.endswith(b"\n"):
+                raise
+            cut_line = number
+            break
+        times.append(row.pop("time"))
+        step = int(row.pop("step"))
+        for metric, value in row.items():
+            metrics.setdefault(metric, {})[step] = value
+    if not metrics:
+        raise ValueError(f"{path / 'metrics.jsonl'}: holds no metrics, expected a step; wait for the run's first step")
+    metrics = {metric: dict(sorted(series.items())) for metric, series in metrics.items()}
+    return Run(name, _config(path / "config.yaml"), metrics, max(times) - min(times), cut_line)
+
+
+def short_names(paths: list[Path]) -> list[str]:
+    """The shortest path endings, all of one length, that tell directories apart. Example: a/x, b/x -> a/x, b/x."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError(f"runs are {', '.join(map(str, paths))}, expected different directories; name each run once")
+
+
+def _config(file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not valid YAML ({error}); restore the file that the run wrote") from error
+    if not (config and isinstance(config, dict)):
+        raise ValueError(f"{file}: holds {config!r:.80}, expected a mapping; restore the file that the run wrote")
+    return config
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # malformed JSON or UTF-8
+        raise ValueError(f"{where}: not valid JSON ({error}); remove the line, or restore the file") from error
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "time" not in row:
+        raise ValueError(f"{where}: expected an object with an integer `step` and a `time`; remove or mend the line")
+    wrong = {
+        name: value for name, value in row.items() if isinstance(value, bool) or not isinstance(value, int | float)
+    }
+    if wrong:
+        raise ValueError(f"{where}: {wrong!r:.80} among the values, expected numbers; remove or mend the line")
+    return row

@@ -1,0 +1,192 @@
+"""On-policy representation distillation, start to end: read `train` and you have read the system.
+
+Left to others: how a step is made exact under any layout (`megatron/`, `teacher/`), where rollouts come from
+(`rollout/`), what is measured on validation sets (`evaluation/`). Every rank runs this same loop.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.config import Config
+from nemo_oprd.data.prompts import load_prompts, prompt_order
+from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
+from nemo_oprd.megatron.checkpoint import latest_step, load_checkpoint, save_checkpoint
+from nemo_oprd.megatron.export import export_hf
+from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
+from nemo_oprd.rollout.megatron import MegatronEngine
+from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
+from nemo_oprd.runlog import RunLog
+from nemo_oprd.setup import System, make_system, model_directory, open_model
+from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.types import Rollout
+
+
+def train(config: Config) -> None:
+    """Distils `config.student` on its own rollouts; see DESIGN of the run directory in docs/runs.md.
+
+    Raises:
+        ValueError: bad configuration, models or data; before anything expensive starts.
+    """
+    run = Run(config)
+    student, clock = run.system.student, run.clock
+    run.evaluate_before()
+    for step in range(run.first_step, config.train.steps):
+        with clock("generate"):
+            rollouts = run.engine.generate(run.requests(step), run.sampling(step))
+        with clock("teacher"):
+            plan, targets = run.system.teach(rollouts)
+        with clock("update"):
+            measured = student.forward_backward(rollouts, plan, targets)
+            updated = student.update(step)
+        with clock("sync"):
+            run.engine.update_weights(student)
+        run.log_step(step + 1, rollouts, {**(measured.metrics() if measured else {}), **updated})
+        run.evaluate_after(step + 1)
+        run.save_after(step + 1)
+    run.finish()
+
+
+class Clock:
+    """Seconds per phase of the current step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - start
+
+
+class Run:
+    """What one run holds: system, engine, data, logs; and what happens around the steps."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.clock = config, Clock()
+        self.checkpoints = Path(config.output) / "checkpoints"
+        self.source = model_directory(config.student)
+        self.system: System = make_system(config)
+        self.evaluator: Evaluator | None = None
+        self.engine: RolloutEngine
+        spec = self.system.objective.student
+        if config.rollout.replay is not None:
+            self.engine = ReplayEngine(config.rollout.replay, spec.vocab_size)
+        else:
+            if config.data.train is None:
+                raise ValueError("data.train is not set; expected a parquet or JSONL file of prompts (or rollout.replay)")
+            self.tokenizer = Tokenizer.load(self.source)
+            self.prompts = load_prompts(Path(config.data.train))
+            self.engine = MegatronEngine(config, spec, self.system.student.role.layout, self.tokenizer.eos_ids)
+            if config.evaluation.every:
+                self.evaluator = Evaluator(config, self.tokenizer)
+        self.first_step = latest_step(self.checkpoints) or 0
+        if self.first_step:
+            load_checkpoint(self.checkpoints, self.first_step, self.system.student)
+        self.log = RunLog(config, self.first_step)
+        if self.first_step:
+            self.log.say(f"resumed from {self.checkpoints} after {self.first_step} of {config.train.steps} steps")
+        self.engine.update_weights(self.system.student)
+
+    def requests(self, step: int) -> list[Request]:
+        """The prompts of a step, each `rollout.per_prompt` times; a pure function of (seed, step)."""
+        if self.config.rollout.replay is not None:
+            return []
+        count = self.config.train.prompts_per_step
+        requests = []
+        for index in prompt_order(len(self.prompts), self.config.seed, step * count, count):
+            prompt = self.prompts[index]
+            request = Request(
+                self.tokenizer.encode_prompt(list(prompt.messages)),
+                prompt.messages[-1]["content"],
+                prompt.data_source,
+                prompt.answer,
+            )
+            requests += [request] * self.config.rollout.per_prompt
+        return requests
+
+    def sampling(self, step: int) -> Sampling:
+        """How the rollouts of a step are sampled."""
+        rollout = self.config.rollout
+        key = (self.config.seed, TRAINING_STREAM, step)
+        return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
+
+    def log_step(self, done: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
+        """Metrics, progress and, if asked for, the rollouts of update `done`."""
+        seconds = self.clock.seconds
+        tokens = sum(rollout.length for rollout in rollouts)
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        metrics = {
+            **metrics,
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": float(max(lengths)),
+            "rollout/finished": sum(r.finish_reason == "stop" for r in rollouts) / len(rollouts),
+            **{f"timing/{phase}_s": value for phase, value in seconds.items()},
+            "perf/tokens_per_s": tokens / sum(seconds.values()),
+            "perf/peak_memory_gb": _peak_memory_gb(),
+        }
+        self.log.write(done, metrics)
+        self.log.progress(done, metrics)
+        if self.config.rollout.save and dist.get_rank() == 0 and self.config.rollout.replay is None:
+            texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
+            named = [Rollout(**{**vars(r), "response": text}) for r, text in zip(rollouts, texts, strict=True)]
+            write_rollouts(Path(self.config.output) / "rollouts" / f"step_{done:07d}.jsonl", named)
+
+    def evaluate_before(self) -> None:
+        """The student's start and, if asked for, the teacher on the validation sets; not again after a resume."""
+        if self.evaluator is None or self.first_step:
+            return
+        self.log.say("evaluating the student before training")
+        metrics = self.evaluator.evaluate(self.engine)
+        if self.config.evaluation.teacher:
+            self.log.say("evaluating the teacher")
+            assert isinstance(self.engine, MegatronEngine)
+            self.engine.load(open_model(self.config.teacher), "teacher")
+            metrics.update(self.evaluator.evaluate(self.engine, prefix="teacher/"))
+            self.engine.update_weights(self.system.student)
+        self.log.write(0, metrics)
+
+    def evaluate_after(self, done: int) -> None:
+        """The validation sets after update `done`, where it is due."""
+        every, last = self.config.evaluation.every, done == self.config.train.steps
+        if self.evaluator is None or not (last or done % every == 0):
+            return
+        metrics = self.evaluator.evaluate(self.engine)
+        self.log.write(done, metrics)
+        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
+        self.log.say(f"step {done}/{self.config.train.steps}  " + "  ".join(shown))
+
+    def save_after(self, done: int) -> None:
+        """A checkpoint where it is due; the last step is always saved if any is."""
+        every = self.config.train.save_every
+        if every and (done % every == 0 or done == self.config.train.steps):
+            save_checkpoint(
+                self.checkpoints, done, self.system.student, self.source, self.config.train.keep_checkpoints
+            )
+
+    def finish(self) -> None:
+        """HF export, the closing table, and the end of the logs."""
+        if self.config.train.export_hf:
+            target = Path(self.config.output) / "hf"
+            export_hf(self.system.student, self.source, target)
+            self.log.say(f"exported the student to {target}")
+        if self.evaluator is not None and dist.get_rank() == 0:
+            print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
+        self.log.close()
+
+
+def _peak_memory_gb() -> float:
+    """Peak of this process: CUDA allocations, or resident memory on a machine without CUDA."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

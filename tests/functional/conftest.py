@@ -1,0 +1,16 @@
+"""One set of worker pools for all functional tests: starting processes and importing Megatron is what takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pool import Pools
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools[n]` is a pool of n ranks."""
+    pools = Pools()
+    yield pools
+    pools.close()
