@@ -138,6 +138,7 @@ class SDPAttention(MegatronModule):
         self.layer_number = layer_number
         self.scale = softmax_scale
         self.cp_group = pg_collection.cp
+        self.tp_group = pg_collection.tp  # asked for when a sharded state dict is made
 
     def forward(
         self,

@@ -8,6 +8,7 @@ sampling are pure functions of (seed, step), so the step is all the state they h
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -83,14 +84,17 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     from megatron.core import dist_checkpointing
 
     directory = iteration_directory(root, step)
+    if student.role.here:
+        prepare_adam_for_loading(student.optimizer)
     state = _sharded_state(student, is_loading=True)
-    loaded = dist_checkpointing.load(state, str(directory)) if state else None
+    loaded = dist_checkpointing.load(state, str(directory))
     if not student.role.here:
         return
-    assert loaded is not None
     for i, chunk in enumerate(student.ddp):
         chunk.module.load_state_dict(loaded[f"model{i}"])
-    student.optimizer.load_state_dict(loaded["optimizer"])
+    if "optimizer" in state:
+        student.optimizer.load_state_dict(loaded["optimizer"])
+        separate_adam_steps(student.optimizer)
 
 
 def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
@@ -103,18 +107,57 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
-    model = {
-        f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(student.ddp)
-    }
-    optimizer = student.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    model = _sharded_model(student, metadata)
+    if not any(p.requires_grad for chunk in student.chunks for p in chunk.parameters()):
+        return model  # a stage above the deepest supervised layer trains nothing
+    # One key per layer here: a key over all layers may not have holes, and layers above the deepest supervised one have
+    # no optimizer state.
+    by_layer = _sharded_model(student, {**metadata, "non_homogeneous_layers": True})
+    optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
     return {**model, "optimizer": optimizer}
+
+
+def _sharded_model(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(student.ddp)}
+
+
+def prepare_adam_for_loading(optimizer: Any) -> None:
+    """Lets Megatron's distributed optimizer load into PyTorch's AdamW (its state lives in Apex's or TE's Adam elsewhere).
+
+    Two gaps: it loads into existing state only, so AdamW gets what a first step would give it; and it copies every
+    entry of that state but never loads "step" (which comes with the parameter groups), so "step" is handed back as is.
+    """
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            continue
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                if p not in part.optimizer.state:
+                    state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    part.optimizer.state[p] = {"step": torch.zeros(()), **state}
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            copy = type(part)._set_main_param_and_optimizer_states
+            part._set_main_param_and_optimizer_states = functools.partial(_copy_with_step, part, copy)
+
+
+def separate_adam_steps(optimizer: Any) -> None:
+    """Gives every parameter a step counter of its own after loading.
+
+    Megatron loads one tensor into all of them, and AdamW then counts it up once per parameter and update.
+    """
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.as_tensor(state["step"]).clone()
+
+
+def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    group, order = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group]["params"][order]
+    copy(part, model_param, {**tensors, "step": part.optimizer.state[main_param]["step"]})
 
 
 def _prune(root: Path, keep: int) -> None:
     for old in sorted(root.glob("iter_*"))[: -keep or None] if keep else []:
         shutil.rmtree(old)
 
-
-def rng_fingerprint() -> int:
-    """A number that changes if anything draws from torch's global generator (tests assert that training doesn't)."""
-    return int(torch.get_rng_state().sum())

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -27,6 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
 from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
+from nemo_oprd.megatron.names import named_parameters, rules_by_name
 from nemo_oprd.megatron.parallel import Role, device
 
 
@@ -278,4 +283,17 @@ def build_chunks(
         if not last and isinstance(model.decoder.layers[-1], DistillingLayer):
             model.decoder.layers[-1].stage_ends = True
         chunks.append(model.to(device()))
+    _mark_sharded_parameters(chunks, spec)
     return chunks
+
+
+def _mark_sharded_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
+    """Tells Megatron which parameters tensor ranks share out; the gradient norm counts the others once.
+
+    Megatron sets these marks while it draws random weights, which we don't let it do.
+    """
+    rules = rules_by_name(spec)
+    for name, parameter in named_parameters(chunks).items():
+        axis = rules[name].form.axis if name in rules else 0  # a tied head's copy of the embedding
+        if axis is not None:
+            set_tensor_model_parallel_attributes(parameter, True, axis, 1)

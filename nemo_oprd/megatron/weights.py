@@ -14,18 +14,12 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from nemo_oprd.families import FAMILIES, ModelSpec
+from nemo_oprd.families import ModelSpec
 from nemo_oprd.families.base import WeightRule
 from nemo_oprd.layout import Coordinates
 from nemo_oprd.megatron.model import DistillingModel
-from nemo_oprd.megatron.parallel import Role
-
-# Transformer Engine fuses the norm before a linear layer into it, and names its weight after that layer.
-TE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-_TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
+from nemo_oprd.megatron.names import named_parameters, rules_by_name
+from nemo_oprd.megatron.parallel import Role, device
 
 
 class HFCheckpoint:
@@ -68,25 +62,6 @@ class HFCheckpoint:
                 "expected every weight of the model: is a shard missing?"
             )
         return self._file_of[name]
-
-
-def local_name(chunk: DistillingModel, name: str) -> str:
-    """A chunk's parameter name -> the rule's name: layer index over the whole model, Transformer Engine names resolved."""
-    if not name.startswith("decoder.layers."):
-        return name
-    _, _, index, rest = name.split(".", 3)
-    layer = chunk.decoder.layers[int(index)].layer_number - 1
-    return f"decoder.layers.{layer}.{_TE_TO_LOCAL.get(rest, rest)}"
-
-
-def named_parameters(chunks: list[DistillingModel]) -> dict[str, torch.nn.Parameter]:
-    """Rule name -> parameter, over this rank's chunks. The head's copy of tied embeddings keeps its own name."""
-    return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
-
-
-def rules_by_name(spec: ModelSpec) -> dict[str, WeightRule]:
-    """All weight rules of a model, in order, by Megatron name."""
-    return {rule.megatron: rule for rule in FAMILIES[spec.model_type].weight_rules(spec)}
 
 
 @torch.no_grad()
@@ -189,8 +164,6 @@ def _broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -
     if described[0] is None:
         return None
     if role.at.pipeline != stage:
-        from nemo_oprd.megatron.parallel import device
-
         shape, dtype, _ = described[0]
         tensor = torch.empty(shape, dtype=dtype, device=device())
     assert tensor is not None

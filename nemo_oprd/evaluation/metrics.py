@@ -1,0 +1,75 @@
+"""Summarises graded samples of one evaluation set: avg@k, best@k, 4-gram diversity and length.
+
+Sampling and grading are elsewhere; nothing here is averaged over sets, because their sizes differ by a factor of ten.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+N_GRAM = 4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One graded response.
+
+    Attributes:
+        problem: which problem of the set it answers; any integer, the same for the k samples of a problem.
+        response: its text.
+        correct: the grade.
+        num_tokens: length in the student's tokens, end-of-sequence included.
+    """
+
+    problem: int
+    response: str
+    correct: bool
+    num_tokens: int
+
+
+def summarize(samples: list[Sample], k: int) -> dict[str, float]:
+    """The metrics of one set of problems with k samples each, in any order.
+
+    Returns:
+        `avg@{k}`: mean over problems of the mean grade of their k samples, in [0, 1].
+        `best@{k}`: fraction of problems with at least one correct sample, in [0, 1].
+        `dist_4g`: distinct / all whitespace-token 4-grams, pooled over a problem's samples (no 4-gram spans two
+            samples), averaged over the problems that have any; 0.0 if none has.
+        `avg_len`: mean response length in tokens.
+
+    Example: two problems, k = 2, grades (1, 0) and (0, 0): avg@2 is 0.25, best@2 is 0.5.
+
+    Raises:
+        ValueError: there are no samples, k is not positive, or a problem does not have exactly k samples.
+    """
+    if k < 1 or not samples:
+        raise ValueError(
+            f"k is {k} with {len(samples)} samples, expected at least one of each; check the evaluation set"
+        )
+    by_problem: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_problem[sample.problem].append(sample)
+    for problem, group in by_problem.items():
+        if len(group) != k:
+            raise ValueError(
+                f"problem {problem} has {len(group)} samples, expected k = {k}; sample every problem k times"
+            )
+    groups = list(by_problem.values())
+    diversity = [ratio for group in groups if (ratio := _distinct_ratio(s.response for s in group)) is not None]
+    return {
+        f"avg@{k}": sum(s.correct for s in samples) / len(samples),  # every problem has k, so the means agree
+        f"best@{k}": sum(any(s.correct for s in group) for group in groups) / len(groups),
+        "dist_4g": sum(diversity) / len(diversity) if diversity else 0.0,
+        "avg_len": sum(s.num_tokens for s in samples) / len(samples),
+    }
+
+
+def _distinct_ratio(responses: Iterable[str]) -> float | None:
+    """Distinct / all 4-grams of the responses' whitespace tokens; None if all are shorter than that."""
+    grams: list[tuple[str, ...]] = []
+    for response in responses:
+        words = response.split()
+        grams += [tuple(words[i : i + N_GRAM]) for i in range(len(words) - N_GRAM + 1)]
+    return len(set(grams)) / len(grams) if grams else None

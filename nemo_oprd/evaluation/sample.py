@@ -1,0 +1,96 @@
+"""Evaluation by sampling: k responses per problem from a rollout engine, graded against the ground truth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nemo_oprd.config import Config
+from nemo_oprd.data.prompts import Prompt, load_prompts
+from nemo_oprd.evaluation.grade import is_correct
+from nemo_oprd.evaluation.metrics import Sample, summarize
+from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
+from nemo_oprd.tokens.tokenizer import Tokenizer
+
+# first entry of a sampling key: training and evaluation never share random numbers
+TRAINING_STREAM, EVALUATION_STREAM = 1, 2
+
+
+class Evaluator:
+    """The validation sets of a run. Randomness is the same at every evaluation, so that two of them differ by the model."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for an unreadable set, or one whose problems have no answers."""
+        self.config, self.tokenizer = config, tokenizer
+        self.sets: dict[str, list[Prompt]] = {}
+        for name, path in config.data.validation.items():
+            problems = load_prompts(Path(path))[: config.evaluation.limit]
+            unanswered = [p.index for p in problems if p.answer is None]
+            if unanswered:
+                raise ValueError(
+                    f"data.validation.{name}={path}: problem {unanswered[0]} has no answer to grade against"
+                )
+            self.sets[name] = problems
+
+    def evaluate(self, engine: RolloutEngine, prefix: str = "") -> dict[str, float]:
+        """`val/<set>/<prefix>avg@k` and so on; the same on every rank (only rank 0 grades). Every rank calls this."""
+        settings, metrics = self.config.evaluation, {}
+        for number, (name, problems) in enumerate(self.sets.items()):
+            requests = [
+                Request(self.tokenizer.encode_prompt(list(p.messages)), answer=p.answer)
+                for p in problems
+                for _ in range(settings.samples)
+            ]
+            sampling = Sampling(
+                settings.temperature,
+                settings.top_p,
+                settings.max_new_tokens or self.config.rollout.max_new_tokens,
+                (self.config.seed, EVALUATION_STREAM, number),
+            )
+            rollouts = engine.generate(requests, sampling)
+            summary: list[dict[str, float] | None] = [None]
+            if dist.get_rank() == 0:
+                samples = []
+                for i, rollout in enumerate(rollouts):
+                    text = self.tokenizer.decode(rollout.response_ids)
+                    correct = is_correct(text, str(rollout.answer))
+                    samples.append(Sample(i // settings.samples, text, correct, len(rollout.response_ids)))
+                summary = [summarize(samples, settings.samples)]
+            dist.broadcast_object_list(summary, src=0)
+            assert summary[0] is not None
+            metrics.update({f"val/{name}/{prefix}{key}": value for key, value in summary[0].items()})
+        return metrics
+
+
+def before_and_after(metrics_file: Path) -> dict[str, dict[str, float]]:
+    """The rows of the closing table from a run's metrics.jsonl: first and last evaluation, and the teacher's."""
+    lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    evaluated = [line for line in lines if any(name.startswith("val/") for name in line)]
+    first, last = evaluated[0], evaluated[-1]
+
+    def validation(line: dict, teacher: bool) -> dict[str, float]:
+        chosen = {n: v for n, v in line.items() if n.startswith("val/") and ("/teacher/" in n) == teacher}
+        return {name.replace("/teacher/", "/"): value for name, value in chosen.items()}
+
+    rows = {"student before": validation(first, False), "student after": validation(last, False)}
+    return {**rows, "teacher": validation(first, True)} if validation(first, True) else rows
+
+
+def table(rows: dict[str, dict[str, float]], samples: int) -> str:
+    """A text table: one line per (set, model), from metrics such as `val/heldout/avg@4`.
+
+    Args:
+        rows: label -> that model's metrics without any prefix between set and metric.
+    """
+    columns = [f"avg@{samples}", f"best@{samples}", "avg_len"]
+    names = sorted({key.split("/")[1] for metrics in rows.values() for key in metrics})
+    width = max(len(f"{name}  {label}") for name in names for label in rows)
+    lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
+    for name in names:
+        for label, metrics in rows.items():
+            values = [metrics[f"val/{name}/{column}"] for column in columns]
+            cells = [f"{100 * values[0]:>11.1f}%", f"{100 * values[1]:>11.1f}%", f"{values[2]:>12.1f}"]
+            lines.append(f"{name + '  ' + label:<{width}}" + "".join(cells))
+    return "\n".join(lines)

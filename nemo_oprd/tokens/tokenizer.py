@@ -1,0 +1,136 @@
+"""A model's tokenizer: text and conversations -> ids -> text, which ids end a response, and a hash to compare two.
+
+A thin wrapper over Hugging Face's `AutoTokenizer`. It exists because the stop ids are written in one of three files,
+and because special tokens, which a chat template has written already, must not be added twice. Left out: batches,
+padding and truncation (packs are made of exact id lists), and code from the model's repository, which is never run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+# What a tokenizer may consist of, across the formats in use; generation_config.json holds the stop ids.
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class Tokenizer:
+    """The tokenizer in a model's directory; build it with `Tokenizer.load`.
+
+    Attributes:
+        path: the directory that it was loaded from.
+        vocab_size: largest id + 1, added tokens included. A model's embedding may have more rows than that.
+        eos_ids: the ids that end a response, in the order of the file that names them.
+    """
+
+    def __init__(self, path: Path, hf_tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
+        self.path = path
+        self.eos_ids = eos_ids
+        self._hf = hf_tokenizer
+        self._vocab: dict[str, int] = hf_tokenizer.get_vocab()
+        self.vocab_size = max(self._vocab.values()) + 1
+
+    @staticmethod
+    def load(path: str | Path) -> Tokenizer:
+        """Reads the tokenizer of the model in directory `path`; nothing is downloaded.
+
+        `eos_ids` are `eos_token_id` of generation_config.json, else of config.json, else the tokenizer's own.
+
+        Raises:
+            ValueError: there is no such directory, no tokenizer in it, or nothing says which token ends a response.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise ValueError(f"{path}: no such directory; expected a downloaded Hugging Face model with its tokenizer")
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            raise ValueError(
+                f"{path}: no tokenizer.json, tokenizer.model or vocab.json; "
+                "copy the tokenizer files of the model's source there"
+            )
+        from transformers import AutoTokenizer  # seconds to import
+
+        hf_tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return Tokenizer(path, hf_tokenizer, _eos_ids(path, hf_tokenizer.eos_token_id))
+
+    def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """The conversation in the model's chat template, up to where the model's response begins.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        if not self._hf.chat_template:
+            raise ValueError(
+                f"{self.path}: the tokenizer has no chat template, expected one to lay out the conversation; add "
+                "chat_template.jinja there (that of the model's instruction-tuned version, or "
+                "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for plain text)"
+            )
+        encoded = self._hf.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors=None
+        )
+        return list(encoded["input_ids"])
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone, without beginning- or end-of-sequence tokens."""
+        return list(self._hf.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`; special tokens such as the end of sequence are skipped, spaces left as they are."""
+        return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) over the token -> id mapping: equal for equal vocabularies, in any process.
+
+        Merges, normalisation and the chat template don't enter: it tells which ids may be fed to which model.
+        """
+        pairs = json.dumps(sorted(self._vocab.items()), ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(pairs.encode("ascii")).hexdigest()
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
+    """Copies the tokenizer files that exist in `source` to `target` (made if missing), bytes unchanged.
+
+    Returns:
+        The names of the copied files, sorted.
+
+    Raises:
+        ValueError: `source` is not a directory.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such directory; expected the model whose tokenizer is to be copied")
+    target.mkdir(parents=True, exist_ok=True)
+    names = sorted({file.name for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()})
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def _eos_ids(path: Path, own: int | None) -> tuple[int, ...]:
+    """The stop ids of the first file that names any, else `own`."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if value is None or value == []:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"{file}: eos_token_id is {value!r}, expected a token id or a list of them; correct it")
+        return tuple(ids)
+    if own is None:
+        raise ValueError(
+            f"{path}: no eos_token_id in generation_config.json or config.json, and the tokenizer has none of its own; "
+            "add the id that ends a response to generation_config.json"
+        )
+    return (own,)

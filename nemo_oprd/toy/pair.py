@@ -1,0 +1,335 @@
+"""Makes the toy pair: one supervised run of a small Qwen2; a point halfway is the student, the end the teacher.
+
+Plain single-process PyTorch on Hugging Face's model, on purpose: what is distilled later should not come from the code
+that distils it. The learning rate decays, because at a constant rate the accuracy jumps from step to step. When a model
+learns to add depends on the seed and even on rounding, hence on the machine, so the student is by default not the
+model at a fixed step but the first one seen to solve `STUDENT_ACCURACY` of the tune problems. Left out: resuming a run
+that takes a minute, and GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from nemo_oprd.toy import task
+
+# Part of the settings in toy.json. Count it up when the text format or the training changes: no old pair is kept then.
+RECIPE_VERSION = 1
+SETTINGS_FILE = "toy.json"
+HEADS, KV_HEADS = 4, 2
+MAX_POSITIONS = 128
+MAX_RESPONSE_TOKENS = 40
+IGNORED = -100
+TEMPERATURE = 0.7
+
+STUDENT_ACCURACY = 0.40
+# The accuracy rises by some 2 points per step where it rises fastest. Above this loss it never came near 40 %.
+CHECK_EVERY = 5
+CHECK_BELOW_LOSS = 0.15
+LOG_EVERY = 25
+EVALUATE_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that the pair depends on. `student_step` None: chosen by accuracy (see the top of this file)."""
+
+    seed: int
+    steps: int
+    student_step: int | None
+    layers: int
+    hidden: int
+    batch: int = 64
+    learning_rate: float = 2e-3
+    final_learning_rate: float = 1e-4
+    warmup_steps: int = 50
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    train_prompts: int = 4000
+    tune_prompts: int = 200
+    heldout_prompts: int = 500
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what would fail late or silently."""
+        if self.steps < 2 or self.layers < 1 or self.seed < 0:
+            raise ValueError(
+                f"steps={self.steps}, layers={self.layers}, seed={self.seed}; "
+                "expected at least 2 steps, 1 layer and a seed of 0 or more"
+            )
+        if self.hidden < 1 or self.hidden % (2 * HEADS):
+            raise ValueError(
+                f"hidden={self.hidden}; rotary embeddings on {HEADS} heads need a multiple of {2 * HEADS}, such as 96"
+            )
+        if self.student_step is not None and not 0 < self.student_step < self.steps:
+            raise ValueError(
+                f"student_step={self.student_step}, steps={self.steps}; expected a student_step from 1 to steps - 1, "
+                "because the teacher is the model after the last step"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """What toy.json says about how the pair was made, as JSON would give it back."""
+        return json.loads(json.dumps({"recipe_version": RECIPE_VERSION, **asdict(self)}))
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine to `final_learning_rate` at the last step; `step` counts from 1."""
+        cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        decayed = self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * cosine
+        return decayed * min(1.0, step / self.warmup_steps)
+
+
+def make_pair(
+    output: Path,
+    *,
+    seed: int = 0,
+    steps: int = 400,
+    student_step: int | None = None,
+    layers: int = 4,
+    hidden: int = 96,
+    log: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Trains the pair; writes `student/`, `teacher/`, `prompts/{train,tune,heldout}.jsonl` and `toy.json` in `output`.
+
+    The same arguments give the same files on the same machine with the same number of threads (`torch.set_num_threads`;
+    two are enough for models of this size). An output that holds the pair of these settings is left as it is.
+
+    Args:
+        student_step: the step whose model is the student; None: the first to solve `STUDENT_ACCURACY` of the tune set.
+        log: is given one line of progress at a time.
+
+    Returns:
+        The contents of toy.json: `settings`, `student_step`, and for each model `accuracy` (fraction of the held-out
+        problems solved by one sample at temperature 0.7), `greedy_accuracy` and `mean_response_tokens`.
+
+    Raises:
+        ValueError: an argument is out of range, `output` holds something else, or no student was found in `steps`.
+    """
+    return build_pair(Recipe(seed, steps, student_step, layers, hidden), Path(output), log)
+
+
+def make_tiny_pair(
+    output: Path, *, seed: int = 0, steps: int = 30, log: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """The same files as `make_pair` in seconds: two layers of width 32 that have hardly learned anything, for tests."""
+    recipe = Recipe(
+        seed,
+        steps,
+        student_step=max(1, steps // 2),
+        layers=2,
+        hidden=32,
+        batch=16,
+        warmup_steps=5,
+        train_prompts=64,
+        tune_prompts=16,
+        heldout_prompts=16,
+    )
+    return build_pair(recipe, Path(output), log)
+
+
+def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict[str, Any]:
+    """`make_pair` for any recipe."""
+    existing = _existing_pair(output, recipe)
+    if existing is not None:
+        log(f"{output} already holds this pair (same settings in {SETTINGS_FILE}); nothing to do")
+        return existing
+    output.mkdir(parents=True, exist_ok=True)
+
+    problem_rng, training_rng = (np.random.default_rng([recipe.seed, stream]) for stream in range(2))
+    sizes = {"train": recipe.train_prompts, "tune": recipe.tune_prompts, "heldout": recipe.heldout_prompts}
+    problems = task.disjoint_problems(problem_rng, sizes)
+    unseen = task.problem_key(np.concatenate([problems["tune"], problems["heldout"]]))
+
+    model = new_model(recipe)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    log(
+        f"{recipe.layers} layers of width {recipe.hidden}, {parameters:,} parameters; {torch.get_num_threads()} threads"
+    )
+    student_weights, student_step = _train(model, recipe, training_rng, problems["tune"], unseen, log)
+
+    found: dict[str, Any] = {"settings": recipe.settings(), "student_step": student_step}
+    for role, weights in (("teacher", None), ("student", student_weights)):
+        if weights is not None:
+            model.load_state_dict(weights)
+        found[role] = _measure(model, problems["heldout"])
+        _write_model(model, output / role)
+        log(f"{role}: held-out accuracy {_percent(found[role]['accuracy'])} at temperature {TEMPERATURE}")
+    (output / "prompts").mkdir(exist_ok=True)
+    for name, rows in problems.items():
+        task.write_prompts(output / "prompts" / f"{name}.jsonl", rows)
+    # Last, because it marks the directory as complete.
+    (output / SETTINGS_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return found
+
+
+def new_model(recipe: Recipe) -> Qwen2ForCausalLM:
+    """An untrained model in float32; its weights are a function of the seed and leave the global generator alone."""
+    config = Qwen2Config(
+        vocab_size=task.VOCAB_SIZE,
+        hidden_size=recipe.hidden,
+        # The usual 8/3 of a gated feed-forward block, rounded up so that tensor parallelism can divide it.
+        intermediate_size=-(-8 * recipe.hidden // 96) * 32,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=MAX_POSITIONS,
+        use_sliding_window=False,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=task.EOS_ID,
+        pad_token_id=task.PAD_ID,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=task.EOS_ID, pad_token_id=task.PAD_ID)
+    return model
+
+
+def training_batch(problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels, both int64 [B, S], of problems [B, 2]; labels of prompt and padding are `IGNORED`.
+
+    Padding comes last, where causal attention does not see it.
+    """
+    texts = [task.encode(task.prompt_text(a, b) + task.response_text(a, b)) for a, b in problems.tolist()]
+    longest = max(map(len, texts)) + 1
+    ids = torch.tensor([[*text, task.EOS_ID] + [task.PAD_ID] * (longest - 1 - len(text)) for text in texts])
+    labels = ids[:, 1:].masked_fill(ids[:, 1:] == task.PAD_ID, IGNORED)
+    labels[:, : task.PROMPT_LENGTH - 1] = IGNORED
+    return ids[:, :-1], labels
+
+
+@torch.inference_mode()
+def sample_responses(
+    model: Qwen2ForCausalLM, problems: np.ndarray, *, temperature: float, seed: int = 0
+) -> list[list[int]]:
+    """One response to each problem ([n, 2]): its ids, with the end of sequence where one came within 40 tokens.
+
+    Temperature 0 is greedy. All prompts have the same length, so one batch with a key/value cache needs no padding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    step_ids = torch.tensor([task.encode(task.prompt_text(a, b)) for a, b in problems.tolist()])
+    done = torch.zeros(len(problems), dtype=torch.bool)
+    cache = None
+    sampled: list[torch.Tensor] = []
+    while len(sampled) < MAX_RESPONSE_TOKENS and not done.all():
+        result = model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = result.past_key_values, result.logits[:, -1]
+        if temperature == 0:
+            step_ids = logits.argmax(dim=-1, keepdim=True)
+        else:
+            step_ids = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+        sampled.append(step_ids)
+        done |= step_ids[:, 0] == task.EOS_ID
+    rows = torch.cat(sampled, dim=1).tolist()
+    return [row[: row.index(task.EOS_ID) + 1] if task.EOS_ID in row else row for row in rows]
+
+
+def solved(responses: list[list[int]], problems: np.ndarray) -> float:
+    """The fraction of problems ([n, 2]) whose response ends with the right answer."""
+    pairs = zip(responses, problems.tolist(), strict=True)
+    return sum(task.is_correct(ids, a, b) for ids, (a, b) in pairs) / len(problems)
+
+
+def _train(
+    model: Qwen2ForCausalLM,
+    recipe: Recipe,
+    rng: np.random.Generator,
+    tune: np.ndarray,
+    unseen: np.ndarray,
+    log: Callable[[str], None],
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Trains `model` to the end, which makes it the teacher; returns the student's weights and its step."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
+    student: tuple[dict[str, torch.Tensor], int] | None = None
+    start = time.monotonic()
+    for step in range(1, recipe.steps + 1):
+        loss = _train_step(model, optimizer, recipe, step, task.sample_problems(rng, recipe.batch, unseen))
+        check = recipe.student_step is None and student is None and step % CHECK_EVERY == 0 and loss < CHECK_BELOW_LOSS
+        accuracy = None
+        if check or step % EVALUATE_EVERY == 0:
+            accuracy = solved(sample_responses(model, tune, temperature=TEMPERATURE), tune)
+        if step == recipe.student_step or (check and accuracy is not None and accuracy >= STUDENT_ACCURACY):
+            student = {name: value.clone() for name, value in model.state_dict().items()}, step
+        if accuracy is not None or step % LOG_EVERY == 0:
+            mark = "  <- student" if student is not None and student[1] == step else ""
+            log(_progress(recipe, step, loss, accuracy, start) + mark)
+    if student is None:
+        raise ValueError(
+            f"steps={recipe.steps}: no model on the way was seen to solve {_percent(STUDENT_ACCURACY)} of the tune "
+            "problems, so there is no student; use more steps, or say which student_step to take"
+        )
+    return student
+
+
+def _train_step(
+    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, problems: np.ndarray
+) -> float:
+    """One update on the right responses to `problems` [B, 2]; returns the mean loss per response token in nats."""
+    inputs, labels = training_batch(problems)
+    logits = model(input_ids=inputs, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad)
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.learning_rate_at(step)
+    optimizer.step()
+    return loss.item()
+
+
+def _progress(recipe: Recipe, step: int, loss: float, accuracy: float | None, start: float) -> str:
+    left = (time.monotonic() - start) / step * (recipe.steps - step)
+    measured = "" if accuracy is None else f"  tune accuracy {_percent(accuracy)}"
+    return f"step {step:3d}/{recipe.steps}  loss {loss:.4f}{measured}  {left:.0f} s left"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def _measure(model: Qwen2ForCausalLM, problems: np.ndarray) -> dict[str, float]:
+    responses = sample_responses(model, problems, temperature=TEMPERATURE)
+    return {
+        "accuracy": solved(responses, problems),
+        "greedy_accuracy": solved(sample_responses(model, problems, temperature=0.0), problems),
+        "mean_response_tokens": sum(map(len, responses)) / len(responses),
+    }
+
+
+def _write_model(model: Qwen2ForCausalLM, directory: Path) -> None:
+    """An ordinary Hugging Face model directory: weights, configs and tokenizer."""
+    model.save_pretrained(directory)
+    task.write_tokenizer(directory)
+
+
+def _existing_pair(output: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """toy.json of the pair with these settings in `output`, None if the directory is missing or empty."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output}: is a file, expected a directory for the pair; choose another output")
+    if not output.exists() or not any(output.iterdir()):
+        return None
+    file = output / SETTINGS_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{output}: not empty and without {SETTINGS_FILE}, so it is no finished pair; expected an empty or missing "
+            "directory; remove it or choose another output"
+        )
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    theirs, ours = found["settings"], recipe.settings()
+    if theirs != ours:
+        keys = [key for key in ours if theirs.get(key) != ours[key]]
+        different = [f"{key} is {theirs.get(key)} there, {ours[key]} asked for" for key in keys]
+        raise ValueError(
+            f"{output}: holds a pair of other settings ({'; '.join(different)}); remove it or choose another output"
+        )
+    return found
