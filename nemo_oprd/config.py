@@ -120,9 +120,13 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    """Prompt files: one for training, any number of named sets for validation."""
+    """Prompt files: one for training, any number of named sets for validation.
+
+    Training prompts of more than `max_prompt_tokens` tokens are left out (null: all are kept).
+    """
 
     train: str | None = None
+    max_prompt_tokens: int | None = None
     validation: dict[str, str] = field(default_factory=dict)
 
 
@@ -222,7 +226,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
             if override.is_delete() or override.is_sweep_override():
                 raise ValueError(f"{override.input_line}: expected key=value; deletions and sweeps are not supported")
             _known_key(override.key_or_group, f"override {override.input_line}")
-            OmegaConf.update(merged, override.key_or_group, override.value(), merge=False)
+            OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
         plain = OmegaConf.to_container(merged, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"configuration {name}: {error}") from error

@@ -30,7 +30,7 @@ from nemo_oprd.types import Rollout
 
 
 def train(config: Config) -> None:
-    """Distils `config.student` on its own rollouts; see DESIGN of the run directory in docs/runs.md.
+    """Distils `config.student` on its own rollouts into the run directory `config.output` (docs/runs.md).
 
     Raises:
         ValueError: bad configuration, models or data; before anything expensive starts.
@@ -86,7 +86,7 @@ class Run:
             if config.data.train is None:
                 raise ValueError("data.train is not set; expected a parquet or JSONL file of prompts (or rollout.replay)")
             self.tokenizer = Tokenizer.load(self.source)
-            self.prompts = load_prompts(Path(config.data.train))
+            self.prompts = encode_prompts(config, self.tokenizer)
             self.engine = MegatronEngine(config, spec, self.system.student.role.layout, self.tokenizer.eos_ids)
             if config.evaluation.every:
                 self.evaluator = Evaluator(config, self.tokenizer)
@@ -103,17 +103,8 @@ class Run:
         if self.config.rollout.replay is not None:
             return []
         count = self.config.train.prompts_per_step
-        requests = []
-        for index in prompt_order(len(self.prompts), self.config.seed, step * count, count):
-            prompt = self.prompts[index]
-            request = Request(
-                self.tokenizer.encode_prompt(list(prompt.messages)),
-                prompt.messages[-1]["content"],
-                prompt.data_source,
-                prompt.answer,
-            )
-            requests += [request] * self.config.rollout.per_prompt
-        return requests
+        chosen = prompt_order(len(self.prompts), self.config.seed, step * count, count)
+        return [self.prompts[index] for index in chosen for _ in range(self.config.rollout.per_prompt)]
 
     def sampling(self, step: int) -> Sampling:
         """How the rollouts of a step are sampled."""
@@ -183,6 +174,25 @@ class Run:
         if self.evaluator is not None and dist.get_rank() == 0:
             print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
         self.log.close()
+
+
+def encode_prompts(config: Config, tokenizer: Tokenizer) -> list[Request]:
+    """The training prompts, tokenized once; too long ones are left out.
+
+    Raises:
+        ValueError: the file can't be read, or no prompt is short enough.
+    """
+    limit = config.data.max_prompt_tokens
+    requests = []
+    for prompt in load_prompts(Path(str(config.data.train))):
+        ids = tokenizer.encode_prompt(list(prompt.messages))
+        if limit is None or len(ids) <= limit:
+            requests.append(Request(ids, prompt.messages[-1]["content"], prompt.data_source, prompt.answer))
+    if not requests:
+        raise ValueError(
+            f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise the limit"
+        )
+    return requests
 
 
 def _peak_memory_gb() -> float:

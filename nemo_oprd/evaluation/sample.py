@@ -55,7 +55,7 @@ class Evaluator:
                 samples = []
                 for i, rollout in enumerate(rollouts):
                     text = self.tokenizer.decode(rollout.response_ids)
-                    correct = is_correct(text, str(rollout.answer))
+                    correct = is_correct(text, rollout.answer or "")
                     samples.append(Sample(i // settings.samples, text, correct, len(rollout.response_ids)))
                 summary = [summarize(samples, settings.samples)]
             dist.broadcast_object_list(summary, src=0)

@@ -148,7 +148,9 @@ def megatron_to_hf(
 
     hf_config = checkpoint.spec.hf_config
     named = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype")
-    written = getattr(torch, str(named).removeprefix("torch.")) if named else checkpoint.stored_dtype
+    written = getattr(torch, str(named).removeprefix("torch."), None) if named else checkpoint.stored_dtype
+    if not isinstance(written, torch.dtype):
+        raise ValueError(f"{megatron_path}/hf/config.json names the dtype {named!r}; give one of {', '.join(DTYPES)}")
     names = tqdm(checkpoint.keys(), desc="Megatron to HF", unit="tensor", disable=not progress)
     stream = ((name, checkpoint[name]) for name in names)
     write_hf_model(stream, checkpoint.path / "hf", target, written, max_shard_bytes)

@@ -134,6 +134,7 @@ def deviations(checkpoint: str, hf_path: str, expected: str, layout: dict[str, i
     for name, tensor in found.items():
         for i, offset in enumerate(pack.offsets[: len(ids)]):
             part = tensor[offset : offset + len(ids[i])]
+            assert bool(part.isfinite().all()), name  # a NaN would pass for no deviation below
             difference = float((part - reference[name.format(i=i)]).abs().max())
             kind = name.replace(".{i}", "")
             worst[kind] = max(worst.get(kind, 0.0), difference)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -205,6 +206,24 @@ def test_cached_sampling_is_the_full_forward(student):
         assert response == predicted[task.PROMPT_LENGTH - 1 : -1]
         ends_at_eos = response.count(task.EOS_ID) == 1 and response[-1] == task.EOS_ID
         assert ends_at_eos or (task.EOS_ID not in response and len(response) == pair.MAX_RESPONSE_TOKENS)
+
+
+def test_sampling_ends_at_the_end_of_sequence():
+    class Scripted:
+        """Stands in for a model: row i says token 5 until its (i+1)-th step, then the end, then token 6 for ever."""
+
+        steps = 0
+
+        def __call__(self, input_ids, **_):
+            self.steps += 1
+            tokens = [5 if self.steps <= row else task.EOS_ID if self.steps == row + 1 else 6 for row in range(3)]
+            logits = torch.nn.functional.one_hot(torch.tensor(tokens), task.VOCAB_SIZE)[:, None].float()
+            return SimpleNamespace(past_key_values=None, logits=logits)
+
+    model = Scripted()
+    problems = np.full((3, 2), 1000)
+    assert pair.sample_responses(model, problems, temperature=0.0) == [[1], [5, 1], [5, 5, 1]]
+    assert model.steps == 3, "it goes on after all have ended"
 
 
 def test_sampling_follows_its_seed_and_temperature(student):

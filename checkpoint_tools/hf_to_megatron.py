@@ -1,0 +1,41 @@
+"""Converts a Hugging Face model to a Megatron torch_dist checkpoint, which loads at any layout. Needs no torchrun.
+
+python checkpoint_tools/hf_to_megatron.py --hf-path MODEL --output CHECKPOINT [--tensor 2 --pipeline 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from _command import run
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Hugging Face model -> Megatron torch_dist checkpoint.")
+    parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the checkpoint; must not exist or be empty")
+    parser.add_argument(
+        "--tensor", type=int, default=1, metavar="N", help="cut chunks for this tensor-parallel size (default 1)"
+    )
+    parser.add_argument(
+        "--pipeline", type=int, default=1, metavar="N", help="write files for this many pipeline stages (default 1)"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry point."""
+    options = _parse()
+
+    def convert() -> int:
+        from nemo_oprd.megatron.convert import hf_to_megatron
+
+        hf_to_megatron(options.hf_path, options.output, tensor=options.tensor, pipeline=options.pipeline)
+        print(f"{options.output}: torch_dist checkpoint of {options.hf_path}")
+        return 0
+
+    run(convert)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Converts a Megatron torch_dist checkpoint, also one saved in training, to a Hugging Face model. Needs no torchrun.
+
+python checkpoint_tools/megatron_to_hf.py --megatron-path CHECKPOINT --output MODEL [--dtype bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from _command import run
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Megatron torch_dist checkpoint -> Hugging Face model.")
+    parser.add_argument(
+        "--megatron-path", required=True, metavar="DIR", help="the checkpoint, such as RUN/checkpoints/iter_0000050"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="the model; must not exist or be empty")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the written weights (default: that of the checkpoint's hf/config.json)",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry point."""
+    options = _parse()
+
+    def convert() -> int:
+        from nemo_oprd.megatron.convert import megatron_to_hf
+
+        megatron_to_hf(options.megatron_path, options.output, dtype=options.dtype)
+        print(f"{options.output}: Hugging Face model of {options.megatron_path}")
+        return 0
+
+    run(convert)
+
+
+if __name__ == "__main__":
+    main()

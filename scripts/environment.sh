@@ -1,0 +1,12 @@
+# Sourced by the other scripts: makes .venv with the pinned CPU packages if it isn't there, and activates it.
+# A fresh machine needs Python 3.11 and its package index, nothing else.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+if [ ! -f .venv/ready ] || [ requirements-cpu.txt -nt .venv/ready ] || [ pyproject.toml -nt .venv/ready ]; then
+  echo "installing into .venv (once, some minutes)" >&2
+  python3.11 -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-cpu.txt
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+  touch .venv/ready
+fi
+. .venv/bin/activate

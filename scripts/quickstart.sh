@@ -1,0 +1,20 @@
+#!/bin/bash
+# The main job on two CPU cores: make a small model pair, convert it, distil the student on its own rollouts with the
+# student at TP2 and the teacher at TP1, evaluate before and after, export the student, draw the curves.
+set -euo pipefail
+. "$(dirname "$0")/environment.sh"
+
+if [ ! -f runs/toy/toy.json ]; then
+  echo "1/4 training a small student-teacher pair (addition with scratch digits)" >&2
+  OMP_NUM_THREADS=2 nemo-oprd toy --output runs/toy --seed 0
+fi
+echo "2/4 converting both models from Hugging Face to Megatron" >&2
+for role in student teacher; do
+  if [ ! -d "runs/toy/$role-megatron" ]; then
+    python checkpoint_tools/hf_to_megatron.py --hf-path "runs/toy/$role" --output "runs/toy/$role-megatron"
+  fi
+done
+echo "3/4 distilling on two ranks: student TP2, teacher TP1" >&2
+torchrun --nproc-per-node 2 --standalone -m nemo_oprd train --config-name quickstart "$@"
+echo "4/4 drawing the curves" >&2
+nemo-oprd report runs/quickstart

@@ -1,0 +1,84 @@
+"""Tiny random HF models for the conversion tests, and ways to spoil them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_oprd.megatron.weights import HFCheckpoint
+
+# 300 rows are padded to 384 at TP1 and to 512 at TP2
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_untied": {"model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen3_untied": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
+    "qwen3_tied_bias": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16, "attention_bias": True},
+}
+# the spelling of transformers 4 in config.json
+OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias"}
+
+
+class Models:
+    """`models(name, dtype)` is the directory of a model, made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __call__(self, name: str, dtype: str = "float32") -> Path:
+        path = self.root / f"{name}_{dtype}"
+        if not path.exists():
+            save_random_model(path, name, getattr(torch, dtype))
+        return path
+
+
+def save_random_model(path: Path, name: str, dtype: torch.dtype) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name], **SIZES), dtype=torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # biases of 0 and norms of 1, as initialised, would hide a mix-up
+            parameter.normal_(1.0 if "norm" in key else 0.0, 0.1)
+    model.to(dtype).save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (path / file).write_text(json.dumps({"stands for": file}))
+    if name in OLD_SPELLING:
+        config = json.loads((path / "config.json").read_text())
+        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+        config["torch_dtype"] = config.pop("dtype")
+        (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    before, after = HFCheckpoint(one), HFCheckpoint(other)
+    assert before.keys() == after.keys()
+    for name in before.keys():  # noqa: SIM118 - not a dictionary
+        assert before[name].dtype == after[name].dtype
+        assert torch.equal(before[name], after[name]), name

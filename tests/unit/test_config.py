@@ -1,0 +1,108 @@
+"""Configuration: composition, types, unknown keys, contradictions, and every shipped file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_oprd.config import default_config_dir, load_config, to_yaml
+
+MODELS = ["student.hf_path=a", "teacher.hf_path=b"]
+SHIPPED = sorted(file.stem for file in default_config_dir().glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_load(name: str) -> None:
+    config = load_config(name, MODELS if name == "verify" else [])
+    assert config.train.steps > 0
+
+
+def test_real_runs_leave_the_layout_to_the_command_line() -> None:
+    config = load_config("oprd_1p5b")
+    for role in (config.student, config.teacher):
+        sizes = role.parallel
+        assert (sizes.tensor, sizes.pipeline, sizes.context, sizes.virtual_pipeline) == (1, 1, 1, 1)
+    assert config.teacher.placement == "colocated"
+
+
+def test_the_papers_setting() -> None:
+    config = load_config("oprd_1p5b")
+    assert (config.train.prompts_per_step, config.rollout.per_prompt) == (8, 2)
+    assert (config.rollout.temperature, config.rollout.max_new_tokens) == (1.0, 16384)
+    assert (config.loss.representation.k, config.loss.representation.layers) == (2000, "all")
+    assert (config.train.lr, config.train.warmup_fraction, config.train.schedule) == (1e-5, 0.03, "cosine")
+    assert (config.train.steps, config.precision) == (500, "bf16")
+
+
+def test_overrides() -> None:
+    config = load_config(
+        "verify",
+        [*MODELS, "loss.representation.layers=[1,3]", "train.lr=1", "data.validation.x=a.parquet", "train.betas=[0.8,0.9]"],
+    )
+    assert config.loss.representation.layers == [1, 3]
+    assert config.train.lr == 1.0
+    assert config.data.validation == {"x": "a.parquet"}
+    assert config.train.betas == (0.8, 0.9)
+
+
+def test_groups_compose(tmp_path: Path) -> None:
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "wide.yaml").write_text("representation:\n  k: 7\n  kind: cosine\n")
+    (tmp_path / "run.yaml").write_text("defaults:\n  - loss: wide\n  - _self_\nstudent: {hf_path: a}\nteacher: {hf_path: b}\n")
+    config = load_config("run", ["loss.representation.k=9"], tmp_path)
+    assert (config.loss.representation.k, config.loss.representation.kind) == (9, "cosine")
+
+
+def test_saved_configuration_loads_again(tmp_path: Path) -> None:
+    config = load_config("oprd_1p5b", ["train.steps=7"])
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config("again", config_dir=tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lrr=1", "did you mean 'train.lr'"),
+        ("studnet.hf_path=x", "did you mean 'student.hf_path'"),
+        ("train.lr=fast", "train.lr='fast': expected a number"),
+        ("train.steps=1.5", "train.steps=1.5: expected an integer"),
+        ("train.steps=0", "train.steps=0: expected more than 0"),
+        ("train.lr=-1", "expected more than 0"),
+        ("train.schedule=linear", "constant | cosine"),
+        ("precision=fp16", "fp32 | bf16"),
+        ("loss.representation.layers=first", "expected all | last | even | odd"),
+        ("loss.representation.layers=[a]", "expected all | last | even | odd"),
+        ("loss.representation.k=0", "expected more than 0"),
+        ("loss.representation.weight=-1", "expected 0 or more"),
+        ("rollout.top_p=0", "(0, 1]"),
+        ("train.warmup_fraction=2", "[0, 1]"),
+        ("train.min_lr=1", "above train.lr"),
+        ("student.checkpoint=x", "exactly one of the two"),
+        ("teacher.hf_path=null", "exactly one of the two"),
+        ("student.parallel.tensor=0", "at least 1"),
+        ("student.parallel.virtual_pipeline=2", "pipeline > 1"),
+        ("teacher.ranks=2", "placement=dedicated"),
+        ("evaluation.every=5", "data.validation"),
+        ("train=3", "expected a group of keys"),
+        ("~train.lr", "not supported"),
+        ("train.lr=1,2", "not supported"),
+        ("rollout.engine=vllm2", "expected"),
+    ],
+)
+def test_mistakes_are_named(override: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load_config("verify", [*MODELS, override])
+    assert message in str(error.value)
+
+
+def test_unknown_key_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump({"train": {"stepz": 3}}))
+    with pytest.raises(ValueError, match=r"unknown key 'train.stepz'; did you mean 'train.steps'"):
+        load_config("bad", MODELS, tmp_path)
+
+
+def test_no_such_configuration() -> None:
+    with pytest.raises(ValueError, match="quickstart"):
+        load_config("nothing")

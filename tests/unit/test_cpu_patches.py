@@ -1,0 +1,78 @@
+"""The CPU patches: they touch what they name and nothing else, and nothing at all where CUDA is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+
+def run(code: str) -> str:
+    """Runs `code` in a process of its own: patches are per process."""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_nothing_is_patched_where_cuda_is_used() -> None:
+    """With CUDA "available", installing is refused and importing our Megatron modules changes none of Megatron's names."""
+    out = run(
+        """
+        import importlib, torch
+        from nemo_oprd.megatron import cpu
+        modules = [importlib.import_module(name) for name in cpu.MODULES_ASKING_FOR_CUDA]
+        functions = [cpu._find(importlib.import_module(m), f) for m, f in cpu.FUNCTIONS_COMPARING_TYPE_NAMES]
+        codes = [f.__code__ for f in functions]
+        torch.cuda.is_available = lambda: True
+        import nemo_oprd.megatron.model, nemo_oprd.megatron.student, nemo_oprd.rollout.megatron
+        try:
+            cpu.install()
+        except RuntimeError as error:
+            print("refused:", error)
+        assert all(module.torch is torch for module in modules)
+        assert all(f.__code__ is code for f, code in zip(functions, codes))
+        print("untouched")
+        """
+    )
+    assert "refused" in out
+    assert "untouched" in out
+
+
+def test_global_torch_stays_as_it_is() -> None:
+    """Asking for a CUDA device outside the named Megatron modules still fails after installing."""
+    out = run(
+        """
+        import torch
+        from nemo_oprd.megatron import cpu
+        before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "cuda")}
+        type_method = torch.Tensor.type
+        cpu.install()
+        cpu.install()  # again: no change
+        assert all(getattr(torch, name) is value for name, value in before.items())
+        assert torch.Tensor.type is type_method
+        for mistake in (lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), torch.cuda.current_device):
+            try:
+                mistake()
+            except (AssertionError, RuntimeError):
+                print("fails")
+        """
+    )
+    assert out.split() == ["fails"] * 3
+
+
+def test_every_named_place_exists_and_is_changed() -> None:
+    """A Megatron version in which a named place is gone must fail here, not in a training run."""
+    run(
+        """
+        import importlib, torch
+        from nemo_oprd.megatron import cpu
+        found = [cpu._find(importlib.import_module(m), f) for m, f in cpu.FUNCTIONS_COMPARING_TYPE_NAMES]
+        before = [f.__code__ for f in found]
+        assert all(importlib.import_module(name).torch is torch for name in cpu.MODULES_ASKING_FOR_CUDA)
+        cpu.install()
+        assert all(f.__code__ is not code for f, code in zip(found, before))
+        for f in found:
+            assert not any("torch.cuda." in str(c) and "Tensor" in str(c) and "one of" not in str(c) and len(str(c)) < 30
+                           for c in f.__code__.co_consts), f
+        """
+    )
