@@ -60,8 +60,15 @@ class ModelSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the source's weights."""
-        return getattr(torch, self.dtype)
+        """The dtype of the source's weights.
+
+        Raises:
+            ValueError: the config names a dtype that torch doesn't know.
+        """
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"config.json: dtype {self.dtype!r} is unknown; expected e.g. bfloat16 or float32")
+        return dtype
 
 
 class Form:

@@ -27,6 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
@@ -208,6 +209,22 @@ class DistillingModel(GPTModel):
         out, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=True)
         return out
 
+    def tie_embeddings_and_output_weights_state_dict(
+        self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict
+    ) -> None:
+        """Stores a tied head on another stage as a copy of the embedding. Megatron's own asks the global groups."""
+        if not self.post_process or self.pre_process:
+            return
+        group = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, group.rank()),  # 1: a copy, which is not written
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=group,
+        )
+
 
 def recompute_group(layers: int, wish: int) -> int:
     """Layers recomputed together under "uniform": the largest divisor of a chunk's layers that is at most `wish`.
@@ -295,5 +312,6 @@ def _mark_sharded_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> 
     rules = rules_by_name(spec)
     for name, parameter in named_parameters(chunks).items():
         axis = rules[name].form.axis if name in rules else 0  # a tied head's copy of the embedding
-        if axis is not None:
+        # Megatron marks the biases of column-parallel layers itself
+        if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)

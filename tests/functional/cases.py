@@ -10,3 +10,31 @@ def run_verify(overrides: list[str]) -> None:
     from nemo_oprd.verify import verify
 
     verify(load_config("verify", overrides))
+
+
+def run_train(overrides: list[str], config: str = "verify") -> None:
+    """The command `nemo-oprd train`, in this process."""
+    from nemo_oprd.train import train
+
+    train(load_config(config, overrides))
+
+
+def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int) -> list:
+    """Responses of the in-process engine, with fixed uniforms: [(ids, finish reason)]."""
+    import torch.distributed as dist
+
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.weights import HFCheckpoint
+    from nemo_oprd.rollout.base import Request, Sampling
+    from nemo_oprd.rollout.megatron import MegatronEngine
+
+    init_distributed()
+    overrides = ["student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", "rollout.max_batch=5"]
+    config = load_config("verify", overrides)
+    engine = MegatronEngine(config, read_model_spec(hf_path), Layout(data=dist.get_world_size()), eos_ids=(1, 3))
+    engine.load(HFCheckpoint(hf_path).__getitem__, hf_path)
+    requests = [Request(prompt) for prompt in prompts]
+    rollouts = engine.generate(requests, Sampling(temperature, top_p, steps, (7, 1, 0)))
+    return [(r.response_ids, r.finish_reason) for r in rollouts]

@@ -36,9 +36,10 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        task = pipe.recv()
-        if task is None:
-            return
+        try:
+            task = pipe.recv()
+        except EOFError:  # the tests are over, or were killed
+            os._exit(0)
         target, kwargs = task
         module, function = target.split(":")
         try:
@@ -62,8 +63,9 @@ class Pool:
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, port, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, size, port, theirs))
             process.start()
+            theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 

@@ -1,0 +1,115 @@
+"""One real training step, and resuming, against a plain Hugging Face AdamW step on the same batch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pools
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nemo_oprd.config import load_config
+from nemo_oprd.reference import reference
+from nemo_oprd.rollout.replay import read_rollouts
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+BASE = [
+    f"student.hf_path={GOLDEN / 'student'}",
+    f"teacher.hf_path={GOLDEN / 'teacher'}",
+    f"rollout.replay={GOLDEN / 'rollouts.jsonl'}",
+    "loss.representation.k=4",
+    "train.lr=1e-2",
+    "train.weight_decay=0.1",
+    "train.betas=[0.9,0.95]",
+    "logging.tensorboard=false",
+]
+LAYOUTS = {
+    "TP1": (1, []),
+    "TP2": (2, ["student.parallel.tensor=2"]),
+    "TP2+SP": (2, ["student.parallel.tensor=2", "student.parallel.sequence=true"]),
+    "PP2": (2, ["student.parallel.pipeline=2"]),
+    "DP2": (2, []),
+    "DP2 without the distributed optimizer": (2, ["train.distributed_optimizer=false"]),
+}
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def adamw_step(clip: float) -> tuple[dict[str, torch.Tensor], float]:
+    """Weights after one update in float64, and the gradient norm before clipping."""
+    config = load_config("verify", [*BASE, "output=unused"])
+    gradients = reference(config, read_rollouts(GOLDEN / "rollouts.jsonl", 61))["gradients"]
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
+    trained = {name: p for name, p in model.named_parameters() if name in gradients}
+    for name, p in trained.items():
+        p.grad = gradients[name]
+    norm = torch.nn.utils.clip_grad_norm_(trained.values(), clip)
+    groups = [
+        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8).step()
+    return {name: p.detach() for name, p in model.named_parameters()}, float(norm)
+
+
+@pytest.mark.parametrize("clip", [0.5, 1000.0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, layout: str, clip: float) -> None:
+    """Clipping, weight decay on matrices only, the untrained head left alone.
+
+    The update is compared as a whole per parameter (DESIGN's measure of agreement). Single elements may differ more:
+    AdamW's first update is lr * g / (|g| + eps), and where g is itself rounding noise of fp32, so is its update.
+    """
+    ranks, sizes = LAYOUTS[layout]
+    output = tmp_path / "run"
+    pools[ranks].run("cases:run_train", overrides=[*BASE, f"train.clip_grad={clip}", "train.steps=1", f"output={output}", *sizes])
+    expected, norm = adamw_step(clip)
+    got = weights(output / "hf")
+    assert set(got) == set(expected)
+    start = weights(GOLDEN / "student")
+    for name, value in expected.items():
+        update = value - start[name].double()
+        deviation = (got[name].double() - value).norm()
+        # 1e-7 of the weights: what rounding a float32 weight once leaves
+        assert deviation <= 2e-5 * update.norm() + 1e-7 * value.norm(), f"{name}: {deviation / update.norm():.1e}"
+    assert torch.equal(got["lm_head.weight"], start["lm_head.weight"])
+    assert not torch.equal(got["model.norm.weight"], start["model.norm.weight"])
+    line = json.loads((output / "metrics.jsonl").read_text())
+    assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert line["lr"] == 1e-2
+
+
+RESUMES = [
+    (1, [], 1, []),
+    (2, ["student.parallel.tensor=2"], 2, ["student.parallel.pipeline=2"]),
+    (2, ["student.parallel.pipeline=2", "loss.representation.layers=even"], 2, ["loss.representation.layers=even"]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "first", "then_ranks", "then"), RESUMES)
+def test_resume_goes_on_where_it_stopped(
+    pools: Pools, tmp_path: Path, ranks: int, first: list[str], then_ranks: int, then: list[str]
+) -> None:
+    """Two steps, a new start at another layout, two more: the same as four at once (bit by bit at the same layout)."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    shared = [*BASE, "train.save_every=2"]
+    pools[ranks].run("cases:run_train", overrides=[*shared, *first, "train.steps=4", f"output={whole}"])
+    pools[ranks].run("cases:run_train", overrides=[*shared, *first, "train.steps=2", f"output={parts}"])
+    shutil.rmtree(parts / "hf")
+    pools[then_ranks].run("cases:run_train", overrides=[*shared, *then, "train.steps=4", f"output={parts}"])
+    expected, got = weights(whole / "hf"), weights(parts / "hf")
+    for name, value in expected.items():
+        if first == then:
+            assert torch.equal(got[name], value), name
+        else:
+            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=2e-5)
+    curves = [[json.loads(line)["rep/loss"] for line in (run / "metrics.jsonl").open()] for run in (whole, parts)]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+    assert len(curves[1]) == 4
+    assert (parts / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4\n"
