@@ -25,6 +25,7 @@ BASE = [
     "train.lr=1e-2",
     "train.weight_decay=0.1",
     "train.betas=[0.9,0.95]",
+    "train.adam_eps=1e-2",
     "logging.tensorboard=false",
 ]
 LAYOUTS = {
@@ -54,7 +55,7 @@ def adamw_step(clip: float) -> tuple[dict[str, torch.Tensor], float]:
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8).step()
+    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2).step()
     return {name: p.detach() for name, p in model.named_parameters()}, float(norm)
 
 
@@ -63,8 +64,8 @@ def adamw_step(clip: float) -> tuple[dict[str, torch.Tensor], float]:
 def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, layout: str, clip: float) -> None:
     """Clipping, weight decay on matrices only, the untrained head left alone.
 
-    The update is compared as a whole per parameter (DESIGN's measure of agreement). Single elements may differ more:
-    AdamW's first update is lr * g / (|g| + eps), and where g is itself rounding noise of fp32, so is its update.
+    adam_eps is 1e-2 here: with the usual 1e-8 the first update is lr * g / (|g| + eps) = +-lr even where g is nothing but
+    fp32 rounding noise, and no two programs agree on the sign of noise.
     """
     ranks, sizes = LAYOUTS[layout]
     output = tmp_path / "run"
@@ -74,10 +75,8 @@ def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, layout: str, c
     assert set(got) == set(expected)
     start = weights(GOLDEN / "student")
     for name, value in expected.items():
-        update = value - start[name].double()
-        deviation = (got[name].double() - value).norm()
-        # 1e-7 of the weights: what rounding a float32 weight once leaves
-        assert deviation <= 2e-5 * update.norm() + 1e-7 * value.norm(), f"{name}: {deviation / update.norm():.1e}"
+        # lr is 1e-2: 1e-6 is 1e-4 of a full update, and what gradients that agree to 1e-6 of their norm leave
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     assert torch.equal(got["lm_head.weight"], start["lm_head.weight"])
     assert not torch.equal(got["model.norm.weight"], start["model.norm.weight"])
     line = json.loads((output / "metrics.jsonl").read_text())
