@@ -1,10 +1,10 @@
 """The command line. Imports nothing heavy until a command runs, so `--help` is instant.
 
-    nemo-oprd toy --output DIR                                  a small model pair and its prompts
-    torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
-    torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients of one recorded batch
-    torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
-    nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
+nemo-oprd toy --output DIR                                  a small model pair and its prompts
+torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
+torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients of one recorded batch
+torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
+nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _CONFIGURED.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config-name", required=True, metavar="NAME", help="a YAML file in the configuration directory")
+        command.add_argument(
+            "--config-name", required=True, metavar="NAME", help="a YAML file in the configuration directory"
+        )
         command.add_argument("--config-dir", metavar="DIR", help="where it lies (default: the project's conf/)")
         if name == "verify":
             command.add_argument(

@@ -40,7 +40,7 @@ class ParallelConfig:
         if ranks % needed:
             raise ValueError(
                 f"{role}.parallel: tensor={self.tensor} * pipeline={self.pipeline} * context={self.context} = {needed} "
-                f"does not divide the {ranks} rank(s) of this role; start a multiple of {needed} ranks or change the sizes"
+                f"does not divide the {ranks} rank(s) of this role; start a multiple of {needed} ranks or change sizes"
             )
         return Layout(
             self.tensor,
@@ -264,12 +264,16 @@ def _build(hint: Any, value: Any, key: str) -> Any:
     """`value` as an object of type `hint`; every mismatch is a ValueError that names `key`."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise ValueError(f"{key}={value!r}: expected a group of keys, e.g. {key}.{next(iter(_fields(hint)))}")
+            raise ValueError(
+                f"{key}={value!r}: expected a group of keys, e.g. {key}.{next(iter(_fields(typing.cast(type, hint))))}"
+            )
         prefix = f"{key}." if key else ""
         for name in value:
             if name not in _fields(typing.cast(type, hint)):
                 raise _unknown(prefix + str(name), "configuration")
-        parts = {name: _build(inner, value[name], prefix + name) for name, inner in _fields(typing.cast(type, hint)).items()}
+        parts = {
+            name: _build(inner, value[name], prefix + name) for name, inner in _fields(typing.cast(type, hint)).items()
+        }
         return typing.cast(type, hint)(**parts)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -310,7 +314,8 @@ def check(config: Config) -> None:
     for role, model in (("student", config.student), ("teacher", config.teacher)):
         if (model.hf_path is None) == (model.checkpoint is None):
             raise ValueError(
-                f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: expected exactly one of the two"
+                f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: "
+                "expected exactly one of the two"
             )
         for name in ("tensor", "pipeline", "virtual_pipeline", "context"):
             if getattr(model.parallel, name) < 1:

@@ -47,8 +47,8 @@ class Objective:
             )
         if student.vocab_size != teacher.vocab_size:
             raise ValueError(
-                f"student and teacher have vocabularies of {student.vocab_size} and {teacher.vocab_size} ids; ids of one "
-                "tokenizer mean nothing to a model of another, so both models must share a vocabulary"
+                f"student and teacher have vocabularies of {student.vocab_size} and {teacher.vocab_size} ids; ids "
+                "of one tokenizer mean nothing to a model of another, so both models must share a vocabulary"
             )
         layers = supervised_layers(loss.layers, student.num_layers)
         return Objective(

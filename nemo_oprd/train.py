@@ -84,7 +84,9 @@ class Run:
             self.engine = ReplayEngine(config.rollout.replay, spec.vocab_size)
         else:
             if config.data.train is None:
-                raise ValueError("data.train is not set; expected a parquet or JSONL file of prompts (or rollout.replay)")
+                raise ValueError(
+                    "data.train is not set; expected a parquet or JSONL file of prompts (or rollout.replay)"
+                )
             self.tokenizer = Tokenizer.load(self.source)
             self.prompts = encode_prompts(config, self.tokenizer)
             self.engine = MegatronEngine(config, spec, self.system.student.role.layout, self.tokenizer.eos_ids)
@@ -190,7 +192,7 @@ def encode_prompts(config: Config, tokenizer: Tokenizer) -> list[Request]:
             requests.append(Request(ids, prompt.messages[-1]["content"], prompt.data_source, prompt.answer))
     if not requests:
         raise ValueError(
-            f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise the limit"
+            f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise it"
         )
     return requests
 

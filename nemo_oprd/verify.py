@@ -28,6 +28,8 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     """
     if config.rollout.replay is None:
         raise ValueError("verify works on recorded rollouts; set rollout.replay=FILE (a JSONL of rollouts)")
+    if against_reference and not (config.student.hf_path and config.teacher.hf_path):
+        raise ValueError("verify --against reference needs both models as student.hf_path and teacher.hf_path")
     output = Path(config.output)
     ours = {"losses.json", "grads.safetensors"}
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):
@@ -54,7 +56,8 @@ def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: di
     lines = ["", "against the plain Hugging Face computation (float64, one process):"]
     for layer, value in expected["rep/loss_per_layer"].items():
         ours = losses["rep/loss_per_layer"][str(layer)]
-        lines.append(f"  layer {layer:>3}  loss {ours:.8g}  relative deviation {abs(ours / value - 1) if value else abs(ours):.1e}")
+        deviation = abs(ours / value - 1) if value else abs(ours)
+        lines.append(f"  layer {layer:>3}  loss {ours:.8g}  relative deviation {deviation:.1e}")
     deviations = agreement(gradients, expected["gradients"])
     worst = sorted(deviations, key=deviations.__getitem__, reverse=True)[:10]
     lines += [f"  {deviations[name]:.1e}  {name}" for name in worst]

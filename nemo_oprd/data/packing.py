@@ -17,7 +17,7 @@ from nemo_oprd.layout import Coordinates, Layout
 def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:
     """Splits sequences over `parts` data-parallel ranks with balanced token counts; deterministic.
 
-    Longest first, each to the rank with the fewest tokens so far. Ranks may stay empty. Each part is in ascending order.
+    Longest first, each to the rank with the fewest tokens so far. Ranks may stay empty. Parts are ascending.
     """
     loads = [0] * parts
     chosen: list[list[int]] = [[] for _ in range(parts)]
@@ -127,6 +127,4 @@ def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[li
     count = max(1, *(len(group) for group in groups))
     if layout.virtual_pipeline > 1:
         count = -(-count // layout.pipeline) * layout.pipeline
-    return [
-        [Pack.of(group[m] if m < len(group) else [], lengths, layout) for m in range(count)] for group in groups
-    ]
+    return [[Pack.of(group[m] if m < len(group) else [], lengths, layout) for m in range(count)] for group in groups]

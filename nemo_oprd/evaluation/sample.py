@@ -19,7 +19,7 @@ TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 
 
 class Evaluator:
-    """The validation sets of a run. Randomness is the same at every evaluation, so that two of them differ by the model."""
+    """The validation sets of a run. The randomness is that of every other evaluation: two differ by the model alone."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Raises ValueError for an unreadable set, or one whose problems have no answers."""

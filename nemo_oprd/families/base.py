@@ -250,7 +250,8 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
         in_use = bool(windowed)
     if windowed or in_use:
         raise ValueError(
-            f"{source}: sliding-window attention is asked for (use_sliding_window={hf_config.get('use_sliding_window')}, "
+            f"{source}: sliding-window attention is asked for "
+            f"(use_sliding_window={hf_config.get('use_sliding_window')}, "
             f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer"
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_oprd.families.base import (
-    ColumnParallel,
     Family,
     GateUp,
     GroupedQKV,
@@ -63,9 +62,7 @@ RULES = (
     ),
     WeightRule(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), RowParallel()),
     WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
-    WeightRule(
-        "output_layer.weight", ("lm_head.weight",), Vocabulary(), present=lambda spec: not spec.tied_embeddings
-    ),
+    WeightRule("output_layer.weight", ("lm_head.weight",), Vocabulary(), present=lambda spec: not spec.tied_embeddings),
 )
 
 

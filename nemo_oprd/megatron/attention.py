@@ -56,7 +56,9 @@ class AttentionPlan:
             lengths = torch.tensor([int(pack.padded[j]) for j in bucket])[:, None]
             starts = torch.tensor([int(pack.offsets[j]) for j in bucket])[:, None]
             valid = column < lengths
-            index = torch.where(valid, starts + column, starts)  # padding repeats the first token; its output is dropped
+            index = torch.where(
+                valid, starts + column, starts
+            )  # padding repeats the first token; its output is dropped
             plan.buckets.append((index.to(device), valid.to(device)))
         return plan
 

@@ -57,11 +57,12 @@ class DistillingLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the parent's; see `Observer` for what happens to the output."""
         sequences = kwargs.get("packed_seq_params")
-        observed = isinstance(sequences, ObservedSequences)
-        if observed and sequences.depth is not None and self.layer_number > sequences.depth:
+        if not isinstance(sequences, ObservedSequences):
+            return super().forward(*args, **kwargs)
+        if sequences.depth is not None and self.layer_number > sequences.depth:
             return kwargs["hidden_states"], kwargs.get("context")
         hidden, context = super().forward(*args, **kwargs)
-        if observed and sequences.observer is not None:
+        if sequences.observer is not None:
             hidden = sequences.observer.at_layer(self.layer_number, hidden, stage_ends=self.stage_ends)
         return hidden, context
 
@@ -135,6 +136,7 @@ class Supervision:
     project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
     measured: dict[int, torch.Tensor] = field(default_factory=dict)
     injections: Counter = field(default_factory=Counter)
+    injected: dict[int, torch.Tensor] = field(default_factory=dict)
 
     # order of the sums in `measured[layer]` (float64 [4]): weighted loss, cosine, squared error, squared target
     SUMS = ("loss", "cosine", "squared_error", "squared_target")
@@ -161,8 +163,9 @@ class Supervision:
         def loss(rows_NH: torch.Tensor, chunk: slice) -> torch.Tensor:
             return term.scale * (self._distance(layer, rows_NH, term, chunk) * term.weight[chunk]).sum()
 
-        def done() -> None:
+        def done(squared: torch.Tensor) -> None:
             self.injections[layer] += 1
+            self.injected[layer] = self.injected.get(layer, 0.0) + squared
 
         return inject_gradient(hidden, term.rows, loss, keep_rows=keep_rows, done=done)
 

@@ -102,7 +102,7 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
     if not student.role.here:
         return {}
     metadata = {
-        "dp_cp_group": student.role.groups.dp_cp,  # type: ignore[union-attr]
+        "dp_cp_group": student.role.groups.dp_cp,  # type: ignore[attr-defined]
         # the one format that can be loaded at another TP and PP
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -122,7 +122,7 @@ def _sharded_model(student: Student, metadata: dict[str, Any]) -> dict[str, Any]
 
 
 def prepare_adam_for_loading(optimizer: Any) -> None:
-    """Lets Megatron's distributed optimizer load into PyTorch's AdamW (its state lives in Apex's or TE's Adam elsewhere).
+    """Lets Megatron's distributed optimizer load into PyTorch's AdamW (elsewhere it has Apex's or TE's Adam).
 
     Two gaps: it loads into existing state only, so AdamW gets what a first step would give it; and it copies every
     entry of that state but never loads "step" (which comes with the parameter groups), so "step" is handed back as is.
@@ -160,4 +160,3 @@ def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tenso
 def _prune(root: Path, keep: int) -> None:
     for old in sorted(root.glob("iter_*"))[: -keep or None] if keep else []:
         shutil.rmtree(old)
-

@@ -39,7 +39,7 @@ MODULES_ASKING_FOR_CUDA = (
     "megatron.core.utils",
 )
 
-# (module, qualified name of the function) -> the function compares `tensor.type()` with these names, or moves with .cuda()
+# (module, qualified name) of functions that compare `tensor.type()` with CUDA names, or move with .cuda()
 FUNCTIONS_COMPARING_TYPE_NAMES = (
     ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._build_model_and_main_param_groups"),
@@ -110,7 +110,7 @@ def _replace_names(code: types.CodeType) -> types.CodeType:
     return code.replace(co_consts=replace(code.co_consts), co_names=names)
 
 
-def _find(module: types.ModuleType, qualified_name: str) -> types.FunctionType:
+def _find(module: types.ModuleType, qualified_name: str) -> Any:
     found: Any = module
     for part in qualified_name.split("."):
         found = found.__dict__[part] if isinstance(found, type) else getattr(found, part)

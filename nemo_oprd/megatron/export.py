@@ -18,7 +18,11 @@ SHARD_BYTES = 4 << 30
 
 
 def write_hf_model(
-    tensors: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Streams `tensors` into `target`, holding at most one shard; config and tokenizer come from `source`.
 

@@ -31,7 +31,12 @@ class _InjectGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, rows: torch.Tensor, loss: RowsToLoss, keep_rows: bool, done: Callable[[], None]
+        ctx: Any,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        loss: RowsToLoss,
+        keep_rows: bool,
+        done: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
         ctx.loss, ctx.keep_rows, ctx.done = loss, keep_rows, done
         kept = hidden.flatten(0, 1).index_select(0, rows) if keep_rows else hidden
@@ -43,6 +48,7 @@ class _InjectGradient(torch.autograd.Function):
         kept, rows = ctx.saved_tensors
         total = grad_output.clone()
         flat = total.flatten(0, 1)
+        squared = torch.zeros((), dtype=torch.float64, device=total.device)
         for chunk in row_chunks(len(rows)):
             here = rows[chunk]
             picked = kept[chunk] if ctx.keep_rows else kept.flatten(0, 1).index_select(0, here)
@@ -51,7 +57,8 @@ class _InjectGradient(torch.autograd.Function):
                 (gradient,) = torch.autograd.grad(ctx.loss(leaf, chunk), leaf)
             # added in float32 and rounded once
             flat[here] = (flat[here].float() + gradient).to(flat.dtype)
-        ctx.done()
+            squared += gradient.square().sum(dtype=torch.float64)
+        ctx.done(squared)
         return total, None, None, None, None
 
 
@@ -61,14 +68,14 @@ def inject_gradient(
     loss: RowsToLoss,
     *,
     keep_rows: bool,
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[torch.Tensor], None] = lambda squared: None,
 ) -> torch.Tensor:
     """`hidden` [S, 1, H] unchanged; in backward its `rows` [n] also receive the gradient of `loss(hidden[rows])`.
 
     Args:
         keep_rows: save a compact copy of the rows instead of the hidden state itself. Right for the last layer of a
             pipeline stage, whose output the schedule frees after sending: saving it whole would keep it alive.
-        done: called once each time the gradient has been added (the guard counts these).
+        done: called with the squared norm of what was added, each time backward passes here (the guard counts these).
     """
     injected = _InjectGradient.apply(hidden, rows, loss, keep_rows, done)
     # the schedule frees a stage's output after sending it, and refuses to do so for a view

@@ -37,7 +37,7 @@ from nemo_oprd.megatron.parallel import Role, device
 
 
 def layer_backend() -> str:
-    """"transformer_engine" where it is installed and CUDA is there, else "local"."""
+    """ "transformer_engine" where it is installed and CUDA is there, else "local"."""
     available = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
     return "transformer_engine" if available else "local"
 
@@ -115,7 +115,7 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
         # Packs differ in length, so p2p shapes are exchanged per microbatch; Megatron ties that to this dispatcher.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # With batched p2p the two directions get mixed up at PP2 with virtual stages, where both neighbours are one rank.
+        # Batched p2p mixes up the two directions at PP2 with virtual stages, where both neighbours are one rank.
         batch_p2p_comm=layout.virtual_pipeline == 1,
         overlap_p2p_comm=layout.virtual_pipeline > 1,
         deallocate_pipeline_outputs=layout.pipeline > 1,
@@ -273,9 +273,7 @@ def build_chunks(
             for i in range(1, spec.num_layers + 1)
             if layout.stage_of_layer(i, spec.num_layers) == (role.at.pipeline, chunk)
         ]
-        specs = [
-            layer if depth is None or i <= depth else ModuleSpec(module=_NotBuilt, params={}) for i in numbers
-        ]
+        specs = [layer if depth is None or i <= depth else ModuleSpec(module=_NotBuilt, params={}) for i in numbers]
         if training.get("recompute_method") == "uniform":
             wish = training["recompute_num_layers"]
             training = {**training, "recompute_num_layers": recompute_group(len(numbers), wish)}

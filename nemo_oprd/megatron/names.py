@@ -1,4 +1,4 @@
-"""How a rank's parameters are called in the weight rules: layer numbers over the whole model, one name per parameter."""
+"""How a rank's parameters are called in the weight rules: layers numbered over the whole model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
 
 
 def local_name(chunk: GPTModel, name: str) -> str:
-    """A chunk's parameter name -> the rule's name: layer index over the whole model, Transformer Engine names resolved."""
+    """A chunk's parameter name -> the rule's name: layers of the whole model, Transformer Engine's names resolved."""
     if not name.startswith("decoder.layers."):
         return name
     _, _, index, rest = name.split(".", 3)

@@ -47,9 +47,7 @@ def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return [
-        DistributedDataParallel(
-            chunk.config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=role.groups
-        )
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=role.groups)
         for i, chunk in enumerate(chunks)
     ]
 

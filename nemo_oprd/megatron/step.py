@@ -81,7 +81,9 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=max(m.sequences.max_seqlen_q for m in microbatches),  # p2p shapes are exchanged, see variable_seq_lengths
+        seq_length=max(
+            m.sequences.max_seqlen_q for m in microbatches
+        ),  # p2p shapes are exchanged, see variable_seq_lengths
         micro_batch_size=1,
         forward_only=forward_only,
         pg_collection=role.groups,

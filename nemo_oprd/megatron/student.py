@@ -6,7 +6,7 @@ On ranks without the role the object exists and does nothing but take part in wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from nemo_oprd.batch import BatchPlan
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.megatron.capture import LayerTerm, Supervision
+from nemo_oprd.megatron.guard import check_injections
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.optimizer import (
     freeze_unreached,
@@ -41,7 +42,7 @@ class StepResult:
     rep_loss_per_layer: dict[int, float]
     cosine_per_layer: dict[int, float]
     relative_error_per_layer: dict[int, float]
-    injections: dict[int, int] = field(default_factory=dict)
+    gradient_norm_per_layer: dict[int, float]
 
     def metrics(self) -> dict[str, float]:
         """Metric names as in metrics.jsonl."""
@@ -55,13 +56,16 @@ class StepResult:
             named[f"rep/loss_layer/{layer}"] = self.rep_loss_per_layer[layer]
             named[f"rep/cosine_similarity_layer/{layer}"] = self.cosine_per_layer[layer]
             named[f"rep/relative_error_layer/{layer}"] = self.relative_error_per_layer[layer]
+            named[f"rep/gradient_norm_layer/{layer}"] = self.gradient_norm_per_layer[layer]
         return named
 
 
 class Student:
     """The trainable role. Build it on every rank; `here` says whether this rank has a part of the model."""
 
-    def __init__(self, config: Config, role: Role, objective: Objective, read: Callable[[str], torch.Tensor] | None) -> None:
+    def __init__(
+        self, config: Config, role: Role, objective: Objective, read: Callable[[str], torch.Tensor] | None
+    ) -> None:
         """`read` gives HF tensors by name to start from; None leaves the weights to a checkpoint that is loaded next.
 
         Raises:
@@ -102,9 +106,7 @@ class Student:
             chunk.train()
             chunk.zero_grad_buffer()
         observers, microbatches = self._microbatches(rollouts, plan, targets)
-        run_schedule(
-            self.ddp, self.role, microbatches, forward_only=False, force_all_reduce=whole_gradients
-        )
+        run_schedule(self.ddp, self.role, microbatches, forward_only=False, force_all_reduce=whole_gradients)
         return self._reduce(observers, plan)
 
     def update(self, step: int) -> dict[str, float]:
@@ -142,9 +144,7 @@ class Student:
             start = part.stop
             rows = torch.from_numpy(held.local).to(here)
             weights = weight[torch.from_numpy(held.row)].to(here)
-            terms = {
-                layer: LayerTerm(rows, weights, target[part], scale) for layer, target in targets.hidden.items()
-            }
+            terms = {layer: LayerTerm(rows, weights, target[part], scale) for layer, target in targets.hidden.items()}
             observer = Supervision(
                 terms,
                 self.objective.row_loss,
@@ -159,14 +159,20 @@ class Student:
     def _reduce(self, observers: list[Supervision], plan: BatchPlan) -> StepResult:
         """Adds up what all ranks measured; every (layer, row) was measured by exactly one of them."""
         layers = sorted(self.objective.layers)
-        sums = torch.zeros(len(layers), len(Supervision.SUMS) + 1, dtype=torch.float64, device=device())
+        sums = torch.zeros(len(layers), len(Supervision.SUMS) + 2, dtype=torch.float64, device=device())
         for observer in observers:
             for i, layer in enumerate(layers):
                 if layer in observer.measured:
-                    sums[i, :-1] += observer.measured[layer]
+                    sums[i, :-2] += observer.measured[layer]
+                if observer.measure and layer in observer.injected:
+                    sums[i, -2] += observer.injected[layer]
                 sums[i, -1] += observer.injections[layer]
         dist.all_reduce(sums, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
-        loss, cosine, error, target, injected = sums.cpu().unbind(1)
+        loss, cosine, error, target, squared, injections = sums.cpu().unbind(1)
+        if self.objective.weight > 0:
+            counts = dict(zip(layers, map(int, injections.tolist()), strict=True))
+            norms = dict(zip(layers, squared.tolist(), strict=True))
+            check_injections(counts, norms, plan, self.spec.num_layers, identical=float(error.sum()) == 0.0)
         per_layer = dict(zip(layers, loss.tolist(), strict=True))
         rep_loss = sum(per_layer.values()) / len(layers)
         return StepResult(
@@ -175,7 +181,7 @@ class Student:
             rep_loss_per_layer=per_layer,
             cosine_per_layer=dict(zip(layers, (cosine / len(plan.table)).tolist(), strict=True)),
             relative_error_per_layer=dict(zip(layers, (error / target).sqrt().tolist(), strict=True)),
-            injections={layer: int(count) for layer, count in zip(layers, injected.tolist(), strict=True)},
+            gradient_norm_per_layer=dict(zip(layers, squared.sqrt().tolist(), strict=True)),
         )
 
 

@@ -16,7 +16,6 @@ from safetensors import safe_open
 
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.families.base import WeightRule
-from nemo_oprd.layout import Coordinates
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.names import named_parameters, rules_by_name
 from nemo_oprd.megatron.parallel import Role, device
@@ -40,7 +39,9 @@ class HFCheckpoint:
             try:
                 handle = safe_open(file, framework="pt")
             except Exception as error:  # safetensors raises its own SafetensorError for truncated or foreign files
-                raise ValueError(f"{file}: not a readable safetensors file ({error}); copy it from its source again") from error
+                raise ValueError(
+                    f"{file}: not a readable safetensors file ({error}); copy it from its source again"
+                ) from error
             self._handles[file] = handle
             self._file_of.update(dict.fromkeys(handle.keys(), file))
 

@@ -55,7 +55,7 @@ def _parse(line: str, where: str, vocab_size: int) -> Rollout:
         outside = [i for i in ids if not 0 <= i < vocab_size]
         if outside:
             raise ValueError(
-                f"{where}: {name} holds id {outside[0]}, but the models' vocabulary has {vocab_size} ids (0..{vocab_size - 1}); "
+                f"{where}: {name} holds id {outside[0]}, but the models know ids 0..{vocab_size - 1}; "
                 "were these rollouts made with another tokenizer?"
             )
     if not record["prompt_ids"] and not record["response_ids"]:

@@ -13,7 +13,9 @@ def layer_map(student_layers: list[int], student_depth: int, teacher_depth: int)
     """
     if student_depth == 1:
         return dict.fromkeys(student_layers, teacher_depth)
-    return {layer: 1 + _round_half_even((layer - 1) * (teacher_depth - 1), student_depth - 1) for layer in student_layers}
+    return {
+        layer: 1 + _round_half_even((layer - 1) * (teacher_depth - 1), student_depth - 1) for layer in student_layers
+    }
 
 
 def _round_half_even(numerator: int, denominator: int) -> int:

@@ -49,7 +49,7 @@ def plan_transfers(
         layers: student layer -> teacher layer, 1-based.
         teacher_depth, student_depth: number of layers of the two models.
     """
-    owned_by_teacher = _owners(teacher, {s: t for s, t in layers.items()}, teacher_depth)
+    owned_by_teacher = _owners(teacher, layers, teacher_depth)
     owned_by_student = _owners(student, {s: s for s in layers}, student_depth)
     sources = teacher.layout.ranks
     targets = student.layout.ranks
@@ -137,7 +137,9 @@ def exchange(
             request.wait()
     if wanted is None:
         return None, received
-    shard = Shard(wanted, {layer: torch.empty(len(wanted), width, dtype=dtype, device=device) for layer in wanted_layers})
+    shard = Shard(
+        wanted, {layer: torch.empty(len(wanted), width, dtype=dtype, device=device) for layer in wanted_layers}
+    )
     order = np.argsort(wanted)
     filled = dict.fromkeys(wanted_layers, 0)
     for transfer, payload in arrived:

@@ -1,4 +1,4 @@
-"""A pool of worker processes joined by gloo, kept alive over many cases: importing Megatron takes seconds, a case does not.
+"""A pool of worker processes joined by gloo, kept alive over many cases: importing Megatron takes seconds, a case less.
 
 `Pool(n).run("module:function", **kwargs)` calls the function on every rank and returns rank 0's result; an exception on
 any rank comes back as the text of its traceback.
@@ -81,7 +81,9 @@ class Pool:
             if not ready:
                 self.close()
                 missing = sorted(set(range(self.size)) - set(answers))
-                raise WorkerError(f"ranks {missing} of {self.size} did not answer within {timeout} s: {target}({kwargs})")
+                raise WorkerError(
+                    f"ranks {missing} of {self.size} did not answer within {timeout} s: {target}({kwargs})"
+                )
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 ok, answers[rank] = pipe.recv()

@@ -15,11 +15,7 @@ from nemo_oprd.reference import agreement
 GOLDEN = Path(__file__).parent.parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 KEYS = {"k", "layers", "positions", "position", "final_norm", "aggregation", "kind", "dim_reduction"}
-CASES = [
-    name
-    for name, case in EXPECTED.items()
-    if case["teacher"] == "teacher" and set(case["options"]) <= KEYS
-]
+CASES = [name for name, case in EXPECTED.items() if case["teacher"] == "teacher" and set(case["options"]) <= KEYS]
 LAYOUTS = {
     "TP1": (1, []),
     "TP2": (2, ["student.parallel.tensor=2"]),
@@ -46,7 +42,9 @@ def check(output: Path, case: str) -> None:
 
 def overrides(case: str, output: Path) -> list[str]:
     """A golden case as configuration overrides."""
-    options = [f"loss.representation.{name}={value}".replace(" ", "") for name, value in EXPECTED[case]["options"].items()]
+    options = [
+        f"loss.representation.{name}={value}".replace(" ", "") for name, value in EXPECTED[case]["options"].items()
+    ]
     return [
         f"student.hf_path={GOLDEN / 'student'}",
         f"teacher.hf_path={GOLDEN / 'teacher'}",

@@ -64,12 +64,14 @@ def adamw_step(clip: float) -> tuple[dict[str, torch.Tensor], float]:
 def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, layout: str, clip: float) -> None:
     """Clipping, weight decay on matrices only, the untrained head left alone.
 
-    adam_eps is 1e-2 here: with the usual 1e-8 the first update is lr * g / (|g| + eps) = +-lr even where g is nothing but
-    fp32 rounding noise, and no two programs agree on the sign of noise.
+    adam_eps is 1e-2 here: with the usual 1e-8 the first update is lr * g / (|g| + eps) = +-lr even where g is nothing
+    but fp32 rounding noise, and no two programs agree on the sign of noise.
     """
     ranks, sizes = LAYOUTS[layout]
     output = tmp_path / "run"
-    pools[ranks].run("cases:run_train", overrides=[*BASE, f"train.clip_grad={clip}", "train.steps=1", f"output={output}", *sizes])
+    pools[ranks].run(
+        "cases:run_train", overrides=[*BASE, f"train.clip_grad={clip}", "train.steps=1", f"output={output}", *sizes]
+    )
     expected, norm = adamw_step(clip)
     got = weights(output / "hf")
     assert set(got) == set(expected)

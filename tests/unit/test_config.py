@@ -39,7 +39,13 @@ def test_the_papers_setting() -> None:
 def test_overrides() -> None:
     config = load_config(
         "verify",
-        [*MODELS, "loss.representation.layers=[1,3]", "train.lr=1", "data.validation.x=a.parquet", "train.betas=[0.8,0.9]"],
+        [
+            *MODELS,
+            "loss.representation.layers=[1,3]",
+            "train.lr=1",
+            "data.validation.x=a.parquet",
+            "train.betas=[0.8,0.9]",
+        ],
     )
     assert config.loss.representation.layers == [1, 3]
     assert config.train.lr == 1.0
@@ -50,7 +56,9 @@ def test_overrides() -> None:
 def test_groups_compose(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "wide.yaml").write_text("representation:\n  k: 7\n  kind: cosine\n")
-    (tmp_path / "run.yaml").write_text("defaults:\n  - loss: wide\n  - _self_\nstudent: {hf_path: a}\nteacher: {hf_path: b}\n")
+    (tmp_path / "run.yaml").write_text(
+        "defaults:\n  - loss: wide\n  - _self_\nstudent: {hf_path: a}\nteacher: {hf_path: b}\n"
+    )
     config = load_config("run", ["loss.representation.k=9"], tmp_path)
     assert (config.loss.representation.k, config.loss.representation.kind) == (9, "cosine")
 

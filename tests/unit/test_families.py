@@ -85,7 +85,12 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "config",
-    [QWEN2, {**QWEN2, "tie_word_embeddings": True}, QWEN3, {**QWEN3, "attention_bias": True, "tie_word_embeddings": True}],
+    [
+        QWEN2,
+        {**QWEN2, "tie_word_embeddings": True},
+        QWEN3,
+        {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_rules_cover_the_hf_model_and_forms_are_inverse(config: dict, size: int) -> None:

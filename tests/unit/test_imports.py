@@ -31,7 +31,9 @@ def imports(file: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_oprd"):
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "nemo_oprd" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "nemo_oprd" else [node.module]
+            )
             found.update(names)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names if alias.name.startswith("nemo_oprd"))
@@ -63,7 +65,9 @@ def test_only_one_module_asks_global_parallel_state() -> None:
 
 def test_help_is_light() -> None:
     code = "import sys, nemo_oprd.cli as c\ntry:\n c.main(['--help'])\nexcept SystemExit: pass\n"
-    code += "heavy = {'torch', 'transformers', 'megatron', 'hydra', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    code += (
+        "heavy = {'torch', 'transformers', 'megatron', 'hydra', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "verify" in result.stdout

@@ -65,7 +65,11 @@ def test_virtual_stages_alternate() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "layout"),
-    [(2, Layout(pipeline=3)), (7, Layout(pipeline=3, first_stage_layers=2)), (6, Layout(pipeline=2, virtual_pipeline=2))],
+    [
+        (2, Layout(pipeline=3)),
+        (7, Layout(pipeline=3, first_stage_layers=2)),
+        (6, Layout(pipeline=2, virtual_pipeline=2)),
+    ],
 )
 def test_impossible_splits_are_refused(layers: int, layout: Layout) -> None:
     with pytest.raises(ValueError, match="pipeline"):

@@ -54,7 +54,9 @@ def test_even_of_a_single_layer_model_is_nothing() -> None:
         supervised_layers("even", 1)
 
 
-@pytest.mark.parametrize(("student", "teacher"), [(3, 5), (28, 36), (28, 28), (36, 28), (2, 7), (5, 3), (7, 4), (24, 80)])
+@pytest.mark.parametrize(
+    ("student", "teacher"), [(3, 5), (28, 36), (28, 28), (36, 28), (2, 7), (5, 3), (7, 4), (24, 80)]
+)
 def test_layer_map_is_the_papers_formula(student: int, teacher: int) -> None:
     """round((l - 1) / (L_S - 1) * (L_T - 1)) + 1; Python rounds exact fractions to even, as the equation's round."""
     layers = list(range(1, student + 1))

@@ -1,0 +1,54 @@
+"""The guard: no layer that was asked for may silently train nothing.
+
+A capture can fail without any error: a hook inside a recomputed region sees tensors without gradient, a detached tensor
+ends the way back, a schedule may bypass a layer's forward. So after every backward pass the injections that really
+happened are counted over all ranks and compared with what the batch's plan says must have happened.
+"""
+
+from __future__ import annotations
+
+from nemo_oprd.batch import BatchPlan
+
+
+class CaptureError(ValueError):
+    """A supervised layer was not reached, reached twice, or received no gradient."""
+
+
+def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> dict[int, int]:
+    """How often each layer's gradient must be injected in one pass, over all ranks: once per rank and microbatch that
+    holds rows of it."""
+    per_stage = [0] * plan.layout.pipeline
+    for rank in plan.layout.ranks:
+        at = plan.layout.coordinates(rank)
+        per_stage[at.pipeline] += sum(len(held.row) > 0 for held in plan.held(at))
+    return {layer: per_stage[plan.layout.stage_of_layer(layer, num_layers)[0]] for layer in layers}
+
+
+def check_injections(
+    counts: dict[int, int], squared_norms: dict[int, float], plan: BatchPlan, num_layers: int, *, identical: bool
+) -> None:
+    """Compares what happened with the plan.
+
+    Args:
+        counts: layer -> injections over all ranks.
+        squared_norms: layer -> squared norm of all injected gradients.
+        identical: student and teacher agree exactly on every row, so that zero gradients are right.
+
+    Raises:
+        CaptureError: names the layer, its stage and the settings that can be at fault.
+    """
+    expected = expected_injections(plan, sorted(counts), num_layers)
+    for layer, count in counts.items():
+        stage, chunk = plan.layout.stage_of_layer(layer, num_layers)
+        where = f"layer {layer} (pipeline stage {stage}, model chunk {chunk})"
+        if count != expected[layer]:
+            raise CaptureError(
+                f"{where} received its loss gradient {count} time(s) in this step, expected {expected[layer]}: the "
+                "layer's forward was bypassed or its output detached. Check student.recompute and anything that replaces the "
+                "layer's forward (CUDA graphs, custom schedules); without this the layer would train nothing."
+            )
+        if squared_norms[layer] == 0.0 and not identical:
+            raise CaptureError(
+                f"{where} received a gradient of exactly zero although student and teacher differ; check "
+                "loss.representation.kind and that the teacher's states are those of another model"
+            )
