@@ -44,8 +44,8 @@ def check_injections(
         if count != expected[layer]:
             raise CaptureError(
                 f"{where} received its loss gradient {count} time(s) in this step, expected {expected[layer]}: the "
-                "layer's forward was bypassed or its output detached. Check student.recompute and anything that replaces the "
-                "layer's forward (CUDA graphs, custom schedules); without this the layer would train nothing."
+                "layer's forward was bypassed or its output detached. Check student.recompute and what replaces "
+                "the layer's forward (CUDA graphs, custom schedules); without this the layer would train nothing."
             )
         if squared_norms[layer] == 0.0 and not identical:
             raise CaptureError(
