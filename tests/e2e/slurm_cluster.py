@@ -1,0 +1,131 @@
+"""A real two-node Slurm cluster on loopback, for one test session: munged, slurmctld and two slurmd, no root services.
+
+Runs as root (slurmd wants it); everything lives in a temporary directory and ends with `stop()`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+NODES = ("n0", "n1")
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here, None if one can."""
+    absent = [name for name in NEEDED if shutil.which(name, path=_path()) is None]
+    if absent:
+        return f"Slurm is not installed ({', '.join(absent)} not found)"
+    if os.geteuid() != 0:
+        return "slurmd needs root"
+    return None
+
+
+def _path() -> str:
+    return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class SlurmCluster:
+    """Starts on construction; `environment` is what sbatch needs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._daemons: list[subprocess.Popen] = []
+        host = socket.gethostname()
+        controller, *nodes = _free_ports(3)
+        for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
+            (directory / name).mkdir(parents=True, mode=0o755)
+        key, munge_socket = directory / "munge" / "key", directory / "munge" / "socket"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        lines = [
+            "ClusterName=loopback",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={controller}",
+            "SlurmUser=root",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={munge_socket}",
+            f"StateSaveLocation={directory / 'state'}",
+            f"SlurmdSpoolDir={directory}/spool-%n",
+            f"SlurmctldPidFile={directory}/ctld.pid",
+            f"SlurmdPidFile={directory}/slurmd-%n.pid",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "JobAcctGatherType=jobacct_gather/none",
+            "SelectType=select/cons_tres",
+            "MpiDefault=none",
+            "ReturnToService=2",
+            *(
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN"
+                for node, port in zip(NODES, nodes, strict=True)
+            ),
+            f"PartitionName=test Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP",
+        ]
+        configuration = directory / "slurm.conf"
+        configuration.write_text("\n".join(lines) + "\n")
+        self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
+        files = {"pid-file": "pid", "log-file": "log", "seed-file": "seed", "key-file": "key", "socket": "socket"}
+        options = [f"--{option}={directory / 'munge' / name}" for option, name in files.items()]
+        self._start(["munged", "--foreground", "--force", *options])
+        self._wait(munge_socket.exists, "munged's socket")
+        self._start(["slurmctld", "-D", "-f", str(configuration)])
+        for node in NODES:
+            self._start(["slurmd", "-D", "-f", str(configuration), "-N", node])
+        self._wait(self._nodes_idle, "two idle nodes")
+
+    def run(self, command: list[str], **kwargs) -> subprocess.CompletedProcess[str]:
+        """A Slurm command against this cluster."""
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, **kwargs)
+
+    def wait_for_job(self, job: str, timeout: float) -> str:
+        """The final state of a job, e.g. COMPLETED."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            shown = self.run(["scontrol", "show", "job", job]).stdout
+            state = next((w.split("=")[1] for w in shown.split() if w.startswith("JobState=")), "GONE")
+            if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+                return state
+            time.sleep(1)
+        self.run(["scancel", job])
+        return "TIMEOUT"
+
+    def stop(self) -> None:
+        """Ends all daemons."""
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+    def _start(self, command: list[str]) -> None:
+        log = (self.directory / f"{command[0]}-{len(self._daemons)}.log").open("w")
+        self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
+
+    def _nodes_idle(self) -> bool:
+        return self.run(["sinfo", "-h", "-N", "-o", "%T"]).stdout.split() == ["idle", "idle"]
+
+    def _wait(self, ready, what: str, timeout: float = 30) -> None:
+        deadline = time.monotonic() + timeout
+        while not ready():
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"{f.name}: {f.read_text()[-600:]}" for f in self.directory.glob("*.log"))
+                self.stop()
+                raise TimeoutError(f"no {what} within {timeout} s\n{logs}")
+            time.sleep(0.3)
