@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         _run(options)
+        _leave()
     except ValueError as error:
         if os.environ.get("NEMO_OPRD_TRACEBACK"):
             raise
@@ -63,8 +64,6 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    finally:
-        _leave()
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -42,6 +42,8 @@ class RunLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.yaml").write_text(to_yaml(config))
         self.path = self.directory / "metrics.jsonl"
+        if not first_step and self.path.exists():
+            self.say(f"no checkpoint in {self.directory}: starting over, {self.path.name} is written anew")
         self._drop_from(first_step)
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from nemo_oprd.config import Config
 from nemo_oprd.data.prompts import load_prompts, prompt_order
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
+from nemo_oprd.families import read_model_spec
 from nemo_oprd.megatron.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from nemo_oprd.megatron.export import export_hf
 from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import System, make_system, model_directory, open_model
+from nemo_oprd.setup import make_system, model_directory, open_model
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -76,33 +77,35 @@ class Run:
         self.config, self.clock = config, Clock()
         self.checkpoints = Path(config.output) / "checkpoints"
         self.source = model_directory(config.student)
-        self.system: System = make_system(config)
+        spec = read_model_spec(self.source)
+        # data before models: a mistake in a file should not cost the loading of models
+        self.first_step = latest_step(self.checkpoints) or 0
+        self.tokenizer: Tokenizer | None = None
         self.evaluator: Evaluator | None = None
-        self.engine: RolloutEngine
-        spec = self.system.objective.student
-        if config.rollout.replay is not None:
-            self.engine = ReplayEngine(config.rollout.replay, spec.vocab_size)
-        else:
+        self.prompts: list[Request] = []
+        replay = config.rollout.replay
+        recorded = ReplayEngine(replay, spec.vocab_size) if replay is not None else None
+        if recorded is None:
             if config.data.train is None:
-                raise ValueError(
-                    "data.train is not set; expected a parquet or JSONL file of prompts (or rollout.replay)"
-                )
+                raise ValueError("data.train is not set; expected a file of prompts (or rollout.replay=FILE)")
             self.tokenizer = Tokenizer.load(self.source)
-            self.prompts = encode_prompts(config, self.tokenizer)
-            self.engine = MegatronEngine(config, spec, self.system.student.role.layout, self.tokenizer.eos_ids)
+            self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
             if config.evaluation.every:
                 self.evaluator = Evaluator(config, self.tokenizer)
-        self.first_step = latest_step(self.checkpoints) or 0
+        self.system = make_system(config)
+        student = self.system.student
+        eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
+        self.engine: RolloutEngine = recorded or MegatronEngine(config, spec, student.role.layout, eos_ids)
         if self.first_step:
-            load_checkpoint(self.checkpoints, self.first_step, self.system.student)
+            load_checkpoint(self.checkpoints, self.first_step, student)
         self.log = RunLog(config, self.first_step)
         if self.first_step:
             self.log.say(f"resumed from {self.checkpoints} after {self.first_step} of {config.train.steps} steps")
-        self.engine.update_weights(self.system.student)
+        self.engine.update_weights(student)
 
     def requests(self, step: int) -> list[Request]:
         """The prompts of a step, each `rollout.per_prompt` times; a pure function of (seed, step)."""
-        if self.config.rollout.replay is not None:
+        if not self.prompts:
             return []
         count = self.config.train.prompts_per_step
         chosen = prompt_order(len(self.prompts), self.config.seed, step * count, count)
@@ -130,7 +133,7 @@ class Run:
         }
         self.log.write(done, metrics)
         self.log.progress(done, metrics)
-        if self.config.rollout.save and dist.get_rank() == 0 and self.config.rollout.replay is None:
+        if self.config.rollout.save and dist.get_rank() == 0 and self.tokenizer is not None:
             texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
             named = [Rollout(**{**vars(r), "response": text}) for r, text in zip(rollouts, texts, strict=True)]
             write_rollouts(Path(self.config.output) / "rollouts" / f"step_{done:07d}.jsonl", named)
@@ -178,18 +181,24 @@ class Run:
         self.log.close()
 
 
-def encode_prompts(config: Config, tokenizer: Tokenizer) -> list[Request]:
-    """The training prompts, tokenized once; too long ones are left out.
+def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> list[Request]:
+    """The training prompts, tokenized once; those above `data.max_prompt_tokens` are left out.
 
     Raises:
-        ValueError: the file can't be read, or no prompt is short enough.
+        ValueError: the file can't be read, no prompt is short enough, or one leaves no room for a response.
     """
     limit = config.data.max_prompt_tokens
     requests = []
-    for prompt in load_prompts(Path(str(config.data.train))):
+    for prompt in load_prompts(str(config.data.train)):
         ids = tokenizer.encode_prompt(list(prompt.messages))
-        if limit is None or len(ids) <= limit:
-            requests.append(Request(ids, prompt.messages[-1]["content"], prompt.data_source, prompt.answer))
+        if limit is not None and len(ids) > limit:
+            continue
+        if len(ids) >= max_positions:
+            raise ValueError(
+                f"data.train={config.data.train}: prompt {prompt.index} has {len(ids)} tokens and leaves no room in "
+                f"the model's {max_positions} positions; set data.max_prompt_tokens"
+            )
+        requests.append(Request(ids, prompt.messages[-1]["content"], prompt.data_source, prompt.answer))
     if not requests:
         raise ValueError(
             f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise it"

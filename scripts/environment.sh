@@ -6,7 +6,7 @@ if [ ! -f .venv/ready ] || [ requirements-cpu.txt -nt .venv/ready ] || [ pyproje
   echo "installing into .venv (once, some minutes)" >&2
   python3.11 -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-cpu.txt
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
   touch .venv/ready
 fi
 . .venv/bin/activate

@@ -38,3 +38,31 @@ def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: f
     requests = [Request(prompt) for prompt in prompts]
     rollouts = engine.generate(requests, Sampling(temperature, top_p, steps, (7, 1, 0)))
     return [(r.response_ids, r.finish_reason) for r in rollouts]
+
+
+def run_broken_verify(overrides: list[str], breakage: str) -> None:
+    """`verify` with layer 2's capture broken in one of the ways that would make it train nothing without any error."""
+    from nemo_oprd.megatron.capture import Supervision
+
+    supervise = Supervision._supervise
+
+    def broken(self, layer, hidden, *, keep_rows):  # type: ignore[no-untyped-def]
+        if layer != 2:
+            return supervise(self, layer, hidden, keep_rows=keep_rows)
+        if breakage == "skipped":
+            return hidden
+        if breakage == "detached":
+            supervise(self, layer, hidden.detach().requires_grad_(), keep_rows=keep_rows)
+            return hidden
+        if breakage == "hook in a recomputed region":
+            # a forward hook acts on the first pass, where a recomputed region has no gradient, and not on the second
+            return hidden if layer in self.measured else supervise(self, layer, hidden, keep_rows=keep_rows)
+        assert breakage == "twice"
+        once = supervise(self, layer, hidden, keep_rows=keep_rows)
+        return supervise(self, layer, once, keep_rows=keep_rows)
+
+    Supervision._supervise = broken  # type: ignore[method-assign]
+    try:
+        run_verify(overrides)
+    finally:
+        Supervision._supervise = supervise  # type: ignore[method-assign]

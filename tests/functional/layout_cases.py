@@ -1,0 +1,314 @@
+"""Layouts to compare, the models and rollouts they run on, what must come out, and what the pool's workers run.
+
+A `Case` is written in words: "tp2 sp pp2 vpp2 cp2 dp2 first3 last2" are parallel sizes of a role (all ranks of the role
+must be named), "dedicated" gives the teacher ranks of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nemo_oprd.config import Config, load_config
+from nemo_oprd.types import Rollout
+
+LAYERS, WIDTH, VOCABULARY = 8, 32, 97
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+}
+K = 48
+# what is trained on -> (model pair, settings); the last layer and a layer that ends a stage are in all but "sparse"
+OBJECTIVES: dict[str, tuple[str, list[str]]] = {
+    "qwen3": ("qwen3", [f"loss.representation.k={K}"]),
+    # whole stages without a supervised layer, and layers above the deepest one
+    "qwen3-sparse": ("qwen3", ["loss.representation.layers=[2,5]", "loss.representation.positions=all"]),
+    # biases, and an embedding whose tied head sits on another stage
+    "qwen2-tied": (
+        "qwen2",
+        [
+            f"loss.representation.k={K}",
+            "loss.representation.position=predicting",
+            "loss.representation.aggregation=token_mean",
+        ],
+    ),
+}
+
+# (prompt tokens, response tokens, what its mask is); 200 + 40 tokens exceed the small microbatch budget by themselves
+RESPONSES = [
+    (7, 200, "full"),
+    (1, 1, "full"),
+    (12, 33, "holes"),
+    (40, 128, "holes"),
+    (3, 2, "full"),
+    (21, 90, "none"),
+    (5, 17, "full"),
+    (9, 64, "holes"),
+    (16, 150, "full"),
+    (2, 5, "last"),
+    (30, K, "full"),
+    (8, 9, "first"),
+    (11, 101, "holes"),
+    (26, 1, "full"),
+    (4, 0, "full"),
+]
+
+WORDS = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "vpp": "virtual_pipeline",
+    "first": "first_stage_layers",
+    "last": "last_stage_layers",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of both roles.
+
+    Args:
+        student, teacher: sizes in words; a teacher of "" is colocated and only data-parallel.
+        recompute: "none", "selective", "uniform N" or "block N" (the student's).
+        tokens: train.tokens_per_microbatch; the batch has 1 106 tokens.
+        objective: a key of `OBJECTIVES`.
+        extra: further settings.
+    """
+
+    student: str
+    teacher: str = ""
+    recompute: str = "none"
+    tokens: int = 4096
+    objective: str = "qwen3"
+    extra: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return _ranks(self.student) + (_ranks(self.teacher) if self.dedicated else 0)
+
+    @property
+    def dedicated(self) -> bool:
+        """Whether the teacher has ranks of its own."""
+        return "dedicated" in self.teacher
+
+    @property
+    def overrides(self) -> list[str]:
+        """The layout as configuration overrides."""
+        assert self.dedicated or not self.teacher or _ranks(self.teacher) == self.ranks, self
+        method, _, layers = self.recompute.partition(" ")
+        recompute = [f"student.recompute={'full' if layers else method}"]
+        if layers:
+            recompute += [f"student.recompute_method={method}", f"student.recompute_num_layers={layers}"]
+        placement = ["teacher.placement=dedicated", f"teacher.ranks={_ranks(self.teacher)}"] if self.dedicated else []
+        return [
+            *_parallel("student", self.student),
+            *_parallel("teacher", self.teacher),
+            *placement,
+            *recompute,
+            f"train.tokens_per_microbatch={self.tokens}",
+            *self.extra,
+        ]
+
+    def __str__(self) -> str:
+        teacher = f", teacher {self.teacher}" if self.teacher else ""
+        recompute = "" if self.recompute == "none" else f", recompute {self.recompute}"
+        small = ", small microbatches" if self.tokens < 4096 else ""
+        extra = "".join(f", {setting}" for setting in self.extra)
+        return f"{self.objective}: {self.student}{teacher}{recompute}{small}{extra}"
+
+
+def _sizes(words: str) -> Iterator[tuple[str, int]]:
+    for name, number in re.findall(r"([a-z]+)(\d+)", words):
+        yield name, int(number)
+
+
+def _ranks(words: str) -> int:
+    return math.prod(number for name, number in _sizes(words) if name in ("tp", "pp", "cp", "dp"))
+
+
+def _parallel(role: str, words: str) -> list[str]:
+    sizes = [f"{role}.parallel.{WORDS[name]}={number}" for name, number in _sizes(words) if name != "dp"]
+    return [*sizes, f"{role}.parallel.sequence=true"] if "sp" in words.split() else sizes
+
+
+def save_model(path: Path, family: str, seed: int) -> None:
+    """A random model whose weights are large enough for hidden states of different seeds to have little in common."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        **MODELS[family],
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=generator)
+    model.save_pretrained(path)
+
+
+def make_rollouts() -> list[Rollout]:
+    """The batch that all layouts train on."""
+    draw = random.Random(0)
+    masks = {
+        "full": lambda n: None,
+        "holes": lambda n: [int(draw.random() < 0.7) for _ in range(n)],
+        "none": lambda n: [0] * n,
+        "first": lambda n: [1] + [0] * (n - 1),
+        "last": lambda n: [0] * (n - 1) + [1],
+    }
+    rollouts = []
+    for prompt, response, mask in RESPONSES:
+        prompt_ids, response_ids = ([draw.randrange(VOCABULARY) for _ in range(n)] for n in (prompt, response))
+        rollouts.append(Rollout(prompt_ids, response_ids, masks[mask](response)))
+    return rollouts
+
+
+def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
+    """`StepResult.metrics()` from whole hidden states of plain Hugging Face models in float64; only for the MSE."""
+    from transformers import AutoModelForCausalLM
+
+    loss = config.loss.representation
+    assert loss.kind == "mse" and loss.dim_reduction == "mean" and loss.final_norm and loss.positions != "first_k"
+    rows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # student, teacher: [layers, n, H] per response
+    weights: list[float] = []
+    for states, path in zip(rows, (config.student.hf_path, config.teacher.hf_path), strict=True):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+        weights.clear()
+        for rollout in rollouts:
+            tokens = [t for t, m in enumerate(rollout.mask) if m]
+            tokens = tokens[-loss.k :] if loss.positions == "last_k" else tokens
+            where = [len(rollout.prompt_ids) + t - (loss.position == "predicting") for t in tokens]
+            ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+            with torch.no_grad():
+                out = model.model(ids, output_hidden_states=True, use_cache=False)
+            states.append(torch.stack(out.hidden_states[1:])[:, 0, where])
+            weights += [1 / len(tokens)] * len(tokens)
+    student, teacher = (torch.cat(states, dim=1) for states in rows)
+    if loss.aggregation == "token_mean":
+        weights = [1.0] * len(weights)
+    weight = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    layers = loss.layers if isinstance(loss.layers, list) else range(1, LAYERS + 1)
+    named: dict[str, float] = {}
+    for layer in layers:
+        ours, theirs = student[layer - 1], teacher[layer - 1]
+        cosine = (ours * theirs).sum(-1) / (ours.norm(dim=-1) * theirs.norm(dim=-1))
+        gradient = loss.weight / len(layers) * weight[:, None] * 2 / WIDTH * (ours - theirs)
+        named[f"rep/loss_layer/{layer}"] = float(weight @ (ours - theirs).square().mean(-1))
+        named[f"rep/cosine_similarity_layer/{layer}"] = float(cosine.mean())
+        named[f"rep/relative_error_layer/{layer}"] = float((ours - theirs).norm() / theirs.norm())
+        named[f"rep/gradient_norm_layer/{layer}"] = float(gradient.norm())
+    for total, per_layer in (("loss", "loss_layer"), ("cosine_similarity", "cosine_similarity_layer")):
+        named[f"rep/{total}"] = sum(named[f"rep/{per_layer}/{layer}"] for layer in layers) / len(layers)
+    return {"loss/total": loss.weight * named["rep/loss"], **named}
+
+
+def hf_bf16_gradients(config: Config, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
+    """Gradients of a plain Hugging Face run in bfloat16, the loss in float32.
+
+    One pass per response, added up in float32: a plain run would add in bfloat16, so this errs less than it.
+    """
+    from nemo_oprd import reference
+
+    distance = reference._distance
+    sums: dict[str, torch.Tensor] = {}
+
+    def in_float32(ours: torch.Tensor, theirs: torch.Tensor, loss: Any) -> torch.Tensor:
+        return distance(ours.float(), theirs.float(), loss)
+
+    def load(path: str, dtype: torch.dtype, load: Any = reference._load) -> Any:
+        model = load(path, dtype)
+        if path == str(config.student.hf_path):
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(functools.partial(move, name))
+        return model
+
+    def move(name: str, parameter: torch.nn.Parameter) -> None:
+        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+        sums[name] = sums.get(name, 0) + parameter.grad.float()
+        parameter.grad = None
+
+    with mock.patch.multiple(reference, _distance=in_float32, _load=load):
+        reference.reference(config, rollouts, torch.bfloat16)
+    return sums
+
+
+def run_verify(overrides: list[str]) -> dict[str, float]:
+    """The command `nemo-oprd verify` as the other tests run it; returns what its step would have logged as metrics."""
+    import cases
+
+    from nemo_oprd.setup import System
+
+    results = []
+    accumulate = System.accumulate
+
+    def spy(system: System, *args: Any, **kwargs: Any) -> Any:
+        results.append(accumulate(system, *args, **kwargs))
+        return results[-1]
+
+    with mock.patch.object(System, "accumulate", spy):
+        cases.run_verify(overrides)
+    (result,) = results
+    return {} if result is None else result.metrics()
+
+
+def move_targets(overrides: list[str]) -> dict[str, Any]:
+    """Teacher forward and exchange of one batch; what travelled, by plan and in fact, over all ranks.
+
+    Returns:
+        rows and layers of the batch, "planned" {(source, target): {(layer, row)}} from every receiver's plan, and per
+        rank "received" bytes and the "held" bytes of its targets.
+    """
+    import torch.distributed as dist
+
+    from nemo_oprd.batch import BatchPlan
+    from nemo_oprd.rollout.replay import read_rollouts
+    from nemo_oprd.setup import make_system
+    from nemo_oprd.teacher.transport import plan_transfers
+
+    config = load_config("verify", overrides)
+    system = make_system(config)
+    rollouts = read_rollouts(str(config.rollout.replay), VOCABULARY)
+    student_plan, targets = system.teach(rollouts)
+    table, lengths = system.objective.rows(rollouts), [rollout.length for rollout in rollouts]
+    teacher_plan = BatchPlan.of(table, lengths, system.teacher.role.layout, config.train.tokens_per_microbatch)
+    rank = dist.get_rank()
+    transfers = plan_transfers(teacher_plan, student_plan, system.objective.layers, LAYERS, LAYERS, rank)
+    mine = [
+        ((t.source, rank), [(layer, row) for layer in t.layers for row in t.rows.tolist()])
+        for t in transfers
+        if t.target == rank
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, targets.bytes_received))
+    return {
+        "rows": len(table),
+        "layers": sorted(system.objective.layers),
+        "planned": [message for messages, _ in everyone for message in messages],
+        "received": [received for _, received in everyone],
+    }
+
+
+def read_result(output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """losses.json and the gradients that verify wrote."""
+    from safetensors.torch import load_file
+
+    return json.loads((output / "losses.json").read_text()), load_file(output / "grads.safetensors")

@@ -1,0 +1,44 @@
+"""The learning rate, and the metrics file across restarts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from nemo_oprd.config import Config, TrainConfig
+from nemo_oprd.megatron import parallel
+from nemo_oprd.megatron.optimizer import learning_rate
+from nemo_oprd.runlog import RunLog
+
+
+def test_constant_and_warmup() -> None:
+    train = TrainConfig(steps=100, lr=1.0, warmup_fraction=0.03)
+    assert [learning_rate(step, train) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+    assert learning_rate(0, TrainConfig(steps=1, lr=0.5, warmup_fraction=0.03)) == 0.5
+
+
+def test_cosine_ends_at_the_minimum() -> None:
+    train = TrainConfig(steps=200, lr=1.0, min_lr=0.1, schedule="cosine", warmup_fraction=0.1)
+    rates = [learning_rate(step, train) for step in range(200)]
+    assert max(rates) == rates[19] == 1.0
+    assert rates[110] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 0.5)))
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_a_restart_drops_what_it_will_write_again(tmp_path: Path) -> None:
+    """Killed in the middle of a line after step 4, resumed from the checkpoint of step 2."""
+    parallel.init_distributed()
+    config = Config(output=str(tmp_path))
+    config.logging.tensorboard = False
+    lines = [json.dumps({"step": step, "rep/loss": 1.0}) for step in (0, 1, 2, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "rep')
+    log = RunLog(config, first_step=2)
+    log.write(3, {"rep/loss": 0.5})
+    log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [record["step"] for record in records] == [0, 1, 2, 2, 3]
+    assert records[-1]["rep/loss"] == 0.5
