@@ -227,12 +227,22 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
                 raise ValueError(f"{override.input_line}: expected key=value; deletions and sweeps are not supported")
             _known_key(override.key_or_group, f"override {override.input_line}")
             OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
+        _replace_model_sources(merged, {str(override.key_or_group) for override in parsed})
         plain = OmegaConf.to_container(merged, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"configuration {name}: {error}") from error
     config = _build(Config, plain, "")
     check(config)
     return config
+
+
+def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
+    """A model named on the command line replaces the file's, also where the file names the other kind of source."""
+    for role in ("student", "teacher"):
+        for given, other in (("hf_path", "checkpoint"), ("checkpoint", "hf_path")):
+            named = f"{role}.{given}" in overridden and merged[role][given] is not None
+            if named and f"{role}.{other}" not in overridden:
+                merged[role][other] = None
 
 
 def _fields(cls: type) -> dict[str, Any]:

@@ -264,14 +264,14 @@ def test_a_student_that_is_its_teacher_learns_nothing(
     differ by about their size. The gradient is linear in that difference and the loss quadratic.
     """
     student = bench.root / "qwen3" / "student"
-    overrides = [
-        *bench.settings("qwen3"), f"teacher.hf_path={student}", *case.overrides, f"output={tmp_path / 'out'}"
-    ]
+    overrides = [*bench.settings("qwen3"), f"teacher.hf_path={student}", *case.overrides, f"output={tmp_path / 'out'}"]
     metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=overrides)
     losses, gradients = read_result(tmp_path / "out")
     expected, _ = bench.expected("qwen3")
     assert gradients.keys() == expected["gradients"].keys()
-    norm, scale = (torch.stack([g.double().norm() for g in grads.values()]).norm() for grads in (gradients, expected["gradients"]))
+    norm, scale = (
+        torch.stack([g.double().norm() for g in grads.values()]).norm() for grads in (gradients, expected["gradients"])
+    )
     print(case, losses["loss/total"] / expected["loss/total"], norm / scale)
     if same_layout:
         assert losses["loss/total"] == 0.0 and not any(losses["rep/loss_per_layer"].values())
@@ -340,7 +340,16 @@ def test_bf16_errs_no_more_than_twice_a_plain_bf16_run(
     pools[case.ranks].run("layout_cases:run_verify", overrides=overrides)
     losses, ours = read_result(tmp_path / "out")
     a, b = agreement(ours, expected["gradients"]), agreement(plain, expected["gradients"])
-    print(case, "max", max(a.values()), max(b.values()), "sum", whole(ours, expected["gradients"]), whole(plain, expected["gradients"]), relative(losses["loss/total"], expected["loss/total"]))
+    print(
+        case,
+        "max",
+        max(a.values()),
+        max(b.values()),
+        "sum",
+        whole(ours, expected["gradients"]),
+        whole(plain, expected["gradients"]),
+        relative(losses["loss/total"], expected["loss/total"]),
+    )
     print(max((a[n] / b[n], n) for n in a), sum(a[n] / b[n] for n in a) / len(a))
 
 

@@ -53,6 +53,16 @@ def test_overrides() -> None:
     assert config.train.betas == (0.8, 0.9)
 
 
+def test_a_model_on_the_command_line_replaces_the_files(tmp_path: Path) -> None:
+    assert load_config("quickstart").student.checkpoint is not None
+    config = load_config("quickstart", ["student.hf_path=x"])
+    assert (config.student.hf_path, config.student.checkpoint) == ("x", None)
+    config = load_config("verify", [*MODELS, "teacher.hf_path=null", "teacher.checkpoint=y"])
+    assert (config.teacher.hf_path, config.teacher.checkpoint) == (None, "y")
+    with pytest.raises(ValueError, match="exactly one of the two"):
+        load_config("verify", [*MODELS, "student.checkpoint=x"])
+
+
 def test_groups_compose(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "wide.yaml").write_text("representation:\n  k: 7\n  kind: cosine\n")
@@ -87,7 +97,6 @@ def test_saved_configuration_loads_again(tmp_path: Path) -> None:
         ("rollout.top_p=0", "(0, 1]"),
         ("train.warmup_fraction=2", "[0, 1]"),
         ("train.min_lr=1", "above train.lr"),
-        ("student.checkpoint=x", "exactly one of the two"),
         ("teacher.hf_path=null", "exactly one of the two"),
         ("student.parallel.tensor=0", "at least 1"),
         ("student.parallel.virtual_pipeline=2", "pipeline > 1"),
