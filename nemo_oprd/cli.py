@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 from nemo_oprd import __version__
@@ -60,10 +61,20 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         if os.environ.get("NEMO_OPRD_TRACEBACK"):
             raise
-        # every rank finds the same mistake; one says it
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        _report(error)
         sys.exit(2)
+
+
+def _report(error: ValueError) -> None:
+    """One line on stderr, from one rank where all ranks find the same mistake.
+
+    A mistake that only another rank can see (a shard that it alone reads) is said by that rank: it waits until rank 0
+    would have ended the job with its own line.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(3)
+    print(f"error: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -97,17 +97,46 @@ class RepresentationLossConfig:
 
 
 @dataclass
+class OutputLossConfig:
+    """The output-space term. Not there yet: only `kind: none` is accepted."""
+
+    weight: float = 0.0
+    kind: Literal["none", "sampled_token", "top_k", "full_vocab", "forward_kl", "jsd"] = "none"
+    k: int = 16
+    chunk_tokens: int = 1024
+    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    temperature: float = 1.0
+    support: Literal["student", "teacher", "union", "intersection"] = "student"
+
+
+@dataclass
 class LossConfig:
     """The terms of the total loss."""
 
     representation: RepresentationLossConfig = field(default_factory=RepresentationLossConfig)
+    output: OutputLossConfig = field(default_factory=OutputLossConfig)
+
+
+@dataclass
+class BridgeConfig:
+    """The bridge between models of different shape. Not there yet: only `path: none` is accepted."""
+
+    path: str = "none"
+    rank: Literal["auto"] | int = 8
+    fit: Literal["ridge", "adamw"] = "ridge"
+    center_student: bool = False
+    held_out: float = 0.1
 
 
 @dataclass
 class RolloutConfig:
-    """How the student samples. `tensor` is the tensor-parallel size of the generation engine."""
+    """How the student samples.
 
-    engine: Literal["megatron"] = "megatron"
+    `tensor` is the tensor-parallel size of the in-process engine; `max_batch` and `max_cache_tokens` bound how many
+    sequences, and how many tokens of KV cache, one of its data-parallel ranks holds at a time.
+    """
+
+    engine: Literal["megatron", "vllm"] = "megatron"
     temperature: float = 1.0
     top_p: float = 1.0
     max_new_tokens: int = 1024
@@ -116,6 +145,7 @@ class RolloutConfig:
     save: bool = False
     tensor: int = 1
     max_batch: int = 256
+    max_cache_tokens: int = 524288
 
 
 @dataclass
@@ -182,6 +212,8 @@ class Config:
     seed: int = 0
     student: StudentConfig = field(default_factory=StudentConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    teachers: list[str] = field(default_factory=list)
+    bridge: BridgeConfig = field(default_factory=BridgeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -320,15 +352,17 @@ def _describe(hint: Any) -> str:
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for values that are out of range or contradict each other."""
+    """Raises ValueError for values that are out of range, contradict each other, or ask for what isn't there yet."""
+    _check_there_yet(config)
     for role, model in (("student", config.student), ("teacher", config.teacher)):
         if (model.hf_path is None) == (model.checkpoint is None):
             raise ValueError(
                 f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: "
                 "expected exactly one of the two"
             )
-        for name in ("tensor", "pipeline", "virtual_pipeline", "context"):
-            if getattr(model.parallel, name) < 1:
+        for name in ("tensor", "pipeline", "virtual_pipeline", "context", "first_stage_layers", "last_stage_layers"):
+            size = getattr(model.parallel, name)
+            if size is not None and size < 1:
                 raise ValueError(f"{role}.parallel.{name}={getattr(model.parallel, name)}: expected at least 1")
         if model.parallel.virtual_pipeline > 1 and model.parallel.pipeline == 1:
             raise ValueError(
@@ -348,6 +382,10 @@ def check(config: Config) -> None:
         "train.lr": config.train.lr,
         "evaluation.samples": config.evaluation.samples,
         "student.recompute_num_layers": config.student.recompute_num_layers,
+        "rollout.max_cache_tokens": config.rollout.max_cache_tokens,
+        "logging.every": config.logging.every,
+        "train.adam_eps": config.train.adam_eps,
+        "evaluation.limit": 1 if config.evaluation.limit is None else config.evaluation.limit,
     }
     for key, value in positive.items():
         if value <= 0:
@@ -369,16 +407,33 @@ def check(config: Config) -> None:
         "train.save_every": config.train.save_every,
         "train.keep_checkpoints": config.train.keep_checkpoints,
         "evaluation.every": config.evaluation.every,
+        "seed": config.seed,
     }
     for key, value in at_least_zero.items():
         if value < 0:
             raise ValueError(f"{key}={value}: expected 0 or more")
     if not 0 <= config.train.warmup_fraction <= 1:
         raise ValueError(f"train.warmup_fraction={config.train.warmup_fraction}: expected a number in [0, 1]")
+    if not all(0 <= beta < 1 for beta in config.train.betas):
+        raise ValueError(f"train.betas={list(config.train.betas)}: expected two numbers in [0, 1)")
     if config.train.min_lr > config.train.lr:
         raise ValueError(f"train.min_lr={config.train.min_lr} is above train.lr={config.train.lr}")
     if config.evaluation.every and not config.data.validation:
         raise ValueError(f"evaluation.every={config.evaluation.every} needs at least one set in data.validation")
+
+
+def _check_there_yet(config: Config) -> None:
+    """Settings that have their place in the schema and no implementation in this version."""
+    planned = {
+        "loss.output.kind": (config.loss.output.kind, "none"),
+        "loss.output.weight": (config.loss.output.weight, 0.0),
+        "bridge.path": (config.bridge.path, "none"),
+        "teachers": (config.teachers, []),
+        "rollout.engine": (config.rollout.engine, "megatron"),
+    }
+    for key, (value, only) in planned.items():
+        if value != only:
+            raise ValueError(f"{key}={value}: this version supports only {key}={only}; see README, what doesn't yet")
 
 
 def to_yaml(config: Config) -> str:

@@ -92,6 +92,8 @@ class Layout:
 
     def _balanced_ends(self, num_layers: int) -> tuple[int, int]:
         middle = (num_layers + self.pipeline // 2) // self.pipeline
+        while middle > 1 and num_layers - middle * (self.pipeline - 2) < 2:
+            middle -= 1
         rest = num_layers - middle * (self.pipeline - 2)
         return rest - rest // 2, rest // 2
 

@@ -48,11 +48,19 @@ class RunLog:
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first_step)
+            self._tensorboard = SummaryWriter(
+                str(self.directory / "tensorboard"), purge_step=first_step + 1 if first_step else 0
+            )
         if config.logging.wandb:
             import wandb
 
-            self._wandb = wandb.init(project=config.logging.wandb, dir=str(self.directory), resume="allow")
+            # a fixed id, so that a resumed run goes on in the same W&B run
+            known = self.directory / "wandb_id"
+            if not known.exists():
+                known.write_text(wandb.util.generate_id())
+            self._wandb = wandb.init(
+                project=config.logging.wandb, dir=str(self.directory), id=known.read_text(), resume="allow"
+            )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Appends one line."""

@@ -90,8 +90,9 @@ def make_system(config: Config) -> System:
     init_distributed()
     student_layout, teacher_layout = make_layouts(config, dist.get_world_size())
     for role, spec, layout in (("student", student_spec, student_layout), ("teacher", teacher_spec, teacher_layout)):
-        spec.check_tensor_parallel(layout.tensor, role)
+        spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
         layout.layers_per_stage(spec.num_layers)
+    student_spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     student_role = make_role("student", student_layout)
     teacher_role = make_role("teacher", teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)

@@ -6,6 +6,7 @@ Left to others: how a step is made exact under any layout (`megatron/`, `teacher
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from nemo_oprd.config import Config
 from nemo_oprd.data.prompts import load_prompts, prompt_order
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
-from nemo_oprd.families import read_model_spec
+from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.megatron.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from nemo_oprd.megatron.export import export_hf
 from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
@@ -89,6 +90,9 @@ class Run:
             if config.data.train is None:
                 raise ValueError("data.train is not set; expected a file of prompts (or rollout.replay=FILE)")
             self.tokenizer = Tokenizer.load(self.source)
+            check_tokenizers(self.tokenizer, model_directory(config.teacher))
+            if config.evaluation.teacher:
+                check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
             self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
             if config.evaluation.every:
                 self.evaluator = Evaluator(config, self.tokenizer)
@@ -179,6 +183,30 @@ class Run:
         if self.evaluator is not None and dist.get_rank() == 0:
             print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
         self.log.close()
+
+
+def check_tokenizers(student: Tokenizer, teacher_directory: Path) -> None:
+    """Raises ValueError unless the teacher's tokenizer is the student's: ids mean nothing to another one's model."""
+    teacher = Tokenizer.load(teacher_directory)
+    if teacher.fingerprint() != student.fingerprint():
+        raise ValueError(
+            f"the tokenizers of {student.path} and {teacher_directory} differ: the teacher would read other text than "
+            "the student wrote; both models need the same tokenizer"
+        )
+
+
+def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError where the teacher can't be sampled in the student's engine."""
+    differing = [
+        f.name
+        for f in dataclasses.fields(ModelSpec)
+        if f.compare and f.name != "dtype" and getattr(student, f.name) != getattr(teacher, f.name)
+    ]
+    if differing:
+        raise ValueError(
+            f"evaluation.teacher=true samples the teacher in the student's engine, but they differ in {differing}; "
+            "set evaluation.teacher=false and evaluate the teacher with `nemo-oprd evaluate`"
+        )
 
 
 def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> list[Request]:

@@ -38,7 +38,9 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     rollouts = read_rollouts(config.rollout.replay, system.objective.student.vocab_size)
     result = system.accumulate(rollouts, whole_gradients=True)
     if result is not None:
-        gradients = {name: tensor.cpu().contiguous() for name, tensor in system.student.hf_gradients()}
+        # every rank takes part in the gathering, one keeps the result
+        stream = system.student.hf_gradients()
+        gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)
             save_file(gradients, output / "grads.safetensors")

@@ -45,8 +45,8 @@ class ModelSpec:
         multiple = VOCAB_MULTIPLE * tensor_parallel
         return -(-self.vocab_size // multiple) * multiple
 
-    def check_tensor_parallel(self, size: int, role: str) -> None:
-        """Raises ValueError unless heads, groups and the feed-forward width divide by `size`."""
+    def check_tensor_parallel(self, size: int, key: str) -> None:
+        """Raises ValueError, naming the configuration `key`, unless heads, groups and feed-forward width divide."""
         for what, value in (
             ("attention heads", self.num_heads),
             ("key/value heads", self.num_kv_heads),
@@ -54,8 +54,7 @@ class ModelSpec:
         ):
             if value % size:
                 raise ValueError(
-                    f"{role}.parallel.tensor={size} does not divide the model's {value} {what}; "
-                    f"choose a divisor of {value}"
+                    f"{key}={size} does not divide the model's {value} {what}; choose a divisor of {value}"
                 )
 
     @property

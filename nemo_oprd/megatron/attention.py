@@ -108,7 +108,9 @@ class KVCache:
 
     def select(self, rows: torch.Tensor) -> None:
         """Keeps only the sequences `rows` (those not finished yet)."""
-        self.layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self.layers.items()}
+        for layer in list(self.layers):  # one layer's copy alive at a time
+            keys, values = self.layers.pop(layer)
+            self.layers[layer] = keys[rows], values[rows]
 
 
 @dataclass
@@ -190,6 +192,14 @@ class SDPAttention(MegatronModule):
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         k, v = cache.update(self.layer_number, k, v)
         prefill = cache.mask is None
+        if not prefill:
+            # One query token: the query heads of a group become its queries. Nothing is expanded, and fused kernels
+            # take the mask, which they don't together with grouped heads.
+            batch, heads, _, channels = q.shape
+            grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], channels)
+            mask = cache.mask[..., : cache.used]  # type: ignore[index]
+            out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale)
+            return out.reshape(batch, 1, heads * channels).transpose(0, 1)
         mask = None if cache.mask is None else cache.mask[..., : cache.used]
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=prefill, scale=self.scale, enable_gqa=True

@@ -75,7 +75,7 @@ def save_checkpoint(root: Path, step: int, student: Student, source: Path, keep:
         tracker = root / f".{LATEST}"
         tracker.write_text(f"{step}\n")
         tracker.rename(root / LATEST)
-        _prune(root, keep)
+        _prune(root, keep, step)
     dist.barrier()
 
 
@@ -157,6 +157,11 @@ def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tenso
     copy(part, model_param, {**tensors, "step": part.optimizer.state[main_param]["step"]})
 
 
-def _prune(root: Path, keep: int) -> None:
-    for old in sorted(root.glob("iter_*"))[: -keep or None] if keep else []:
+def _prune(root: Path, keep: int, newest: int) -> None:
+    """Removes checkpoints before `newest` beyond the last `keep`.
+
+    Later ones stay: they are of a line of training that somebody went back from, and not ours to delete.
+    """
+    line = [path for path in sorted(root.glob("iter_*")) if path.name <= iteration_directory(root, newest).name]
+    for old in line[:-keep] if keep else []:
         shutil.rmtree(old)

@@ -331,7 +331,7 @@ def _file(layout: Layout, stage: int, rank: int) -> str:
 def _layout(spec: ModelSpec, tensor: int, pipeline: int) -> Layout:
     if tensor < 1 or pipeline < 1:
         raise ValueError(f"tensor={tensor}, pipeline={pipeline}; expected sizes of at least 1")
-    spec.check_tensor_parallel(tensor, "checkpoint")
+    spec.check_tensor_parallel(tensor, "--tensor")
     layout = Layout(tensor=tensor, pipeline=pipeline)
     layout.layers_per_stage(spec.num_layers)
     return layout

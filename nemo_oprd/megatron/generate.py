@@ -51,6 +51,7 @@ def generate_batch(
     vocab_size: int,
     prompts: list[list[int]],
     uniforms: np.ndarray,
+    limits: list[int],
     *,
     temperature: float,
     top_p: float,
@@ -59,7 +60,8 @@ def generate_batch(
     """Responses to a ragged batch of prompts.
 
     Args:
-        uniforms: [B, T] numbers in [0, 1); T bounds the number of new tokens.
+        uniforms: [B, T] numbers in [0, 1).
+        limits: [B] how many new tokens each response may have, at most T.
 
     All tensor ranks compute the same result: they share the gathered logits and the uniforms.
     """
@@ -72,7 +74,8 @@ def generate_batch(
     draws = torch.from_numpy(uniforms).to(here)
     eos = torch.tensor(eos_ids, dtype=torch.long, device=here)
 
-    cache = KVCache(longest + steps)
+    limit = torch.tensor(limits, device=here)
+    cache = KVCache(int((lengths + limit).max()))
     cache.positions = torch.arange(longest, device=here).expand(len(prompts), longest)
     cache.used = longest
     hidden = model(ids, DecodeParams(cache=cache))  # [longest, B, H]
@@ -81,7 +84,8 @@ def generate_batch(
 
     sampled = torch.zeros(len(prompts), steps, dtype=torch.long, device=here)
     count = torch.zeros(len(prompts), dtype=torch.long, device=here)
-    finished = torch.zeros(len(prompts), dtype=torch.bool, device=here)
+    finished = torch.zeros(len(prompts), dtype=torch.bool, device=here)  # no more tokens wanted
+    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=here)  # the end-of-sequence id was sampled
     slots = torch.arange(cache.max_length, device=here)
     alive = rows  # sequences in the batch, by their place in `prompts`
     for t in range(steps):
@@ -90,7 +94,8 @@ def generate_batch(
         fresh = ~finished[alive]
         sampled[alive[fresh], t] = token[fresh]
         count[alive] += fresh
-        finished[alive] |= torch.isin(token, eos)
+        stopped[alive] |= fresh & torch.isin(token, eos)
+        finished[alive] |= stopped[alive] | (t + 1 >= limit[alive])
         if t == steps - 1 or bool(finished.all()):
             break
         done = finished[alive]
@@ -98,10 +103,11 @@ def generate_batch(
             keep = (~done).nonzero()[:, 0]
             cache.select(keep)
             alive, token = alive[keep], token[keep]
-        position = lengths[alive] + t
+        # finished sequences that are still in the batch write nowhere that matters
+        position = (lengths[alive] + t).clamp_max(cache.max_length - 1)
         cache.positions = position[:, None]
         cache.used = int(position.max()) + 1
         cache.mask = (slots <= position[:, None])[:, None, None]
         last = model(token[:, None], DecodeParams(cache=cache))
-    texts, counts, ends = sampled.cpu(), count.tolist(), finished.tolist()
+    texts, counts, ends = sampled.cpu(), count.tolist(), stopped.tolist()
     return [Generated(texts[i, : counts[i]].tolist(), ends[i]) for i in range(len(prompts))]

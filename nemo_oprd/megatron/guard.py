@@ -7,6 +7,8 @@ happened are counted over all ranks and compared with what the batch's plan says
 
 from __future__ import annotations
 
+import math
+
 from nemo_oprd.batch import BatchPlan
 
 
@@ -25,14 +27,14 @@ def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> 
 
 
 def check_injections(
-    counts: dict[int, int], squared_norms: dict[int, float], plan: BatchPlan, num_layers: int, *, identical: bool
+    counts: dict[int, int], squared_norms: dict[int, float], plan: BatchPlan, num_layers: int, *, identical: set[int]
 ) -> None:
     """Compares what happened with the plan.
 
     Args:
         counts: layer -> injections over all ranks.
         squared_norms: layer -> squared norm of all injected gradients.
-        identical: student and teacher agree exactly on every row, so that zero gradients are right.
+        identical: layers on which student and teacher agree exactly, so that a zero gradient is right.
 
     Raises:
         CaptureError: names the layer, its stage and the settings that can be at fault.
@@ -47,7 +49,12 @@ def check_injections(
                 "layer's forward was bypassed or its output detached. Check student.recompute and what replaces "
                 "the layer's forward (CUDA graphs, custom schedules); without this the layer would train nothing."
             )
-        if squared_norms[layer] == 0.0 and not identical:
+        if not math.isfinite(squared_norms[layer]):
+            raise CaptureError(
+                f"{where} received a gradient that is not finite ({squared_norms[layer]}); the weights were not "
+                "updated and the last checkpoint is untouched. Lower train.lr, or look for NaN in the models' weights"
+            )
+        if squared_norms[layer] == 0.0 and layer not in identical:
             raise CaptureError(
                 f"{where} received a gradient of exactly zero although student and teacher differ; check "
                 "loss.representation.kind and that the teacher's states are those of another model"

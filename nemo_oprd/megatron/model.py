@@ -257,7 +257,7 @@ def build_chunks(
         ValueError: the layout does not fit the model.
     """
     layout = role.layout
-    spec.check_tensor_parallel(layout.tensor, role.name)
+    spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
     layout.layers_per_stage(spec.num_layers)
     assert role.at is not None
     backend = "local" if local_layers else layer_backend()

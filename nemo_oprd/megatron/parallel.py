@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,10 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def init_distributed(timeout_minutes: int = 30) -> None:
+def init_distributed(timeout_minutes: int = 180) -> None:
     """Joins the process group that torchrun or srun describes; a lone process makes one of size 1.
 
+    The timeout is long because ranks that have finished sampling wait for the longest response of all.
     NCCL where CUDA is available, else gloo. Also readies Megatron-core (CPU patches, memory buffer).
     """
     from megatron.core import parallel_state
@@ -70,19 +72,35 @@ def make_role(name: str, layout: Layout) -> Role:
 
     sizes = [layout.tensor, layout.context, layout.data, layout.pipeline]
     grid = HyperCommGrid(sizes, ["tp", "cp", "dp", "pp"], rank_offset=layout.first_rank)
-    groups = {key: grid.create_pg(dims) for key, dims in _GROUPS.items()}
-    alone = grid.get_rank_enum(["tp", "cp", "dp", "pp"])[0]
-    groups["ep"], _ = dist.new_subgroups_by_enumeration([[rank] for rank in alone])
+    groups = {key: _subgroups(grid.get_rank_enum(dims)) for key, dims in _GROUPS.items()}
+    groups["ep"] = _subgroups([[rank] for rank in layout.ranks])
     # Tied embeddings are summed over the first and the last stage only; with more ranks in the group the all-reduce
     # would wait for the stages in between.
-    ends = [sorted({ranks[0], ranks[-1]}) for ranks in grid.get_rank_enum("pp")]
-    groups["embd"], _ = dist.new_subgroups_by_enumeration(ends)
+    groups["embd"] = _subgroups([sorted({ranks[0], ranks[-1]}) for ranks in grid.get_rank_enum("pp")])
     here = dist.get_rank() in layout.ranks
     if not here:
         return Role(name, layout, None, None)
     groups.update(pos_embd=None, expt_dp=groups["dp_cp"], expt_tp=groups["tp"])
     return Role(name, layout, ProcessGroupCollection(**groups), layout.coordinates(dist.get_rank()))
 
+
+def _subgroups(ranks: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of this rank in a partition; equal partitions (of one role or of several) share their groups.
+
+    A communicator costs memory and threads, and most of a role's partitions are equal: without context parallelism
+    "dp" is "dp_cp", and a student and a teacher of one layout need the same groups. Every rank asks in the same order.
+    """
+    world = dist.group.WORLD
+    partition = tuple(tuple(sorted(group)) for group in ranks)
+    if _known_groups.get("world") is not world:
+        _known_groups.clear()  # another process group was joined since
+        _known_groups["world"] = world
+    if partition not in _known_groups:
+        _known_groups[partition], _ = dist.new_subgroups_by_enumeration([list(group) for group in partition])
+    return _known_groups[partition]
+
+
+_known_groups: dict[Any, Any] = {}
 
 # name in ProcessGroupCollection -> dimensions it spans
 _GROUPS = {

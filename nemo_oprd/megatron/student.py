@@ -172,7 +172,8 @@ class Student:
         if self.objective.weight > 0:
             counts = dict(zip(layers, map(int, injections.tolist()), strict=True))
             norms = dict(zip(layers, squared.tolist(), strict=True))
-            check_injections(counts, norms, plan, self.spec.num_layers, identical=float(error.sum()) == 0.0)
+            same = {layer for layer, e in zip(layers, error.tolist(), strict=True) if e == 0.0}
+            check_injections(counts, norms, plan, self.spec.num_layers, identical=same)
         per_layer = dict(zip(layers, loss.tolist(), strict=True))
         rep_loss = sum(per_layer.values()) / len(layers)
         return StepResult(

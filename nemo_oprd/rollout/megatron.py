@@ -34,6 +34,7 @@ class MegatronEngine:
             raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
         layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=student_layout.first_rank)
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
+        self.max_cache_tokens = config.rollout.max_cache_tokens
         self.role = make_role("rollout", layout)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.model = None
@@ -76,22 +77,38 @@ class MegatronEngine:
         # similar lengths together, dealt out over the data-parallel ranks
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[at.data :: data]
         results: dict[int, Generated] = {}
-        for start in range(0, len(order), self.max_batch):
-            batch = order[start : start + self.max_batch]
+        for batch in self._batches(order, requests, sampling.max_new_tokens):
             prompts = [requests[i].prompt_ids for i in batch]
-            steps = min(sampling.max_new_tokens, self.spec.max_positions - max(map(len, prompts)))
+            # each response has its own limit, whatever it is batched with
+            limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
+            steps = max(limits)
             uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(steps) for i in batch])
             generated = generate_batch(
                 self.model,
                 self.spec.vocab_size,
                 prompts,
                 uniforms,
+                limits,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 eos_ids=self.eos_ids,
             )
             results.update(zip(batch, generated, strict=True))
         return results if at.tensor == 0 else {}
+
+    def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int) -> list[list[int]]:
+        """Requests in groups whose KV cache, at full length, stays within `rollout.max_cache_tokens`."""
+        batches: list[list[int]] = []
+        longest = 0
+        for i in order:
+            length = min(len(requests[i].prompt_ids) + max_new_tokens, self.spec.max_positions)
+            longest = max(longest, length)
+            full = not batches or len(batches[-1]) >= self.max_batch
+            if full or (len(batches[-1]) + 1) * longest > self.max_cache_tokens:
+                batches.append([])
+                longest = length
+            batches[-1].append(i)
+        return batches
 
 
 def _rollout(request: Request, generated: Generated) -> Rollout:

@@ -16,7 +16,7 @@ _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
 def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
     """One JSON object per line; absent fields are left out."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for rollout in rollouts:
             record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -33,7 +33,7 @@ def read_rollouts(path: str | Path, vocab_size: int) -> list[Rollout]:
     if not file.is_file():
         raise ValueError(f"rollout.replay={path}: no such file")
     rollouts = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             rollouts.append(_parse(line, f"{path}:{number}", vocab_size))
     if not rollouts:

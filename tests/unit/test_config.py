@@ -105,7 +105,15 @@ def test_saved_configuration_loads_again(tmp_path: Path) -> None:
         ("train=3", "expected a group of keys"),
         ("~train.lr", "not supported"),
         ("train.lr=1,2", "not supported"),
-        ("rollout.engine=vllm2", "expected"),
+        ("rollout.engine=vllm2", "expected megatron | vllm"),
+        ("rollout.engine=vllm", "supports only rollout.engine=megatron"),
+        ("loss.output.kind=top_k", "supports only loss.output.kind=none"),
+        ("bridge.path=dir", "supports only bridge.path=none"),
+        ("logging.every=0", "more than 0"),
+        ("evaluation.limit=0", "more than 0"),
+        ("seed=-1", "0 or more"),
+        ("train.betas=[0.9,1.5]", "[0, 1)"),
+        ("student.parallel.first_stage_layers=0", "at least 1"),
     ],
 )
 def test_mistakes_are_named(override: str, message: str) -> None:

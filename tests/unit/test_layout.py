@@ -46,6 +46,7 @@ def test_ranks_and_coordinates_are_inverse(layout: Layout) -> None:
         (3, Layout(pipeline=2), [2, 1]),
         (30, Layout(pipeline=4), [7, 8, 8, 7]),
         (6, Layout(pipeline=4), [1, 2, 2, 1]),
+        (9, Layout(pipeline=6), [3, 1, 1, 1, 1, 2]),
         (8, Layout(pipeline=3, first_stage_layers=2), [2, 3, 3]),
         (8, Layout(pipeline=3, last_stage_layers=2), [3, 3, 2]),
     ],
