@@ -201,7 +201,7 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
             with torch.no_grad():
                 out = model.model(ids, output_hidden_states=True, use_cache=False)
             states.append(torch.stack(out.hidden_states[1:])[:, 0, where])
-            weights += [1 / len(tokens)] * len(tokens)
+            weights += [1 / len(tokens) for _ in tokens]
     student, teacher = (torch.cat(states, dim=1) for states in rows)
     if loss.aggregation == "token_mean":
         weights = [1.0] * len(weights)

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 from layout_cases import (
-    K,
     OBJECTIVES,
     VOCABULARY,
     WIDTH,
     Case,
+    K,
     direct_metrics,
     hf_bf16_gradients,
     make_rollouts,
