@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from nemo_oprd.families import ModelSpec
@@ -72,9 +72,11 @@ class _RowParallelWithBias(RowParallelLinear):
 class _NotBuilt(MegatronModule):
     """Stands where a role needs no layer (a teacher above its deepest supervised layer): no weights, never computed."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int = 1, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int = 1, pg_collection: Any = None, vp_stage: int | None = None
+    ) -> None:
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
 
     def forward(self, hidden_states: torch.Tensor, context: Any = None, **_: Any) -> tuple[torch.Tensor, Any]:
         """Passes its input through."""
@@ -106,7 +108,8 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         num_layers_in_first_pipeline_stage=None if even else stages[0],
-        num_layers_in_last_pipeline_stage=None if even else stages[-1],
+        # with two stages the first count says it all, and Megatron would divide by the zero stages in between
+        num_layers_in_last_pipeline_stage=None if even or layout.pipeline == 2 else stages[-1],
         context_parallel_size=layout.context,
         sequence_parallel=layout.sequence and layout.tensor > 1,
         params_dtype=dtype,
@@ -192,9 +195,16 @@ class DistillingModel(GPTModel):
             rotary_pos_emb=self._rotary(sequences),
             packed_seq_params=sequences,
         )
+        if not self.post_process and self._ends_passing_through(sequences):
+            # the schedule frees a stage's output, which must not be its input (or, under recompute, a view of it)
+            hidden = hidden.clone()
         if self.post_process and isinstance(sequences, ObservedSequences) and sequences.observer is not None:
             hidden = sequences.observer.after_final_norm(hidden)
         return hidden
+
+    def _ends_passing_through(self, sequences: ObservedSequences | DecodeParams) -> bool:
+        depth = getattr(sequences, "depth", None)
+        return depth is not None and self.decoder.layers[-1].layer_number > depth
 
     def _rotary(self, sequences: ObservedSequences | DecodeParams) -> torch.Tensor:
         if isinstance(sequences, DecodeParams):
