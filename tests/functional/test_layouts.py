@@ -231,7 +231,7 @@ def test_the_table_of_layouts(request: pytest.FixtureRequest) -> None:
 
 
 def test_the_pairs_can_tell_a_mistake(bench: Workbench) -> None:
-    """States of student and teacher differ visibly at every layer, and most parameters have a gradient worth comparing."""
+    """Student and teacher differ visibly at every layer, and most parameters have a gradient worth comparing."""
     for objective in OBJECTIVES:
         expected, metrics = bench.expected(objective)
         assert all(0.5 < value < 3 for name, value in metrics.items() if "relative_error" in name)
