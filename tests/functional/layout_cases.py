@@ -28,11 +28,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
 K = 48
-# what is trained on -> (model pair, settings); the last layer and a layer that ends a stage are in all but "sparse"
+# what is trained on -> (model pair, settings)
 OBJECTIVES: dict[str, tuple[str, list[str]]] = {
     "qwen3": ("qwen3", [f"loss.representation.k={K}"]),
-    # whole stages without a supervised layer, and layers above the deepest one
+    # stages without a supervised layer, and stages without a layer that runs at all
     "qwen3-sparse": ("qwen3", ["loss.representation.layers=[2,5]", "loss.representation.positions=all"]),
+    "qwen3-first": ("qwen3", ["loss.representation.layers=[1]", f"loss.representation.k={K}"]),
     # biases, and an embedding whose tied head sits on another stage
     "qwen2-tied": (
         "qwen2",
@@ -44,7 +45,7 @@ OBJECTIVES: dict[str, tuple[str, list[str]]] = {
     ),
 }
 
-# (prompt tokens, response tokens, what its mask is); 200 + 40 tokens exceed the small microbatch budget by themselves
+# (prompt tokens, response tokens, where its mask is 1)
 RESPONSES = [
     (7, 200, "full"),
     (1, 1, "full"),
@@ -80,7 +81,7 @@ class Case:
     Args:
         student, teacher: sizes in words; a teacher of "" is colocated and only data-parallel.
         recompute: "none", "selective", "uniform N" or "block N" (the student's).
-        tokens: train.tokens_per_microbatch; the batch has 1 106 tokens.
+        tokens: train.tokens_per_microbatch; the batch has 1044 tokens, the longest response 200.
         objective: a key of `OBJECTIVES`.
         extra: further settings.
     """
@@ -274,8 +275,8 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     """Teacher forward and exchange of one batch; what travelled, by plan and in fact, over all ranks.
 
     Returns:
-        rows and layers of the batch, "planned" {(source, target): {(layer, row)}} from every receiver's plan, and per
-        rank "received" bytes and the "held" bytes of its targets.
+        "rows" (how many) and "layers" (which) of the batch; "planned" [((source, target), [(layer, row)])] as every
+        receiver plans it; "received" bytes per rank.
     """
     import torch.distributed as dist
 

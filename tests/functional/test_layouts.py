@@ -2,7 +2,7 @@
 
 - Losses, metrics and every gradient of `verify` at each layout below against plain Hugging Face models in float64; the
   deviations are collected into one table, printed at the end (`pytest -rA` or `-s` shows it).
-- The same model as student and teacher trains nothing, also where the two roles are laid out differently.
+- A student that is its own teacher learns nothing, also where the two roles are laid out differently.
 - Each supervised (layer, row) travels from the teacher to the student once, and nothing else does.
 - bfloat16 errs no more than twice as much as a plain Hugging Face run in bfloat16.
 - A batch without any supervised token is an error that says so.
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,7 @@ from layout_cases import (
     save_model,
 )
 from pool import Pools, WorkerError
+from tiny_models import edit_tensors
 
 from nemo_oprd.config import load_config
 from nemo_oprd.reference import agreement, reference
@@ -60,6 +62,7 @@ CASES = [
     Case("tp2 sp", recompute="uniform 1", tokens=SMALL),
     Case("cp2", tokens=SMALL),
     Case("cp2", recompute="uniform 2"),
+    Case("pp2", objective="qwen3-first", recompute="block 1"),
     Case("dp2", tokens=SMALL),
     Case("dp2", extra=("train.distributed_optimizer=false",)),
     Case("pp2"),
@@ -73,14 +76,14 @@ CASES = [
     Case("pp2 first6 vpp2", "cp2"),
     Case("tp2", "pp2 vpp2", tokens=SMALL),
     Case("cp2", "tp2", tokens=SMALL),
-    Case("dp2", "cp2"),
     Case("dp1", "dp1 dedicated", tokens=SMALL),
     Case("pp2 vpp2", objective="qwen3-sparse", recompute="uniform 2", tokens=SMALL),
     Case("tp2 sp", "pp2", objective="qwen3-sparse", recompute="block 5"),
     Case("pp2", "tp2", objective="qwen2-tied", tokens=SMALL),
     Case("tp2 sp", objective="qwen2-tied", recompute="uniform 1"),
     # three ranks
-    Case("pp3", tokens=SMALL),
+    Case("pp3", "pp3", objective="qwen3-first", tokens=SMALL),
+    Case("pp3 vpp2 first2 last2", "dp3", tokens=SMALL),
     Case("pp3 first1 last4", "dp3", recompute="block 2"),
     Case("dp3", "pp3 first2 last2"),
     Case("cp3", "pp3", tokens=SMALL),
@@ -110,9 +113,8 @@ CASES = [
     Case("pp2 vpp2", "tp2 dedicated", tokens=SMALL),
     Case("cp2", "dp2 dedicated"),
     Case("dp2", "cp2 dedicated", tokens=SMALL),
-    Case("dp1", "pp3 dedicated"),
     Case("pp3 first2 last4", "dp1 dedicated", tokens=SMALL),
-    Case("pp4", objective="qwen3-sparse", tokens=SMALL),
+    Case("pp4 vpp2", objective="qwen3-sparse", tokens=SMALL),
     Case("pp4 vpp2", "tp2 pp2", objective="qwen3-sparse", recompute="uniform 1"),
     Case("tp2 sp pp2", objective="qwen2-tied", tokens=SMALL),
     Case("pp4", objective="qwen2-tied"),
@@ -213,56 +215,56 @@ def counts(case: Case) -> dict[str, int]:
 
 
 def test_the_table_of_layouts(request: pytest.FixtureRequest) -> None:
-    """Prints the table; every layout that was selected is in it, and all of them together are enough of them."""
-    selected = [item for item in request.session.items if getattr(item, "originalname", "") == "test_layout"]
+    """Prints the table; every layout that was selected for this run is in it, and all of them are enough of them."""
     width = max(len(str(case)) for case in CASES)
     print(f"\nranks  {'layout':<{width}}  loss     metrics  gradient  largest at")
     for row in TABLE:
-        print(
-            f"{row.case.ranks:>5}  {row.case!s:<{width}}  {row.loss:.1e}  {row.metrics:.1e}  {row.gradient:.1e}   "
-            f"{row.worst}"
-        )
-    print(
-        f"{len(TABLE)} layouts; largest deviations: loss {max(row.loss for row in TABLE):.1e}, metrics "
-        f"{max(row.metrics for row in TABLE):.1e}, gradient {max(row.gradient for row in TABLE):.1e}"
-    ) if TABLE else None
+        deviations = f"{row.loss:.1e}  {row.metrics:.1e}  {row.gradient:.1e}"
+        print(f"{row.case.ranks:>5}  {row.case!s:<{width}}  {deviations}   {row.worst}")
+    for what in ("loss", "metrics", "gradient"):
+        print(f"largest deviation of {what}: {max((getattr(row, what) for row in TABLE), default=0.0):.1e}")
+    selected = [item for item in request.session.items if getattr(item, "originalname", "") == test_layout.__name__]
     assert len(TABLE) == len(selected)
     assert len({(case.student, case.teacher, case.recompute) for case in CASES}) >= 24
 
 
 def test_the_pairs_can_tell_a_mistake(bench: Workbench) -> None:
-    """Student and teacher differ visibly at every layer, and most parameters have a gradient worth comparing."""
+    """Student and teacher differ visibly at every layer, and a missing gradient of any parameter would be seen."""
     for objective in OBJECTIVES:
         expected, metrics = bench.expected(objective)
         assert all(0.5 < value < 3 for name, value in metrics.items() if "relative_error" in name)
         assert all(abs(value) < 0.9 for name, value in metrics.items() if "cosine" in name)
-        norms = {name: float(gradient.norm()) for name, gradient in expected["gradients"].items()}
-        total = sum(norm**2 for norm in norms.values()) ** 0.5
-        # Below 1e-3 the measure of agreement takes deviations relative to all gradients together: right for a few
-        # parameters (a bias on keys cancels in the softmax), but not for most.
-        negligible = [name for name, norm in norms.items() if norm < 1e-3 * total]
-        assert len(negligible) < 0.4 * len(norms), negligible
+        gradients = expected["gradients"]
+        missing = agreement({name: torch.zeros_like(g) for name, g in gradients.items()}, gradients)
+        # not all are 1: the measure takes small gradients (a bias on keys) relative to all of them together
+        assert min(missing.values()) > 1000 * TOLERANCE, min(missing.items(), key=lambda item: item[1])
 
 
-# every pair of layouts here makes states that differ in their last bits, if at all
+# (layouts, whether those of the two roles are the same)
 SAME_MODEL = [
     (Case("tp2 sp pp2", "tp2 sp pp2", tokens=SMALL), True),
     (Case("cp2 pp2 vpp2", "cp2 pp2 vpp2", recompute="uniform 1"), True),
+    (Case("tp2 sp", "tp2 sp dedicated", tokens=SMALL), True),
     (Case("tp2 sp pp2", "cp2 dp2", tokens=SMALL), False),
     (Case("pp2 vpp2", "tp2 dedicated", recompute="uniform 2"), False),
     (Case("cp2 dp2", "pp4", tokens=SMALL), False),
-    (Case("pp2", "dp2", tokens=SMALL), False),
+    (Case("dp4", "tp2 pp2"), False),
 ]
+
+
+def norm(gradients: dict[str, torch.Tensor]) -> float:
+    """The norm of all gradients together."""
+    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
 
 
 @pytest.mark.parametrize(("case", "same_layout"), SAME_MODEL, ids=str)
 def test_a_student_that_is_its_teacher_learns_nothing(
     pools: Pools, bench: Workbench, tmp_path: Path, case: Case, same_layout: bool
 ) -> None:
-    """Exactly nothing at the same layout.
+    """Exactly nothing where both roles compute alike: what travels is not changed on its way.
 
-    Elsewhere the states differ by rounding, by about 1e-6 of their size, where those of the two models of the pair
-    differ by about their size. The gradient is linear in that difference and the loss quadratic.
+    Elsewhere the states of the two roles differ by rounding, about 1e-6 of their size, where those of the pair's two
+    models differ by about their size. The gradient is linear in that difference and the loss quadratic.
     """
     student = bench.root / "qwen3" / "student"
     overrides = [*bench.settings("qwen3"), f"teacher.hf_path={student}", *case.overrides, f"output={tmp_path / 'out'}"]
@@ -270,16 +272,14 @@ def test_a_student_that_is_its_teacher_learns_nothing(
     losses, gradients = read_result(tmp_path / "out")
     expected, _ = bench.expected("qwen3")
     assert gradients.keys() == expected["gradients"].keys()
-    norm, scale = (
-        torch.stack([g.double().norm() for g in grads.values()]).norm() for grads in (gradients, expected["gradients"])
-    )
-    print(case, losses["loss/total"] / expected["loss/total"], norm / scale)
+    size, usual_size = norm(gradients), norm(expected["gradients"])
     if same_layout:
         assert losses["loss/total"] == 0.0 and not any(losses["rep/loss_per_layer"].values())
-        assert norm == 0.0
+        assert size == 0.0
     else:
         assert losses["loss/total"] < TOLERANCE**2 * expected["loss/total"]
-        assert norm < TOLERANCE * scale
+        assert size < TOLERANCE * usual_size
+    # fp32 gives a cosine of 1 up to its last bits
     assert metrics["rep/cosine_similarity"] == pytest.approx(1.0, abs=1e-6)
 
 
@@ -295,6 +295,7 @@ TRANSFERS = [
 
 @pytest.mark.parametrize("case", TRANSFERS, ids=str)
 def test_every_row_travels_once(pools: Pools, bench: Workbench, case: Case) -> None:
+    """By every receiver's plan each (layer, row) arrives once, and the bytes that came from other ranks are those."""
     overrides = [*bench.settings(case.objective), *case.overrides, "output=unused"]
     moved = pools[case.ranks].run("layout_cases:move_targets", overrides=overrides)
     times = Counter(pair for _, pairs in moved["planned"] for pair in pairs)
@@ -310,20 +311,24 @@ def test_every_row_travels_once(pools: Pools, bench: Workbench, case: Case) -> N
     if case.dedicated:
         assert stays == 0
     else:
-        assert 0 < stays < payload  # a rank that has a row keeps it
+        assert 0 < stays < payload
 
 
-BF16 = [Case("tp2"), Case("tp2 sp", "pp2"), Case("pp2"), Case("dp1")]
+BF16 = [Case("tp2 pp2"), Case("tp2 sp", "pp2"), Case("pp2", recompute="uniform 1"), Case("dp1")]
 
 
 @pytest.fixture(scope="module")
-def golden_pair() -> tuple[list[str], dict[str, Any], dict[str, torch.Tensor]]:
-    """Settings, the float64 computation, and the gradients of a plain bfloat16 run."""
-    settings = [
-        f"student.hf_path={GOLDEN / 'student'}",
-        f"teacher.hf_path={GOLDEN / 'teacher'}",
-        f"rollout.replay={GOLDEN / 'rollouts.jsonl'}",
-    ]
+def bf16_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any], dict[str, torch.Tensor]]:
+    """Settings, the float64 computation, and the gradients of a plain bfloat16 run.
+
+    The golden pair with its weights rounded to bfloat16, as real ones are stored: what is measured is the arithmetic.
+    """
+    root = tmp_path_factory.mktemp("bf16")
+    for role in ("student", "teacher"):
+        shutil.copytree(GOLDEN / role, root / role)
+        edit_tensors(root / role, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}))
+    models = [f"{role}.hf_path={root / role}" for role in ("student", "teacher")]
+    settings = [*models, f"rollout.replay={GOLDEN / 'rollouts.jsonl'}", "precision=bf16"]
     config = load_config("verify", [*settings, "output=unused"])
     rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
     return settings, reference(config, rollouts), hf_bf16_gradients(config, rollouts)
@@ -331,33 +336,23 @@ def golden_pair() -> tuple[list[str], dict[str, Any], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_errs_no_more_than_twice_a_plain_bf16_run(
-    pools: Pools,
-    golden_pair: tuple[list[str], dict[str, Any], dict[str, torch.Tensor]],
-    tmp_path: Path,
-    case: Case,
+    pools: Pools, bf16_pair: tuple[list[str], dict[str, Any], dict[str, torch.Tensor]], tmp_path: Path, case: Case
 ) -> None:
-    settings, expected, plain = golden_pair
-    overrides = [*settings, *case.overrides, "precision=bf16", f"output={tmp_path / 'out'}"]
-    pools[case.ranks].run("layout_cases:run_verify", overrides=overrides)
+    """All gradients together, and the parameter with the largest deviation."""
+    settings, expected, plain = bf16_pair
+    pools[case.ranks].run("cases:run_verify", overrides=[*settings, *case.overrides, f"output={tmp_path / 'out'}"])
     losses, ours = read_result(tmp_path / "out")
-    a, b = agreement(ours, expected["gradients"]), agreement(plain, expected["gradients"])
-    print(
-        case,
-        "max",
-        max(a.values()),
-        max(b.values()),
-        "sum",
-        whole(ours, expected["gradients"]),
-        whole(plain, expected["gradients"]),
-        relative(losses["loss/total"], expected["loss/total"]),
+    reference_gradients = expected["gradients"]
+    error, plain_error = (
+        norm({name: grads[name].double() - g for name, g in reference_gradients.items()}) / norm(reference_gradients)
+        for grads in (ours, plain)
     )
-    print(max((a[n] / b[n], n) for n in a), sum(a[n] / b[n] for n in a) / len(a))
-
-
-def whole(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """||g - g_ref|| / ||g_ref|| over all parameters together."""
-    off = torch.stack([(ours[name].double() - g.double()).norm() for name, g in theirs.items()]).norm()
-    return float(off / torch.stack([g.double().norm() for g in theirs.values()]).norm())
+    worst, plain_worst = (max(agreement(grads, reference_gradients).values()) for grads in (ours, plain))
+    print(f"gradient error {error:.4f} (plain: {plain_error:.4f}), worst {worst:.4f} (plain: {plain_worst:.4f})")
+    assert error < 2 * plain_error and worst < 2 * plain_worst
+    assert error > 1e-3  # eight bits of mantissa: a run in fp32 would err by 1e-6
+    # the loss adds up hundreds of roundings of 2^-9 that mostly cancel
+    assert losses["loss/total"] == pytest.approx(expected["loss/total"], rel=2**-9)
 
 
 def test_a_batch_without_supervised_tokens_is_an_error(pools: Pools, bench: Workbench, tmp_path: Path) -> None:
