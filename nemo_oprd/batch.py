@@ -36,8 +36,36 @@ class BatchPlan:
 
     @staticmethod
     def of(table: RowTable, lengths: list[int], layout: Layout, token_budget: int) -> BatchPlan:
-        """Packs `lengths` (tokens of each rollout) for `layout`."""
+        """Packs `lengths` (tokens of each rollout that are computed; 0 leaves it out) for `layout`."""
         return BatchPlan(table, layout, make_packs(lengths, layout, token_budget))
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Rollout -> tokens of it that are computed."""
+        every = (pack for packs in self.packs for pack in packs)
+        return {i: length for pack in every for i, length in zip(pack.sequences, pack.lengths, strict=True)}
+
+    def waves(self, microbatches: int | None) -> list[BatchPlan]:
+        """The batch in parts of at most `microbatches` microbatches per data-parallel rank (None: in one part).
+
+        Rows keep their weights in the whole batch, so that gradients of the parts add up to that of the batch. Under
+        an interleaved schedule a part is a multiple of the pipeline size, at least one.
+        """
+        count = len(self.packs[0])
+        size = count if microbatches is None else microbatches
+        if self.layout.virtual_pipeline > 1:
+            size = max(1, size // self.layout.pipeline) * self.layout.pipeline
+        plans = []
+        for start in range(0, count, size):
+            packs = [packs[start : start + size] for packs in self.packs]
+            responses = [i for part in packs for pack in part for i in pack.sequences]
+            plans.append(BatchPlan(self.table.of(responses), self.layout, packs))
+        return plans
+
+    def for_layout(self, layout: Layout, num_responses: int, token_budget: int) -> BatchPlan:
+        """The same sequences and rows, packed for another layout."""
+        lengths = [self.lengths.get(i, 0) for i in range(num_responses)]
+        return BatchPlan.of(self.table, lengths, layout, token_budget)
 
     @cached_property
     def _place(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

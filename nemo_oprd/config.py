@@ -75,10 +75,16 @@ class StudentConfig(ModelConfig):
 
 @dataclass
 class TeacherConfig(ModelConfig):
-    """The frozen model. `dedicated` gives it the last `ranks` ranks for itself."""
+    """The frozen model. `dedicated` gives it the last `ranks` ranks for itself.
+
+    `resident_microbatches` is how many of the student's microbatches have their targets in memory at a time (null: all
+    of a step). `offload` keeps the weights in pinned host memory while the teacher isn't reading.
+    """
 
     placement: Literal["colocated", "dedicated"] = "colocated"
     ranks: int | None = None
+    resident_microbatches: int | None = None
+    offload: bool = False
 
 
 @dataclass
@@ -370,7 +376,9 @@ def check(config: Config) -> None:
             )
     if config.teacher.placement == "colocated" and config.teacher.ranks is not None:
         raise ValueError(f"teacher.ranks={config.teacher.ranks} is for teacher.placement=dedicated; set it to null")
+    resident = config.teacher.resident_microbatches
     positive = {
+        "teacher.resident_microbatches": 1 if resident is None else resident,
         "loss.representation.k": config.loss.representation.k,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
         "rollout.per_prompt": config.rollout.per_prompt,

@@ -51,6 +51,7 @@ CURVES = (  # metric, title, note, logarithmic
     ("perf/tokens_per_s", "Throughput", "tokens per second", False),
 )
 LAYER_COSINE = re.compile(r"rep/cosine_similarity_layer/(\d+)")
+POSITION_COSINE = re.compile(r"rep/cosine_(first|last)_k/(\d+)")
 METRICS = ("avg", "best", "avg_len", "dist_4g")
 PHASES = ("generate", "teacher", "update", "sync")
 VALIDATION = re.compile(r"val/(.+?)(/teacher)?/(avg@\d+|best@\d+|avg_len|dist_4g)")
@@ -102,7 +103,7 @@ class Panel:
 def panels(runs: list[Run]) -> list[Panel]:
     """The figures that the runs have data for, in the order of the page."""
     chosen = [_accuracy(runs, name, metric) for name, metric in validation_names(runs) if metric.startswith("avg@")]
-    chosen += [_curve(runs, *curve) for curve in CURVES[:2]] + [_layers(runs)]
+    chosen += [_curve(runs, *curve) for curve in CURVES[:2]] + [_layers(runs), _positions(runs)]
     chosen += [_curve(runs, *curve) for curve in CURVES[2:]] + [_phases(runs)]
     return [panel for panel in chosen if panel.plots]
 
@@ -123,7 +124,7 @@ def svg(draw: Draw, steps: tuple[int, int], label: str, ident: str) -> str:
     """Draws on fresh axes and returns an `<svg>` element in the page's colours.
 
     Args:
-        draw: draws on the axes; x is the step.
+        draw: draws on the axes; x is the step, or something else if it labels x so.
         steps: first and last step to show, the same for all figures of a page so that they line up.
         label: read out to those who don't see the figure.
         ident: keeps the element's ids apart from other figures'.
@@ -139,8 +140,9 @@ def svg(draw: Draw, steps: tuple[int, int], label: str, ident: str) -> str:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10], integer=True))
         draw(axes)
-        margin = max(0.5, 0.02 * (steps[1] - steps[0]))
-        axes.set_xlim(steps[0] - margin, steps[1] + margin)
+        if axes.get_xlabel() == "step":
+            margin = max(0.5, 0.02 * (steps[1] - steps[0]))
+            axes.set_xlim(steps[0] - margin, steps[1] + margin)
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -232,6 +234,38 @@ def _layers(runs: list[Run]) -> Panel:
 
     plots = [(name if len(runs) > 1 else "", draw_map(steps, layers, values)) for name, steps, layers, values in maps]
     return Panel("Cosine similarity by layer", "student layer over steps; brighter is closer", [], plots)
+
+
+def _positions(runs: list[Run]) -> Panel:
+    """The paper's position figure: cosine over the first or last k tokens, at the first and the last step of a run."""
+    keys = {
+        ("first", 0): Key("first k, start", "series-0", "dotted"),
+        ("first", 1): Key("first k, end", "series-0"),
+        ("last", 0): Key("last k, start", "series-1", "dotted"),
+        ("last", 1): Key("last k, end", "series-1"),
+    }
+
+    def draw_curves(curves: dict[tuple[str, int], dict[int, float]]) -> Draw:
+        def draw(axes: Any) -> None:
+            for which, curve in sorted(curves.items()):
+                _line(axes, keys[which], dict(sorted(curve.items())))
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("k")
+
+        return draw
+
+    plots, drawn = [], set()
+    for run in runs:
+        curves: dict[tuple[str, int], dict[int, float]] = {}
+        for name, series in run.metrics.items():
+            if match := POSITION_COSINE.fullmatch(name):
+                for end, step in enumerate((min(series), max(series))):
+                    curves.setdefault((match[1], end), {})[int(match[2])] = series[step]
+        if curves:
+            plots.append((run.name if len(runs) > 1 else "", draw_curves(curves)))
+            drawn |= set(curves)
+    shown = [key for which, key in keys.items() if which in drawn]
+    return Panel("Cosine similarity by position", "deepest layer, first or last k response tokens", shown, plots)
 
 
 def _phases(runs: list[Run]) -> Panel:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -13,13 +16,29 @@ from nemo_oprd.batch import BatchPlan
 from nemo_oprd.config import Config, ModelConfig
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, init_distributed, make_role, seed_everything
-from nemo_oprd.megatron.student import StepResult, Student
+from nemo_oprd.megatron.student import Student
 from nemo_oprd.megatron.weights import HFCheckpoint, load_hf
 from nemo_oprd.objective import Objective
 from nemo_oprd.teacher.runner import Teacher
 from nemo_oprd.types import Rollout, TeacherTargets
+
+
+class Clock:
+    """Seconds per phase of the current step. A phase that is entered again adds to its time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 @dataclass
@@ -31,22 +50,61 @@ class System:
     student: Student
     teacher: Teacher
 
-    def accumulate(self, rollouts: list[Rollout], *, whole_gradients: bool = False) -> StepResult | None:
-        """Teacher forward, transport, student forward/backward on one batch. None on ranks outside the student."""
-        student_plan, targets = self.teach(rollouts)
-        return self.student.forward_backward(rollouts, student_plan, targets, whole_gradients=whole_gradients)
+    def accumulate(
+        self, rollouts: list[Rollout], clock: Clock | None = None, *, whole_gradients: bool = False
+    ) -> StepResult | None:
+        """Teacher forward, transport, student forward/backward on one batch. None on ranks outside the student.
 
-    def teach(self, rollouts: list[Rollout]) -> tuple[BatchPlan, TeacherTargets]:
-        """The student's plan of the batch, and the teacher's targets for it."""
+        The batch goes through in waves of `teacher.resident_microbatches`, which bounds the targets that are held.
+        Their gradients add up, and are reduced over ranks with the last one.
+        """
+        clock = clock or Clock()
+        plan = self.plan(rollouts)
+        waves = plan.waves(self.config.teacher.resident_microbatches)
+        self.student.start_step(plan)
+        for number, wave in enumerate(waves, start=1):
+            with clock("teacher"):
+                targets = self.teach(rollouts, wave)
+            with clock("update"):
+                self.student.forward_backward(
+                    rollouts, wave, targets, last=number == len(waves), whole_gradients=whole_gradients
+                )
+            del targets  # before the next wave's come
+        return self.student.finish_step()
+
+    def check_gradients(self) -> str:
+        """One real forward and backward on a few short random responses, before anything is sampled.
+
+        Returns:
+            What was found, in words.
+
+        Raises:
+            CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
+        """
+        draw = np.random.default_rng(self.config.seed)
+        ids = draw.integers(0, self.objective.student.vocab_size, (2 * self.student.role.layout.data, 12)).tolist()
+        result = self.accumulate([Rollout(row[:4], row[4:]) for row in ids])
+        layers = len(self.objective.layers)
+        if result is None or not result.identical_layers:
+            return f"guard: each of the {layers} supervised layers received its gradient once, on its own stage"
+        return (
+            f"guard: student and teacher are identical at {len(result.identical_layers)} of the {layers} supervised "
+            "layers, where a gradient of zero is right; the others received theirs once, on their own stage"
+        )
+
+    def plan(self, rollouts: list[Rollout]) -> BatchPlan:
+        """The batch packed for the student. What no supervised row depends on is not computed."""
         table = self.objective.rows(rollouts)
-        lengths = [rollout.length for rollout in rollouts]
+        lengths = table.needed_tokens(len(rollouts))
+        return BatchPlan.of(table, lengths, self.student.role.layout, self.config.train.tokens_per_microbatch)
+
+    def teach(self, rollouts: list[Rollout], student_plan: BatchPlan) -> TeacherTargets:
+        """What the teacher has to say about the rows of `student_plan`, on the ranks that need it."""
         budget = self.config.train.tokens_per_microbatch
-        teacher_plan = BatchPlan.of(table, lengths, self.teacher.role.layout, budget)
-        student_plan = BatchPlan.of(table, lengths, self.student.role.layout, budget)
-        targets = self.teacher.targets(
+        teacher_plan = student_plan.for_layout(self.teacher.role.layout, len(rollouts), budget)
+        return self.teacher.targets(
             rollouts, teacher_plan, student_plan, self.student.role, self.objective.student.num_layers
         )
-        return student_plan, targets
 
 
 def model_directory(model: ModelConfig) -> Path:
@@ -120,4 +178,7 @@ def make_teacher(config: Config, spec: ModelSpec, role: Role, objective: Objecti
             chunk.requires_grad_(False)
             chunk.eval()
         load_hf(chunks, spec, role, open_model(config.teacher), str(model_directory(config.teacher)))
-    return Teacher(spec, role, chunks, objective.layers, objective.teacher_final, dtype)
+    teacher = Teacher(spec, role, chunks, objective.layers, objective.teacher_final, dtype)
+    if config.teacher.offload:
+        teacher.offload()
+    return teacher

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,7 +23,7 @@ from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import make_system, model_directory, open_model
+from nemo_oprd.setup import Clock, make_system, model_directory, open_model
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -43,10 +40,8 @@ def train(config: Config) -> None:
     for step in range(run.first_step, config.train.steps):
         with clock("generate"):
             rollouts = run.engine.generate(run.requests(step), run.sampling(step))
-        with clock("teacher"):
-            plan, targets = run.system.teach(rollouts)
+        measured = run.system.accumulate(rollouts, clock)
         with clock("update"):
-            measured = student.forward_backward(rollouts, plan, targets)
             updated = student.update(step)
         with clock("sync"):
             run.engine.update_weights(student)
@@ -54,21 +49,6 @@ def train(config: Config) -> None:
         run.evaluate_after(step + 1)
         run.save_after(step + 1)
     run.finish()
-
-
-class Clock:
-    """Seconds per phase of the current step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] = time.perf_counter() - start
 
 
 class Run:
@@ -105,6 +85,7 @@ class Run:
         self.log = RunLog(config, self.first_step)
         if self.first_step:
             self.log.say(f"resumed from {self.checkpoints} after {self.first_step} of {config.train.steps} steps")
+        self.log.say(self.system.check_gradients())
         self.engine.update_weights(student)
 
     def requests(self, step: int) -> list[Request]:
@@ -135,6 +116,7 @@ class Run:
             "perf/tokens_per_s": tokens / sum(seconds.values()),
             "perf/peak_memory_gb": _peak_memory_gb(),
         }
+        seconds.clear()
         self.log.write(done, metrics)
         self.log.progress(done, metrics)
         if self.config.rollout.save and dist.get_rank() == 0 and self.tokenizer is not None:

@@ -53,3 +53,8 @@ class TeacherTargets:
 
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     bytes_received: int = 0
+
+    @property
+    def bytes_held(self) -> int:
+        """Memory of the targets on this rank."""
+        return sum(values.numel() * values.element_size() for values in self.hidden.values())

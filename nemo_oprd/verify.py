@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from nemo_oprd.config import Config
-from nemo_oprd.megatron.student import StepResult
+from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup import System, make_system

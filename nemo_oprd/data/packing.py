@@ -17,11 +17,12 @@ from nemo_oprd.layout import Coordinates, Layout
 def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:
     """Splits sequences over `parts` data-parallel ranks with balanced token counts; deterministic.
 
-    Longest first, each to the rank with the fewest tokens so far. Ranks may stay empty. Parts are ascending.
+    Longest first, each to the rank with the fewest tokens so far. Ranks may stay empty. Parts are ascending. Sequences
+    of length 0 are left out.
     """
     loads = [0] * parts
     chosen: list[list[int]] = [[] for _ in range(parts)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)):
         part = min(range(parts), key=lambda p: (loads[p], p))
         chosen[part].append(i)
         loads[part] += lengths[i]
@@ -50,10 +51,12 @@ def fill_microbatches(indices: list[int], lengths: list[int], token_budget: int)
 class Pack:
     """One microbatch: which sequences (indices into the step's rollouts) and their padded places.
 
-    `offsets[j]` and `padded[j]` are the start and the padded length of the j-th sequence in the whole pack.
+    `lengths[j]` tokens of the j-th sequence are computed; `offsets[j]` and `padded[j]` are its start and its padded
+    length in the whole pack.
     """
 
     sequences: tuple[int, ...]
+    lengths: tuple[int, ...]
     offsets: np.ndarray
     padded: np.ndarray
     layout: Layout
@@ -67,7 +70,7 @@ class Pack:
         grain = int(np.lcm(divisor, unit))
         padded[-1] += -int(padded.sum()) % grain
         offsets = np.concatenate([[0], np.cumsum(padded)[:-1]])
-        return Pack(tuple(sequences), offsets, padded, layout)
+        return Pack(tuple(sequences), tuple(lengths[i] for i in sequences), offsets, padded, layout)
 
     @property
     def total(self) -> int:
@@ -117,7 +120,7 @@ class Pack:
 
 
 def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[list[Pack]]:
-    """All microbatches of a step: `packs[d]` are those of data-parallel rank d.
+    """All microbatches of a step: `packs[d]` are those of data-parallel rank d. Sequences of length 0 are left out.
 
     Every rank gets the same number of microbatches, and with an interleaved schedule a multiple of the pipeline size
     (it raises on short last groups otherwise); the missing ones are empty packs, whose rows weigh nothing.

@@ -6,7 +6,7 @@ counts that normalise the loss are global by construction: there is no mean of m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -18,17 +18,34 @@ class RowTable:
     """N supervised rows, ordered by response, then by position.
 
     `response` [N] indexes the step's rollouts; `position` [N] is the row's index in prompt + response, where the hidden
-    state is taken; `token` [N] is the response token it belongs to; `weight` [N] float64 sums to 1.
+    state is taken; `token` [N] is the response token it belongs to, which is number `from_start` [N] of the response's
+    tokens with mask 1 and number `from_end` [N] counted backwards (0-based); `weight` [N] float64 sums to 1 over the
+    batch.
     """
 
     response: np.ndarray
     position: np.ndarray
     token: np.ndarray
+    from_start: np.ndarray
+    from_end: np.ndarray
     weight: np.ndarray
     num_responses: int
 
     def __len__(self) -> int:
         return len(self.response)
+
+    def of(self, responses: list[int]) -> RowTable:
+        """The rows of some of the responses, with the weights that they have in the whole batch."""
+        kept = np.flatnonzero(np.isin(self.response, responses))
+        arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
+        return RowTable(**arrays, num_responses=len(np.unique(self.response[kept])))
+
+    def needed_tokens(self, num_responses: int) -> list[int]:
+        """Per response of the batch, the tokens of prompt + response that its rows depend on: none without rows, and
+        nothing after the last row, since attention is causal."""
+        needed = np.zeros(num_responses, dtype=np.int64)
+        np.maximum.at(needed, self.response, self.position + 1)
+        return needed.tolist()
 
 
 def select_tokens(mask: list[int], positions: str, k: int) -> np.ndarray:
@@ -72,4 +89,8 @@ def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str,
         weight = 1.0 / (active * counts[response].astype(np.float64))
     else:
         weight = np.full(len(token), 1.0 / len(token))
-    return RowTable(response, starts[response] + token - shift, token, weight, active)
+    masked_in = [np.flatnonzero(np.asarray(rollout.mask)) for rollout in rollouts]
+    from_start = np.concatenate([np.searchsorted(*pair) for pair in zip(masked_in, chosen, strict=True)])
+    totals = np.array([len(tokens) for tokens in masked_in], dtype=np.int64)
+    from_end = totals[response] - 1 - from_start
+    return RowTable(response, starts[response] + token - shift, token, from_start, from_end, weight, active)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -110,6 +111,17 @@ class LayerTerm:
     weight: torch.Tensor  # [n] float32
     target: torch.Tensor  # [n, H] in the run's precision
     scale: float
+    bins: torch.Tensor | None = None  # [2, n] int64: where a row's cosine is counted in the position profile
+
+
+# Position profile: the first bin is a response's first (last) token, bin j > 0 those with 2^(j-1) < number <= 2^j, so
+# that bins 0..j together are the first (last) 2^j tokens. 2^23 tokens are more than any response has.
+PROFILE_BINS = 24
+
+
+def profile_bins(numbers: np.ndarray) -> np.ndarray:
+    """Bins of 0-based token numbers, counted from a response's start or from its end."""
+    return np.ceil(np.log2(numbers + 1)).astype(np.int64)
 
 
 @dataclass
@@ -137,9 +149,10 @@ class Supervision:
     measured: dict[int, torch.Tensor] = field(default_factory=dict)
     injections: Counter = field(default_factory=Counter)
     injected: dict[int, torch.Tensor] = field(default_factory=dict)
+    profile: torch.Tensor | None = None  # float64 [2, PROFILE_BINS], sums of cosines of the layer whose term has bins
 
-    # order of the sums in `measured[layer]` (float64 [4]): weighted loss, cosine, squared error, squared target
-    SUMS = ("loss", "cosine", "squared_error", "squared_target")
+    # order of the sums in `measured[layer]` (float64 [5]); the norm ratio is |student| / |teacher|
+    SUMS = ("loss", "cosine", "squared_error", "squared_target", "norm_ratio")
 
     def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
         """Supervises `layer`, unless it is supervised after the final norm."""
@@ -182,12 +195,18 @@ class Supervision:
             rows_NH = hidden.flatten(0, 1).index_select(0, term.rows[chunk]).float()
             compared, target = self._student(layer, rows_NH), term.target[chunk].float()
             distance = self.row_loss(compared, target, self.dim_reduction)
+            cosine = torch.nn.functional.cosine_similarity(compared, target, dim=-1).double()
             sums += torch.stack(
                 [
                     (distance.double() * term.weight[chunk]).sum(),
-                    torch.nn.functional.cosine_similarity(compared, target, dim=-1).double().sum(),
+                    cosine.sum(),
                     (compared - target).square().sum(dtype=torch.float64),
                     target.square().sum(dtype=torch.float64),
+                    (compared.norm(dim=-1) / target.norm(dim=-1).clamp_min(1e-30)).sum(dtype=torch.float64),
                 ]
             )
+            if term.bins is not None:
+                if self.profile is None:
+                    self.profile = cosine.new_zeros(2, PROFILE_BINS)
+                self.profile.scatter_add_(1, term.bins[:, chunk], cosine.expand(2, -1))
         return sums

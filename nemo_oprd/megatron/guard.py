@@ -8,12 +8,33 @@ happened are counted over all ranks and compared with what the batch's plan says
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from nemo_oprd.batch import BatchPlan
 
 
 class CaptureError(ValueError):
     """A supervised layer was not reached, reached twice, or received no gradient."""
+
+
+def refuse_bypasses(config: Any) -> None:
+    """Raises ValueError for settings of a Megatron `TransformerConfig` under which layers run without their forward.
+
+    A replayed CUDA graph repeats kernels and knows nothing of this microbatch's rows and targets; a schedule plan calls
+    the parts of a layer one by one. Either would train nothing, or the rows of another microbatch.
+    """
+    for name, harmless in (
+        ("cuda_graph_impl", "none"),
+        ("enable_cuda_graph", False),
+        ("external_cuda_graph", False),
+        ("overlap_moe_expert_parallel_comm", False),
+    ):
+        value = getattr(config, name, harmless)
+        if value not in (harmless, None):
+            raise ValueError(
+                f"{name}={value}: layers would run without their forward, where hidden states are captured and "
+                f"gradients injected; expected {name}={harmless}"
+            )
 
 
 def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> dict[int, int]:
@@ -27,25 +48,31 @@ def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> 
 
 
 def check_injections(
-    counts: dict[int, int], squared_norms: dict[int, float], plan: BatchPlan, num_layers: int, *, identical: set[int]
+    counts: dict[int, int],
+    squared_norms: dict[int, float],
+    plans: list[BatchPlan],
+    num_layers: int,
+    *,
+    identical: set[int],
 ) -> None:
-    """Compares what happened with the plan.
+    """Compares what happened with the plan of every wave of the step.
 
     Args:
-        counts: layer -> injections over all ranks.
+        counts: layer -> injections over all ranks and waves.
         squared_norms: layer -> squared norm of all injected gradients.
         identical: layers on which student and teacher agree exactly, so that a zero gradient is right.
 
     Raises:
         CaptureError: names the layer, its stage and the settings that can be at fault.
     """
-    expected = expected_injections(plan, sorted(counts), num_layers)
+    per_wave = [expected_injections(plan, sorted(counts), num_layers) for plan in plans]
     for layer, count in counts.items():
-        stage, chunk = plan.layout.stage_of_layer(layer, num_layers)
+        expected = sum(wave[layer] for wave in per_wave)
+        stage, chunk = plans[0].layout.stage_of_layer(layer, num_layers)
         where = f"layer {layer} (pipeline stage {stage}, model chunk {chunk})"
-        if count != expected[layer]:
+        if count != expected:
             raise CaptureError(
-                f"{where} received its loss gradient {count} time(s) in this step, expected {expected[layer]}: the "
+                f"{where} received its loss gradient {count} time(s) in this step, expected {expected}: the "
                 "layer's forward was bypassed or its output detached. Check student.recompute and what replaces "
                 "the layer's forward (CUDA graphs, custom schedules); without this the layer would train nothing."
             )

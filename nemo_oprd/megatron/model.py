@@ -179,6 +179,17 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
 class DistillingModel(GPTModel):
     """One model chunk of a role. Forward gives hidden states; `logits` is a separate step."""
 
+    def build_schedule_plan(self, *_: Any, **__: Any) -> None:
+        """Refused: a schedule plan runs the parts of a layer without the layer's forward.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm (a schedule plan) bypasses the layers' forward, where hidden states are "
+            "captured; expected overlap_moe_expert_parallel_comm=False"
+        )
+
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor | None, sequences: ObservedSequences | DecodeParams
     ) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from nemo_oprd.config import TrainConfig
@@ -44,8 +44,6 @@ def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer
         average_in_collective=False,
         check_for_nan_in_grad=False,
     )
-    for chunk in chunks:
-        chunk.config.finalize_model_grads_func = finalize_model_grads
     return [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=role.groups)
         for i, chunk in enumerate(chunks)

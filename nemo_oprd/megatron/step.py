@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from nemo_oprd.data.packing import Pack
 from nemo_oprd.megatron.attention import AttentionPlan
 from nemo_oprd.megatron.capture import ObservedSequences, Observer
+from nemo_oprd.megatron.guard import refuse_bypasses
 from nemo_oprd.megatron.model import layer_backend
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.types import Rollout
@@ -38,9 +40,9 @@ def make_microbatch(
     """Lays the tokens of `pack` out for this rank; padding tokens have id 0 and are never supervised."""
     assert role.at is not None
     ids = np.zeros(pack.total, dtype=np.int64)
-    for i, offset in zip(pack.sequences, pack.offsets, strict=False):
+    for i, length, offset in zip(pack.sequences, pack.lengths, pack.offsets, strict=False):
         rollout = rollouts[i]
-        ids[offset : offset + rollout.length] = rollout.prompt_ids + rollout.response_ids
+        ids[offset : offset + length] = (rollout.prompt_ids + rollout.response_ids)[:length]
     here = device()
     local = ids[pack.context_slice(role.at.context)]
     longest = int(pack.padded.max())
@@ -61,16 +63,26 @@ def make_microbatch(
 
 
 def run_schedule(
-    chunks: list[Any], role: Role, microbatches: list[Microbatch], *, forward_only: bool, force_all_reduce: bool = False
+    chunks: list[Any],
+    role: Role,
+    microbatches: list[Microbatch],
+    *,
+    forward_only: bool,
+    finalize: bool = True,
+    force_all_reduce: bool = False,
 ) -> None:
     """Forward (and backward, with gradient finalisation) over all microbatches of this data-parallel rank.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.
+        finalize: reduce the gradients over ranks at the end; False leaves that to a later call.
         force_all_reduce: leave complete gradients on every rank even where the distributed optimizer wants shards.
     """
     layout = role.layout
     config = chunks[0].config
+    refuse_bypasses(config)
+    if not forward_only:
+        config.finalize_model_grads_func = finalize_model_grads if finalize else None
     schedule = get_forward_backward_func(
         layout.pipeline, layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
     )

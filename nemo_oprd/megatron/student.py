@@ -6,17 +6,18 @@ On ranks without the role the object exists and does nothing but take part in wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch import BatchPlan
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
-from nemo_oprd.megatron.capture import LayerTerm, Supervision
+from nemo_oprd.megatron.capture import LayerTerm, Supervision, profile_bins
 from nemo_oprd.megatron.guard import check_injections
+from nemo_oprd.megatron.measure import StepResult, Tally
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.optimizer import (
     freeze_unreached,
@@ -31,33 +32,6 @@ from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.megatron.weights import gather_hf, load_hf
 from nemo_oprd.objective import Objective
 from nemo_oprd.types import Rollout, TeacherTargets
-
-
-@dataclass
-class StepResult:
-    """What one forward/backward measured, the same on every student rank."""
-
-    loss: float
-    rep_loss: float
-    rep_loss_per_layer: dict[int, float]
-    cosine_per_layer: dict[int, float]
-    relative_error_per_layer: dict[int, float]
-    gradient_norm_per_layer: dict[int, float]
-
-    def metrics(self) -> dict[str, float]:
-        """Metric names as in metrics.jsonl."""
-        cosines = self.cosine_per_layer.values()
-        named = {
-            "loss/total": self.loss,
-            "rep/loss": self.rep_loss,
-            "rep/cosine_similarity": sum(cosines) / len(cosines),
-        }
-        for layer in self.rep_loss_per_layer:
-            named[f"rep/loss_layer/{layer}"] = self.rep_loss_per_layer[layer]
-            named[f"rep/cosine_similarity_layer/{layer}"] = self.cosine_per_layer[layer]
-            named[f"rep/relative_error_layer/{layer}"] = self.relative_error_per_layer[layer]
-            named[f"rep/gradient_norm_layer/{layer}"] = self.gradient_norm_per_layer[layer]
-        return named
 
 
 class Student:
@@ -91,23 +65,65 @@ class Student:
         """The student's architecture."""
         return self.objective.student
 
-    def forward_backward(
-        self, rollouts: list[Rollout], plan: BatchPlan, targets: TeacherTargets, *, whole_gradients: bool = False
-    ) -> StepResult | None:
-        """Accumulates the gradient of the total loss of the batch; None on ranks outside the role.
-
-        Args:
-            plan: the rollouts packed for the student's layout.
-            whole_gradients: every rank ends up with complete gradients, also under the distributed optimizer.
-        """
+    def start_step(self, plan: BatchPlan) -> None:
+        """Clears the gradients and measurements of the step before; `plan` is that of the whole batch."""
+        self._table = plan.table
+        self._plans: list[BatchPlan] = []
+        self._targets_bytes = 0
         if not self.role.here:
-            return None
+            return
+        self._tally = Tally.zeros(list(self.objective.layers), device())
         for chunk in self.ddp:
             chunk.train()
             chunk.zero_grad_buffer()
+
+    def forward_backward(
+        self,
+        rollouts: list[Rollout],
+        plan: BatchPlan,
+        targets: TeacherTargets,
+        *,
+        last: bool = True,
+        whole_gradients: bool = False,
+    ) -> None:
+        """Adds the gradient of one wave of the batch; ranks outside the role do nothing.
+
+        Args:
+            plan: the wave, packed for the student's layout.
+            last: no wave follows in this step, so gradients are reduced over ranks.
+            whole_gradients: every rank ends up with complete gradients, also under the distributed optimizer.
+        """
+        if not self.role.here:
+            return
         observers, microbatches = self._microbatches(rollouts, plan, targets)
-        run_schedule(self.ddp, self.role, microbatches, forward_only=False, force_all_reduce=whole_gradients)
-        return self._reduce(observers, plan)
+        run_schedule(
+            self.ddp, self.role, microbatches, forward_only=False, finalize=last, force_all_reduce=whole_gradients
+        )
+        self._plans.append(plan)
+        self._targets_bytes = max(self._targets_bytes, targets.bytes_held)
+        for observer in observers:
+            self._tally.add(observer)
+
+    def finish_step(self) -> StepResult | None:
+        """What the waves measured together, checked by the guard; None on ranks outside the role.
+
+        Every (layer, row) was measured by exactly one rank.
+
+        Raises:
+            CaptureError: a supervised layer trained nothing, or not as planned.
+        """
+        if not self.role.here:
+            return None
+        dist.all_reduce(self._tally.sums, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
+        tally = Tally(self._tally.sums.cpu(), self._tally.layers)
+        objective = self.objective
+        result = StepResult.of(tally, self._table, objective.positions, objective.weight, self._targets_bytes)
+        if objective.weight > 0:
+            counts = {layer: int(count) for layer, count in tally.column("injections").items()}
+            same = set(result.identical_layers)
+            norms = tally.column("squared_gradient")
+            check_injections(counts, norms, self._plans, self.spec.num_layers, identical=same)
+        return result
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step with the accumulated gradients; returns its metrics."""
@@ -139,12 +155,16 @@ class Student:
         weight = torch.from_numpy(plan.table.weight).float()
         scale = self.objective.weight / len(self.objective.layers)
         observers, microbatches, start = [], [], 0
+        table = plan.table
+        bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
         for pack, held in zip(plan.packs[at.data], plan.held(at), strict=True):
             part = slice(start, start + len(held.row))
             start = part.stop
             rows = torch.from_numpy(held.local).to(here)
             weights = weight[torch.from_numpy(held.row)].to(here)
             terms = {layer: LayerTerm(rows, weights, target[part], scale) for layer, target in targets.hidden.items()}
+            if self.objective.depth in terms:
+                terms[self.objective.depth].bins = bins[:, torch.from_numpy(held.row)].to(here)
             observer = Supervision(
                 terms,
                 self.objective.row_loss,
@@ -155,35 +175,6 @@ class Student:
             observers.append(observer)
             microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.objective.depth))
         return observers, microbatches
-
-    def _reduce(self, observers: list[Supervision], plan: BatchPlan) -> StepResult:
-        """Adds up what all ranks measured; every (layer, row) was measured by exactly one of them."""
-        layers = sorted(self.objective.layers)
-        sums = torch.zeros(len(layers), len(Supervision.SUMS) + 2, dtype=torch.float64, device=device())
-        for observer in observers:
-            for i, layer in enumerate(layers):
-                if layer in observer.measured:
-                    sums[i, :-2] += observer.measured[layer]
-                if observer.measure and layer in observer.injected:
-                    sums[i, -2] += observer.injected[layer]
-                sums[i, -1] += observer.injections[layer]
-        dist.all_reduce(sums, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
-        loss, cosine, error, target, squared, injections = sums.cpu().unbind(1)
-        if self.objective.weight > 0:
-            counts = dict(zip(layers, map(int, injections.tolist()), strict=True))
-            norms = dict(zip(layers, squared.tolist(), strict=True))
-            same = {layer for layer, e in zip(layers, error.tolist(), strict=True) if e == 0.0}
-            check_injections(counts, norms, plan, self.spec.num_layers, identical=same)
-        per_layer = dict(zip(layers, loss.tolist(), strict=True))
-        rep_loss = sum(per_layer.values()) / len(layers)
-        return StepResult(
-            loss=self.objective.weight * rep_loss,
-            rep_loss=rep_loss,
-            rep_loss_per_layer=per_layer,
-            cosine_per_layer=dict(zip(layers, (cosine / len(plan.table)).tolist(), strict=True)),
-            relative_error_per_layer=dict(zip(layers, (error / target).sqrt().tolist(), strict=True)),
-            gradient_norm_per_layer=dict(zip(layers, squared.sqrt().tolist(), strict=True)),
-        )
 
 
 def _recompute(config: Config) -> dict[str, Any]:

@@ -6,6 +6,8 @@ compacted to the supervised rows at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +37,31 @@ class Teacher:
     layers: dict[int, int]
     final_layer: int | None
     dtype: torch.dtype
+    host_weights: list[torch.Tensor] | None = None
+
+    def offload(self) -> None:
+        """Moves the weights to host memory (pinned where there is CUDA); `targets` brings them back while it runs."""
+        if self.host_weights is None:
+            pin = torch.cuda.is_available()
+            # frozen, so one copy serves for ever
+            self.host_weights = [
+                p.detach().to("cpu", copy=True).pin_memory() if pin else p.detach().clone() for p in self._parameters()
+            ]
+        for parameter in self._parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    @contextmanager
+    def _weights_here(self) -> Iterator[None]:
+        if self.host_weights is None:
+            yield
+            return
+        for parameter, host in zip(self._parameters(), self.host_weights, strict=True):
+            parameter.data = host.to(device(), non_blocking=True, copy=True)
+        yield
+        self.offload()
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks or [] for p in chunk.parameters()]
 
     @property
     def depth(self) -> int:
@@ -85,6 +112,7 @@ class Teacher:
             observer = Capture(dict.fromkeys(layers, rows), self.final_layer)
             observers.append(observer)
             microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.depth))
-        run_schedule(self.chunks, self.role, microbatches, forward_only=True)
+        with self._weights_here():
+            run_schedule(self.chunks, self.role, microbatches, forward_only=True)
         values = {layer: torch.cat([observer.captured[layer] for observer in observers]) for layer in layers}
         return Shard(mine, values)

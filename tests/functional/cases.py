@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nemo_oprd.config import load_config
 
 
@@ -41,7 +43,38 @@ def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: f
 
 
 def run_broken_verify(overrides: list[str], breakage: str) -> None:
-    """`verify` with layer 2's capture broken in one of the ways that would make it train nothing without any error."""
+    """`verify` with a broken capture."""
+    _with_broken_layer(run_verify, overrides, breakage)
+
+
+def run_broken_train(overrides: list[str], breakage: str) -> None:
+    """`train` with a broken capture, and an engine that must not be asked."""
+    from unittest import mock
+
+    from nemo_oprd.rollout.replay import ReplayEngine
+
+    with mock.patch.object(ReplayEngine, "generate", side_effect=AssertionError("sampled before the guard")):
+        _with_broken_layer(run_train, overrides, breakage)
+
+
+def check_gradients(overrides: list[str]) -> str:
+    """What the guard says before training."""
+    from nemo_oprd.setup import make_system
+
+    return make_system(load_config("verify", overrides)).check_gradients()
+
+
+def run_with_cuda_graphs(overrides: list[str]) -> None:
+    """A step of a model whose Megatron config asks for CUDA graphs."""
+    from nemo_oprd.setup import make_system
+
+    system = make_system(load_config("verify", [*overrides, "output=unused"]))
+    system.student.chunks[0].config.cuda_graph_impl = "local"
+    system.check_gradients()
+
+
+def _with_broken_layer(command: Callable[[list[str]], None], overrides: list[str], breakage: str) -> None:
+    """Runs a command with layer 2's capture broken in one of the ways that train nothing without any error."""
     from nemo_oprd.megatron.capture import Supervision
 
     supervise = Supervision._supervise
@@ -63,6 +96,46 @@ def run_broken_verify(overrides: list[str], breakage: str) -> None:
 
     Supervision._supervise = broken  # type: ignore[method-assign]
     try:
-        run_verify(overrides)
+        command(overrides)
     finally:
         Supervision._supervise = supervise  # type: ignore[method-assign]
+
+
+def held_targets(overrides: list[str]) -> int:
+    """Bytes of targets that rank 0 held at a time, at most, in one step."""
+    from nemo_oprd.rollout.replay import read_rollouts
+    from nemo_oprd.setup import make_system
+
+    config = load_config("verify", overrides)
+    system = make_system(config)
+    result = system.accumulate(read_rollouts(str(config.rollout.replay), system.objective.student.vocab_size))
+    assert result is not None
+    return result.targets_bytes
+
+
+def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
+    """Bytes of this rank's teacher weights before, during and after its forward."""
+    from unittest import mock
+
+    from nemo_oprd.rollout.replay import read_rollouts
+    from nemo_oprd.setup import make_system
+    from nemo_oprd.teacher import runner
+
+    config = load_config("verify", overrides)
+    system = make_system(config)
+    rollouts = read_rollouts(str(config.rollout.replay), system.objective.student.vocab_size)
+    run_schedule = runner.run_schedule
+
+    def size() -> int:
+        parameters = [p for chunk in system.teacher.chunks or [] for p in chunk.parameters()]
+        return sum(p.untyped_storage().nbytes() for p in parameters)
+
+    sizes = {"before": size()}
+
+    def spy(*args, **kwargs):  # type: ignore[no-untyped-def]
+        sizes["during"] = size()
+        return run_schedule(*args, **kwargs)
+
+    with mock.patch.object(runner, "run_schedule", spy):
+        system.teach(rollouts, system.plan(rollouts))
+    return {**sizes, "after": size()}

@@ -191,9 +191,11 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     assert loss.kind == "mse" and loss.dim_reduction == "mean" and loss.final_norm and loss.positions != "first_k"
     rows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # student, teacher: [layers, n, H] per response
     weights: list[float] = []
+    places: list[tuple[int, int]] = []  # number of the token among the response's, from its start and from its end
     for states, path in zip(rows, (config.student.hf_path, config.teacher.hf_path), strict=True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
         weights.clear()
+        places.clear()
         for rollout in rollouts:
             tokens = [t for t, m in enumerate(rollout.mask) if m]
             tokens = tokens[-loss.k :] if loss.positions == "last_k" else tokens
@@ -203,6 +205,8 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
                 out = model.model(ids, output_hidden_states=True, use_cache=False)
             states.append(torch.stack(out.hidden_states[1:])[:, 0, where])
             weights += [1 / len(tokens) for _ in tokens]
+            total = sum(rollout.mask)
+            places += [(total - 1 - back, back) for back in reversed(range(len(tokens)))]
     student, teacher = (torch.cat(states, dim=1) for states in rows)
     if loss.aggregation == "token_mean":
         weights = [1.0] * len(weights)
@@ -216,7 +220,19 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
         named[f"rep/loss_layer/{layer}"] = float(weight @ (ours - theirs).square().mean(-1))
         named[f"rep/cosine_similarity_layer/{layer}"] = float(cosine.mean())
         named[f"rep/relative_error_layer/{layer}"] = float((ours - theirs).norm() / theirs.norm())
+        named[f"rep/norm_ratio_layer/{layer}"] = float((ours.norm(dim=-1) / theirs.norm(dim=-1)).mean())
         named[f"rep/gradient_norm_layer/{layer}"] = float(gradient.norm())
+    norms = {layer: named[f"rep/gradient_norm_layer/{layer}"] for layer in layers}
+    for layer, norm in norms.items():
+        named[f"rep/gradient_share_layer/{layer}"] = norm**2 / sum(other**2 for other in norms.values())
+    for end, name in enumerate(("first_k", "last_k")):
+        k = 1
+        while loss.positions in ("all", name):  # `cosine` is the deepest layer's
+            chosen = torch.tensor([place[end] < k for place in places])
+            named[f"rep/cosine_{name}/{k}"] = float(cosine[chosen].mean())
+            if chosen.all():
+                break
+            k *= 2
     for total, per_layer in (("loss", "loss_layer"), ("cosine_similarity", "cosine_similarity_layer")):
         named[f"rep/{total}"] = sum(named[f"rep/{per_layer}/{layer}"] for layer in layers) / len(layers)
     return {"loss/total": loss.weight * named["rep/loss"], **named}
@@ -280,7 +296,6 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    from nemo_oprd.batch import BatchPlan
     from nemo_oprd.rollout.replay import read_rollouts
     from nemo_oprd.setup import make_system
     from nemo_oprd.teacher.transport import plan_transfers
@@ -288,9 +303,10 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     config = load_config("verify", overrides)
     system = make_system(config)
     rollouts = read_rollouts(str(config.rollout.replay), VOCABULARY)
-    student_plan, targets = system.teach(rollouts)
-    table, lengths = system.objective.rows(rollouts), [rollout.length for rollout in rollouts]
-    teacher_plan = BatchPlan.of(table, lengths, system.teacher.role.layout, config.train.tokens_per_microbatch)
+    student_plan = system.plan(rollouts)
+    targets = system.teach(rollouts, student_plan)
+    table, budget = student_plan.table, config.train.tokens_per_microbatch
+    teacher_plan = student_plan.for_layout(system.teacher.role.layout, len(rollouts), budget)
     rank = dist.get_rank()
     transfers = plan_transfers(teacher_plan, student_plan, system.objective.layers, LAYERS, LAYERS, rank)
     mine = [

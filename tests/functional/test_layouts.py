@@ -44,13 +44,15 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 # fp32 against float64 over 8 layers: rounding gives 1e-6 (see the table); anything missing or counted twice gives 1e-2
 TOLERANCE = 1e-5
 SMALL = 120
+# targets of two microbatches at a time, the teacher's weights away in between
+WAVES = ("teacher.resident_microbatches=2", "teacher.offload=true")
 
 CASES = [
     # one rank
     Case("dp1"),
     Case("dp1", tokens=SMALL),
     Case("dp1", recompute="selective"),
-    Case("dp1", recompute="uniform 1", tokens=SMALL),
+    Case("dp1", recompute="uniform 1", tokens=SMALL, extra=WAVES),
     Case("dp1", recompute="uniform 2"),
     Case("dp1", recompute="block 3", tokens=SMALL),
     Case("dp1", objective="qwen3-sparse", recompute="uniform 2"),
@@ -60,11 +62,12 @@ CASES = [
     Case("tp2", recompute="selective"),
     Case("tp2 sp"),
     Case("tp2 sp", recompute="uniform 1", tokens=SMALL),
-    Case("cp2", tokens=SMALL),
+    Case("cp2", tokens=SMALL, extra=WAVES),
     Case("cp2", recompute="uniform 2"),
     Case("pp2", objective="qwen3-first", recompute="block 1"),
     Case("dp2", tokens=SMALL),
     Case("dp2", extra=("train.distributed_optimizer=false",)),
+    Case("dp2", tokens=SMALL, extra=("train.distributed_optimizer=false", *WAVES)),
     Case("pp2"),
     Case("pp2", recompute="selective", tokens=SMALL),
     Case("pp2 vpp2", tokens=SMALL),
@@ -103,13 +106,13 @@ CASES = [
     Case("cp2 dp2", "cp4"),
     Case("cp4", "tp2 sp pp2"),
     Case("dp4", "tp2 sp cp2", tokens=SMALL),
-    Case("pp2 dp2 vpp2", tokens=SMALL),
+    Case("pp2 dp2 vpp2", tokens=SMALL, extra=WAVES),
     Case("pp2 dp2 first5", recompute="block 2"),
     Case("pp4", "tp2 dp2", tokens=SMALL),
     Case("pp4 vpp2", "pp4 first1 last3", recompute="uniform 1"),
-    Case("pp4 first3 last1", "pp4 vpp2", tokens=SMALL),
+    Case("pp4 first3 last1", "pp4 vpp2", tokens=SMALL, extra=WAVES),
     Case("tp2", "tp2 sp dedicated", tokens=SMALL),
-    Case("tp2 sp", "pp2 vpp2 dedicated", recompute="uniform 2"),
+    Case("tp2 sp", "pp2 vpp2 dedicated", recompute="uniform 2", tokens=SMALL, extra=WAVES),
     Case("pp2 vpp2", "tp2 dedicated", tokens=SMALL),
     Case("cp2", "dp2 dedicated"),
     Case("dp2", "cp2 dedicated", tokens=SMALL),

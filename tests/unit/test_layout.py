@@ -168,3 +168,36 @@ def test_every_layer_and_row_travels_once(teacher: Layout, student: Layout, dedi
         for layer in transfer.layers:
             np.add.at(count[layer], transfer.rows, 1)
     assert all((count[layer] == 1).all() for layer in layers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+@pytest.mark.parametrize("microbatches", [1, 2, 3, None])
+def test_waves_split_a_batch_and_keep_its_weights(layout: Layout, microbatches: int | None) -> None:
+    """Together they hold each row once with its weight in the whole batch; none is larger than asked for."""
+    batch = rollouts()
+    table = make_rows(batch, positions="last_k", k=5, position="token", aggregation="sequence_mean")
+    plan = BatchPlan.of(table, table.needed_tokens(len(batch)), layout, token_budget=40)
+    waves = plan.waves(microbatches)
+    group = layout.pipeline if layout.virtual_pipeline > 1 else 1  # an interleaved schedule takes whole groups
+    for wave in waves:
+        assert len({len(packs) for packs in wave.packs}) == 1
+        assert len(wave.packs[0]) % group == 0
+        assert microbatches is None or len(wave.packs[0]) <= max(microbatches, group)
+    seen = [(r, p, w) for wave in waves for r, p, w in zip(*map(np.ndarray.tolist, _columns(wave.table)), strict=True)]
+    assert sorted(seen) == sorted(zip(*map(np.ndarray.tolist, _columns(table)), strict=True))
+    assert microbatches is not None or len(waves) == 1
+
+
+def _columns(table) -> tuple:
+    return table.response, table.position, table.weight
+
+
+def test_nothing_is_computed_that_no_row_depends_on() -> None:
+    batch = [Rollout([1, 2], [3, 4, 5, 6]), Rollout([1], [2], [0]), Rollout([1], [2, 3, 4], [0, 1, 0])]
+    table = make_rows(batch, positions="first_k", k=2, position="token", aggregation="token_mean")
+    assert table.needed_tokens(3) == [4, 0, 3]
+    plan = BatchPlan.of(table, [4, 0, 3], Layout(), token_budget=100)
+    (pack,) = plan.packs[0]
+    assert (pack.sequences, pack.lengths) == ((0, 2), (4, 3))
+    moved = plan.for_layout(Layout(context=2), 3, 4)
+    assert [pack.sequences for pack in moved.packs[0]] == [(0,), (2,)]

@@ -41,6 +41,7 @@ def rows(steps: int = 6) -> list[dict[str, Any]]:
                 "rep/loss": 1.0 / step,
                 "rep/cosine_similarity": 1 - 0.5 / step,
                 **{f"rep/cosine_similarity_layer/{layer}": 1 - 0.1 * layer / step for layer in range(1, 5)},
+                **{f"rep/cosine_{end}_k/{2**j}": 0.9 + 0.01 * j for end in ("first", "last") for j in range(5)},
                 "actor/grad_norm": 2.5,
                 "response_length/mean": 1234.5,
                 "lr": 1e-5,
@@ -84,12 +85,13 @@ def test_one_run(tmp_path):
         "Representation loss",
         "Cosine similarity",
         "Cosine similarity by layer",
+        "Cosine similarity by position",
         "Response length",
         "Gradient norm",
         "Throughput",
         "Time per step",
     ]
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 9
     text = words(page)
     assert "Student models/student-1.5b Student layout TP 2, PP 4, VPP 2, sequence parallel" in text
     assert "Teacher layout TP 8, VPP 2, sequence parallel" in text
@@ -147,7 +149,7 @@ def test_diverged_runs_can_be_reported(tmp_path):
     lines[5]["rep/loss"] = math.inf
     page = report(run(tmp_path / "nan", lines))
     assert "25.0 % → nan" in words(page)
-    assert len(titles(page)) == 8
+    assert len(titles(page)) == 9
 
 
 def test_equal_input_gives_equal_bytes(tmp_path):

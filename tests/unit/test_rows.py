@@ -58,3 +58,11 @@ def test_single_tokens_and_long_responses() -> None:
     table = make_rows(batch, positions="last_k", k=7, position="token", aggregation="sequence_mean")
     assert len(table) == sum(min(n, 7) for n in range(1, 201))
     assert np.bincount(table.response, weights=table.weight) == pytest.approx(np.full(200, 1 / 200))
+
+
+def test_numbers_of_rows_count_the_tokens_with_mask_1() -> None:
+    batch = [Rollout([1], [2, 3, 4, 5, 6], [1, 0, 1, 1, 1])]
+    table = make_rows(batch, positions="last_k", k=2, position="token", aggregation="token_mean")
+    assert table.token.tolist() == [3, 4]
+    assert table.from_start.tolist() == [2, 3]
+    assert table.from_end.tolist() == [1, 0]

@@ -1,0 +1,145 @@
+"""What a training step measures about its supervised layers: summed on every rank, added up over ranks, then named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_oprd.losses.rows import RowTable
+from nemo_oprd.megatron.capture import PROFILE_BINS, Supervision, profile_bins
+
+
+@dataclass
+class Tally:
+    """Sums over supervised rows in one flat tensor, so that one all-reduce adds them up over ranks.
+
+    `sums` float64: per layer those of `Supervision.SUMS`, the squared norm of the injected gradient and the number of
+    injections; then the position profile [2, PROFILE_BINS].
+    """
+
+    sums: torch.Tensor
+    layers: list[int]
+
+    COLUMNS = (*Supervision.SUMS, "squared_gradient", "injections")
+
+    @staticmethod
+    def zeros(layers: list[int], device: torch.device) -> Tally:
+        """Nothing measured yet."""
+        size = len(layers) * len(Tally.COLUMNS) + 2 * PROFILE_BINS
+        return Tally(torch.zeros(size, dtype=torch.float64, device=device), sorted(layers))
+
+    @property
+    def table(self) -> torch.Tensor:
+        """[layers, COLUMNS], a view."""
+        return self.sums[: -2 * PROFILE_BINS].view(len(self.layers), len(self.COLUMNS))
+
+    @property
+    def profile(self) -> torch.Tensor:
+        """[2, PROFILE_BINS], a view: cosines of the deepest layer by place from the response's start, and its end."""
+        return self.sums[-2 * PROFILE_BINS :].view(2, PROFILE_BINS)
+
+    def add(self, observer: Supervision) -> None:
+        """Adds one microbatch of this rank."""
+        for i, layer in enumerate(self.layers):
+            if layer in observer.measured:
+                self.table[i, :-2] += observer.measured[layer]
+            if observer.measure and layer in observer.injected:
+                self.table[i, -2] += observer.injected[layer]
+            self.table[i, -1] += observer.injections[layer]
+        if observer.profile is not None:
+            self.profile.add_(observer.profile)
+
+    def column(self, name: str) -> dict[int, float]:
+        """Layer -> one of the sums."""
+        return dict(zip(self.layers, self.table[:, self.COLUMNS.index(name)].tolist(), strict=True))
+
+
+@dataclass
+class StepResult:
+    """What one forward/backward measured, the same on every student rank.
+
+    `cosine_first_k` and `cosine_last_k` map k to the mean cosine of the deepest supervised layer over the first (last)
+    k tokens of every response (the paper's position figure); they hold those k of which every token was supervised.
+    """
+
+    loss: float
+    rep_loss: float
+    rep_loss_per_layer: dict[int, float]
+    cosine_per_layer: dict[int, float]
+    relative_error_per_layer: dict[int, float]
+    norm_ratio_per_layer: dict[int, float]
+    gradient_norm_per_layer: dict[int, float]
+    gradient_share_per_layer: dict[int, float]
+    cosine_first_k: dict[int, float]
+    cosine_last_k: dict[int, float]
+    identical_layers: list[int]
+    targets_bytes: int
+
+    @staticmethod
+    def of(tally: Tally, table: RowTable, positions: str, weight: float, targets_bytes: int) -> StepResult:
+        """Means and norms from the sums of all ranks.
+
+        Args:
+            positions: as in `make_rows`; says which end of the profile is complete.
+            weight: of the representation term in the total.
+            targets_bytes: of teacher states that this rank held at a time, at most.
+        """
+        count = len(table)
+        target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
+        all_gradients = sum(gradient.values())
+        per_layer = tally.column("loss")
+        rep_loss = sum(per_layer.values()) / len(per_layer)
+        first, last = (
+            _cumulative(sums, numbers) if positions in ("all", complete) else {}
+            for sums, numbers, complete in zip(
+                tally.profile.numpy(), (table.from_start, table.from_end), ("first_k", "last_k"), strict=True
+            )
+        )
+        return StepResult(
+            loss=weight * rep_loss,
+            rep_loss=rep_loss,
+            rep_loss_per_layer=per_layer,
+            cosine_per_layer={layer: value / count for layer, value in tally.column("cosine").items()},
+            relative_error_per_layer={layer: _ratio(error[layer], target[layer]) ** 0.5 for layer in error},
+            norm_ratio_per_layer={layer: value / count for layer, value in tally.column("norm_ratio").items()},
+            gradient_norm_per_layer={layer: value**0.5 for layer, value in gradient.items()},
+            gradient_share_per_layer={layer: _ratio(value, all_gradients) for layer, value in gradient.items()},
+            cosine_first_k=first,
+            cosine_last_k=last,
+            identical_layers=[layer for layer, value in error.items() if value == 0.0],
+            targets_bytes=targets_bytes,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Metric names as in metrics.jsonl (docs/runs.md)."""
+        cosines = self.cosine_per_layer.values()
+        named = {
+            "loss/total": self.loss,
+            "rep/loss": self.rep_loss,
+            "rep/cosine_similarity": sum(cosines) / len(cosines),
+        }
+        for name, values in (
+            ("loss_layer", self.rep_loss_per_layer),
+            ("cosine_similarity_layer", self.cosine_per_layer),
+            ("relative_error_layer", self.relative_error_per_layer),
+            ("norm_ratio_layer", self.norm_ratio_per_layer),
+            ("gradient_norm_layer", self.gradient_norm_per_layer),
+            ("gradient_share_layer", self.gradient_share_per_layer),
+            ("cosine_first_k", self.cosine_first_k),
+            ("cosine_last_k", self.cosine_last_k),
+        ):
+            named.update({f"rep/{name}/{key}": value for key, value in values.items()})
+        return named
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _cumulative(sums: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
+    """k = 1, 2, 4, ... -> mean over the rows whose number (0-based) is below k, up to the first k that takes all."""
+    counts = np.bincount(profile_bins(numbers), minlength=PROFILE_BINS)
+    means = np.cumsum(sums) / np.maximum(1, np.cumsum(counts))
+    return {1 << j: float(means[j]) for j in range(int(profile_bins(numbers).max()) + 1)}
