@@ -1,0 +1,49 @@
+"""One run per directory: a lock that the kernel lets go of when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+
+class RunLock:
+    """Held by the world's first rank from before anything is read until its process ends.
+
+    A file lock, not a file: one left behind by a crash locks nothing. The file's text only says who holds it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Takes the lock on `directory`, which is made if it isn't there.
+
+        Raises:
+            ValueError: another process holds it, or the directory can't be written.
+        """
+        path = directory / ".lock"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = path.open("a+")
+        except OSError as error:
+            raise ValueError(
+                f"output={directory} can't be written ({error.strerror}); choose a directory that this user may write"
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise ValueError(
+                f"output={directory} is in use by {holder}; wait until it has ended, or choose another output"
+            ) from None
+        job = os.environ.get("SLURM_JOB_ID")
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Lets go of the lock before the process ends."""
+        self._file.truncate(0)
+        self._file.close()

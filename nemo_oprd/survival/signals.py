@@ -1,0 +1,52 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave. Asked a second time by Ctrl-C, leave at once.
+
+Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# what a run that was asked to stop exits with (BSD's EX_TEMPFAIL): nothing is wrong, start the same command again
+STOPPED_EXIT_CODE = 75
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, has saved, and can go on from there."""
+
+
+class Signals:
+    """Remembers that this process was asked to stop. Use as a context; outside the main thread it does nothing."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+
+def agree(device: torch.device, *flags: bool) -> list[bool]:
+    """Per flag, whether any rank of the world has it set; all ranks get the same answer. Every rank calls this."""
+    merged = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(merged, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in merged.tolist()]
