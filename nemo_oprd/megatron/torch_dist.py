@@ -141,7 +141,9 @@ def check_torch_dist(path: Path) -> None:
         inside = sorted(file.parent.name for file in path.glob("*/metadata.json"))
         hint = f"did you mean {path / inside[-1]}?" if inside else "was its writing interrupted?"
         if (path / "config.json").is_file():
-            hint = "this is a Hugging Face model, which goes into hf_path=, or through checkpoint_tools/hf_to_megatron.py"
+            hint = (
+                "this is a Hugging Face model, which goes into hf_path=, or through checkpoint_tools/hf_to_megatron.py"
+            )
         raise ValueError(f"{path}: no metadata.json and .metadata there; expected a torch_dist checkpoint: {hint}")
     if config.sharded_backend != "torch_dist":
         raise ValueError(

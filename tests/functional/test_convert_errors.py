@@ -234,4 +234,6 @@ def test_commands_run_from_a_checkout(tmp_path: Path) -> None:
         text=True,
     )
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "error: nowhere: no such directory; expected that of a Hugging Face model: download it first\n"
+    assert (
+        failed.stderr == "error: nowhere: no such directory; expected that of a Hugging Face model: download it first\n"
+    )
