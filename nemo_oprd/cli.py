@@ -17,6 +17,9 @@ from pathlib import Path
 
 from nemo_oprd import __version__
 
+# more than ranks of one job differ in the time that imports take them
+_RANK_0_SPEAKS_FIRST_S = 6
+
 _CONFIGURED = {
     "train": "distil the student on its own rollouts",
     "verify": "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
@@ -58,14 +61,28 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _run(options)
         _leave()
-    except ValueError as error:
-        if os.environ.get("NEMO_OPRD_TRACEBACK"):
+    except Exception as error:
+        message = _users_mistake(error)
+        if message is None or os.environ.get("NEMO_OPRD_TRACEBACK"):
             raise
-        _report(error)
+        _report(message)
         sys.exit(2)
 
 
-def _report(error: ValueError) -> None:
+def _users_mistake(error: Exception) -> str | None:
+    """One line for what a user can mend (a ValueError of ours, or the disk); None for everything else."""
+    from nemo_oprd.disk import describe, is_about_files, no_space
+
+    if isinstance(error, ValueError):
+        return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, OSError) and is_about_files(error):
+        return describe(error)
+    if no_space(error):
+        return f"the disk is full ({' '.join(str(error).split())}); free some space, or choose another output"
+    return None
+
+
+def _report(message: str) -> None:
     """One line on stderr, from one rank where all ranks find the same mistake.
 
     A mistake that only another rank can see (a shard that it alone reads) is said by that rank: it waits until rank 0
@@ -73,8 +90,8 @@ def _report(error: ValueError) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(3)
-    print(f"error: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+        time.sleep(_RANK_0_SPEAKS_FIRST_S)
+    print(f"error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nemo_oprd.families.base import Family, ModelSpec
+from nemo_oprd.families.base import Family, ModelSpec, refuse_unknown_code
 from nemo_oprd.families.qwen import QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3)}
@@ -22,8 +22,13 @@ def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
     Raises:
         ValueError: the model type is unknown, a needed key is missing, or the config asks for something unsupported.
     """
+    if not isinstance(hf_config, dict):
+        raise ValueError(
+            f"{source}: holds a {type(hf_config).__name__}, expected an object; copy the file from the model's source again"
+        )
+    refuse_unknown_code(hf_config, source)
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
             "CONTRIBUTING.md shows how to add a family."
@@ -38,10 +43,14 @@ def read_model_spec(path: str | Path) -> ModelSpec:
         ValueError: as `parse_model_spec`, or there is no readable config.json.
     """
     file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        raise ValueError(f"{path}: no such directory; expected that of a Hugging Face model: download it first")
     if not file.is_file():
-        raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model")
+        megatron = (Path(path) / ".metadata").is_file()
+        hint = "; this is a Megatron checkpoint, which goes into checkpoint=" if megatron else ""
+        raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
     try:
-        hf_config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # malformed JSON or UTF-8
         raise ValueError(f"{file}: not valid JSON ({error}); copy the file from the model's source again") from error
     return parse_model_spec(hf_config, str(file))

@@ -9,8 +9,10 @@ Shapes: H hidden size, F feed-forward size, A attention heads, G key/value group
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -218,24 +220,50 @@ def require(hf_config: dict, key: str, source: str) -> object:
     return hf_config[key]
 
 
+def refuse_unknown_code(hf_config: dict, source: str) -> None:
+    """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized."""
+    if hf_config.get("auto_map"):
+        raise ValueError(
+            f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never run; "
+            "expected a model that needs none: remove auto_map if the architecture is a known one"
+        )
+    if hf_config.get("quantization_config"):
+        method = dict(hf_config["quantization_config"]).get("quant_method")
+        raise ValueError(
+            f"{source}: quantization_config asks for {method!r} weights, expected unquantized ones; take the model's "
+            "original (bfloat16 or float32) release"
+        )
+
+
+def number(key: str, value: Any, source: str) -> float:
+    """`value` as a positive finite float, or a ValueError that names the key and the file."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{source}: {key}={value!r}; expected a positive number as in the model's source")
+    return float(value)
+
+
 def rope_theta(hf_config: dict, source: str) -> float:
     """The RoPE base, from either spelling: `rope_theta` (transformers 4) or `rope_parameters` (transformers 5).
 
     Raises:
-        ValueError: scaled RoPE of any type other than "default", or no base at all.
+        ValueError: scaled RoPE of any type other than "default", no base at all, or values that are none.
     """
     parameters = hf_config.get("rope_parameters") or {}
     scaling = hf_config.get("rope_scaling") or {}
     for key, settings in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(settings, dict):
+            raise ValueError(f"{source}: {key}={settings!r}; expected an object as in the model's source")
         kind = settings.get("rope_type", settings.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"{source}: {key} asks for RoPE type {kind!r}; this family supports only 'default'")
+            raise ValueError(
+                f"{source}: {key} asks for RoPE type {kind!r}; this family supports only 'default': choose a model without it"
+            )
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"{source}: {key} asks for partial rotary embeddings, which this family does not support")
     theta = hf_config.get("rope_theta", parameters.get("rope_theta", scaling.get("rope_theta")))
     if theta is None:
         raise ValueError(f"{source}: no rope_theta, neither at top level nor in rope_parameters; add the model's value")
-    return float(theta)
+    return number("rope_theta", theta, source)
 
 
 def refuse_sliding_window(hf_config: dict, source: str) -> None:
@@ -251,10 +279,17 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
         raise ValueError(
             f"{source}: sliding-window attention is asked for "
             f"(use_sliding_window={hf_config.get('use_sliding_window')}, "
-            f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer"
+            f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer: choose a model "
+            "without a window, or set use_sliding_window=false if it was trained without"
         )
 
 
 def source_dtype(hf_config: dict) -> str:
     """The dtype of the weights, from either spelling; float32 where the config doesn't say."""
     return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+def check_dtype(dtype: str, source: str) -> None:
+    """Raises ValueError unless weights can be of this dtype; asked at the start, because export comes at the end."""
+    if dtype not in ("float32", "bfloat16", "float16", "float64"):
+        raise ValueError(f"{source}: dtype {dtype!r}; expected that of the weights, e.g. bfloat16 or float32")

@@ -13,6 +13,8 @@ from nemo_oprd.families.base import (
     RowParallel,
     Vocabulary,
     WeightRule,
+    check_dtype,
+    number,
     refuse_sliding_window,
     require,
     rope_theta,
@@ -69,8 +71,8 @@ RULES = (
 def _parse(hf_config: dict, source: str, *, qkv_bias: bool, proj_bias: bool, qk_norm: bool) -> ModelSpec:
     def integer(key: str) -> int:
         value: Any = require(hf_config, key, source)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{source}: {key}={value!r}; expected a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{source}: {key}={value!r}; expected a positive integer as in the model's source")
         return value
 
     refuse_sliding_window(hf_config, source)
@@ -78,7 +80,15 @@ def _parse(hf_config: dict, source: str, *, qkv_bias: bool, proj_bias: bool, qk_
         raise ValueError(f"{source}: hidden_act={hf_config['hidden_act']!r} is not supported; expected 'silu'")
     heads, kv_heads = integer("num_attention_heads"), integer("num_key_value_heads")
     if heads % kv_heads:
-        raise ValueError(f"{source}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
+        raise ValueError(
+            f"{source}: {heads} attention heads are not a multiple of {kv_heads} key/value heads; correct them"
+        )
+    if hf_config.get("head_dim") is None and integer("hidden_size") % heads:
+        raise ValueError(
+            f"{source}: hidden_size={hf_config['hidden_size']} is not a multiple of num_attention_heads={heads}; "
+            "correct them, or add the model's head_dim"
+        )
+    check_dtype(source_dtype(hf_config), source)
     return ModelSpec(
         model_type=hf_config["model_type"],
         num_layers=integer("num_hidden_layers"),
@@ -86,10 +96,10 @@ def _parse(hf_config: dict, source: str, *, qkv_bias: bool, proj_bias: bool, qk_
         ffn_size=integer("intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(hf_config.get("head_dim") or integer("hidden_size") // heads),
+        head_dim=integer("head_dim") if hf_config.get("head_dim") is not None else integer("hidden_size") // heads,
         vocab_size=integer("vocab_size"),
         rope_theta=rope_theta(hf_config, source),
-        norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+        norm_eps=number("rms_norm_eps", hf_config.get("rms_norm_eps", 1e-6), source),
         max_positions=integer("max_position_embeddings"),
         tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,

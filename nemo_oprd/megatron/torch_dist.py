@@ -31,6 +31,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from nemo_oprd.megatron import safe_load
+
+safe_load.install()
+
 
 class TorchDistWriter(FileSystemWriter):
     """Writes one checkpoint from one process. Use as a context manager; `complete` makes it one.
@@ -117,25 +121,50 @@ def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
     Raises:
         ValueError: no torch_dist checkpoint there, or a damaged index.
     """
-    config = maybe_load_config(str(path))
+    check_torch_dist(path)
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    _check_files(path, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    return reader, metadata
+
+
+def check_torch_dist(path: Path) -> None:
+    """Raises ValueError unless `path` looks like a complete torch_dist checkpoint; reads next to nothing."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such directory; expected a torch_dist checkpoint")
+    try:
+        config = maybe_load_config(str(path))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / 'metadata.json'}: not readable ({error}); copy the checkpoint again") from error
     if config is None or not (path / ".metadata").is_file():
         inside = sorted(file.parent.name for file in path.glob("*/metadata.json"))
         hint = f"did you mean {path / inside[-1]}?" if inside else "was its writing interrupted?"
+        if (path / "config.json").is_file():
+            hint = (
+                "this is a Hugging Face model, which goes into hf_path=, or through checkpoint_tools/hf_to_megatron.py"
+            )
         raise ValueError(f"{path}: no metadata.json and .metadata there; expected a torch_dist checkpoint: {hint}")
     if config.sharded_backend != "torch_dist":
         raise ValueError(
             f"{path}: a checkpoint of format {config.sharded_backend!r}; expected 'torch_dist': save it again with "
             "Megatron's --ckpt-format torch_dist"
         )
-    reader = FileSystemReader(path)
-    try:
-        # torch.distributed.checkpoint keeps its index as a pickle: the only one of a user's files that is loaded as
-        # such. Tensors are read with weights_only=True, common.pt is not read at all.
-        metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-    except Exception as error:  # unpickling raises whatever damaged bytes happen to ask for
-        raise ValueError(f"{path / '.metadata'} can't be read ({error!r}); copy the checkpoint again") from error
-    return reader, metadata
+
+
+def _check_files(path: Path, metadata: Metadata) -> None:
+    """Every file that the index names lies in `path`, and is as long as the index says."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        name = str(info.relative_path)
+        ends[name] = max(ends.get(name, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        file = path / name
+        if Path(name).name != name:
+            raise ValueError(f"{path / '.metadata'} names the file {name!r}, expected one inside {path}; don't use it")
+        if not file.is_file() or file.stat().st_size < end:
+            found = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
+            raise ValueError(f"{file} can't be read (it {found}, expected {end}); copy its *.distcp files again")
 
 
 def read_megatron_tensor(

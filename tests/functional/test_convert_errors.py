@@ -137,7 +137,7 @@ def test_megatron_checkpoints_that_are_refused(models: Models, tmp_path: Path) -
             megatron_to_hf(path, tmp_path / "hf", progress=False)
 
     refuses("expected a torch_dist checkpoint: did you mean .*iter_0000050", run)
-    refuses("no metadata.json and .metadata", tmp_path / "nowhere")
+    refuses("nowhere: no such directory; expected a torch_dist", tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no tensor 'a.b'; expected an HF name such as 'model.embed_tokens.weight'"):
         MegatronCheckpoint(good)["a.b"]
     config = (good / "hf/config.json").read_text()
@@ -234,4 +234,6 @@ def test_commands_run_from_a_checkout(tmp_path: Path) -> None:
         text=True,
     )
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "error: nowhere: no config.json there; expected the directory of a Hugging Face model\n"
+    assert (
+        failed.stderr == "error: nowhere: no such directory; expected that of a Hugging Face model: download it first\n"
+    )

@@ -1,0 +1,56 @@
+"""Whether the output can be written: asked before anything expensive, and said in plain words when it fails later."""
+
+from __future__ import annotations
+
+import errno
+import re
+import tempfile
+from pathlib import Path
+
+# what is written and read back to learn whether there is room at all; a run needs far more
+PROBE_BYTES = 1 << 20
+_ABOUT_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
+_ABOUT_FILES |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def check_output(output: str | Path, key: str = "output") -> None:
+    """Raises ValueError, naming the configuration `key`, unless the directory `output` can be made and written to.
+
+    Makes nothing: an unnamed temporary file in the nearest directory that exists shows what is possible.
+    """
+    if not str(output).strip():
+        raise ValueError(f"{key}={output!r}: expected a directory; name one, e.g. {key}=runs/first")
+    path = Path(output).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists() or parent.is_symlink())
+    if not existing.is_dir():
+        raise ValueError(f"{key}={output}: {existing} is a file, expected a directory; choose another {key}")
+    try:
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
+            probe.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        raise ValueError(f"{key}={output}: {describe(error, existing)}") from error
+
+
+def describe(error: OSError, path: str | Path | None = None) -> str:
+    """What went wrong, where, and what to do about it."""
+    where = error.filename if path is None and error.filename else path
+    fixes = {
+        errno.ENOSPC: "free some space, or choose an output on another disk",
+        errno.EDQUOT: "free some of the quota, or choose an output on another disk",
+        errno.EROFS: "choose an output on another disk",
+        errno.EACCES: "change its permissions, or choose another path",
+        errno.EPERM: "change its permissions, or choose another path",
+    }
+    fix = fixes.get(error.errno or 0, "check the path, or choose another")
+    place = f"{where}: " if where else ""
+    return f"{place}can't be read or written ({error.strerror or error}), expected files to be possible there; {fix}"
+
+
+def is_about_files(error: BaseException) -> bool:
+    """Whether an error is one of the disk or its paths, as opposed to one of the network or of the program."""
+    return isinstance(error, OSError) and error.errno in _ABOUT_FILES
+
+
+def no_space(error: BaseException) -> bool:
+    """Whether safetensors or torch ran out of disk: they raise errors of their own, with the system's number inside."""
+    return re.search(r"os error (28|122)\b|No space left|PytorchStreamWriter failed", str(error)) is not None

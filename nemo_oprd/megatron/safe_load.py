@@ -1,0 +1,96 @@
+"""Reading torch_dist checkpoints without running what is written in them.
+
+torch.distributed.checkpoint keeps its index `.metadata` as a pickle, and reads objects between the tensors with
+`weights_only=False`: a checkpoint from somebody else could run any program. `install` replaces both readers for the
+whole process (Megatron makes its own reader and planner objects): the index may hold only the classes that an index is
+made of, and objects go through torch's weights-only reader.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle  # only its parser; see `_IndexUnpickler.find_class`
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+# Everything that torch and Megatron-core write into an index; none of these does anything when it is made.
+_ALLOWED = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if an index may hold it; looked up by name before anything is imported or called."""
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"asks for {module}.{name}, which is no part of an index")
+
+
+def read_index(file: Path) -> Metadata:
+    """The index of a torch_dist checkpoint.
+
+    Raises:
+        ValueError: the file is missing or damaged, or holds anything but an index.
+    """
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
+    except Exception as error:  # damaged bytes can ask the parser for anything
+        raise ValueError(
+            f"{file} can't be read ({error}); expected the index of a torch_dist checkpoint and nothing else: "
+            "copy the checkpoint again, from a source that you trust"
+        ) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(f"{file} holds a {type(metadata).__name__}, expected an index; copy the checkpoint again")
+    return metadata
+
+
+def _read_metadata(self: FileSystemReader, *_: Any, **kwargs: Any) -> Metadata:
+    metadata = read_index(Path(str(self._get_metadata_path(kwargs.get("rank")))))
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    metadata.storage_meta.load_id = self.load_id
+    return metadata
+
+
+_load_bytes = DefaultLoadPlanner.load_bytes
+
+
+def _load_bytes_safely(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    """torch's own method reads the bytes with `weights_only=False`; they are read strictly first."""
+    torch.load(value, weights_only=True)
+    value.seek(0)
+    _load_bytes(self, read_item, value)
+
+
+def install() -> None:
+    """From here on this process reads no checkpoint in any other way."""
+    FileSystemReader.read_metadata = _read_metadata
+    DefaultLoadPlanner.load_bytes = _load_bytes_safely
