@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from nemo_oprd import __version__
@@ -56,17 +57,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. A user's mistake ends with one line on stderr (from one rank) and exit code 2."""
+    """Entry point. A user's mistake ends with one line on stderr (from one rank) and exit code 2.
+
+    A run that was asked to stop and has saved ends with `STOPPED_EXIT_CODE`; what nobody expected gives a traceback and 1.
+    """
+    from nemo_oprd.survival import watchdog
+
     options = _parser().parse_args(arguments)
+    watchdog.enabled = arguments is None  # this process runs the command and nothing else
     try:
         _run(options)
         _leave()
     except Exception as error:
-        message = _users_mistake(error)
-        if message is None or os.environ.get("NEMO_OPRD_TRACEBACK"):
-            raise
-        _report(message)
-        sys.exit(2)
+        code = _report(error)
+        if watchdog.current() is None:
+            sys.exit(code)
+        # others may have died in the middle of a collective; tearing the communicators down would wait for them
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _users_mistake(error: Exception) -> str | None:
@@ -82,16 +93,37 @@ def _users_mistake(error: Exception) -> str | None:
     return None
 
 
-def _report(message: str) -> None:
-    """One line on stderr, from one rank where all ranks find the same mistake.
+def _report(error: Exception) -> int:
+    """Says what ended the command, from one rank; returns the exit code.
 
-    A mistake that only another rank can see (a shard that it alone reads) is said by that rank: it waits until rank 0
-    would have ended the job with its own line.
+    Where all ranks find the same mistake, rank 0 says it. A mistake that only another rank can see (a shard that it
+    alone reads) is said by that rank, after waiting whether somebody else ends the job with the same or an earlier one.
     """
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        time.sleep(_RANK_0_SPEAKS_FIRST_S)
+    from nemo_oprd.survival import watchdog
+    from nemo_oprd.survival.signals import STOPPED_EXIT_CODE, Stopped
+
+    rank, watch = os.environ.get("RANK", "0"), watchdog.current()
+    if isinstance(error, Stopped):
+        if rank == "0":
+            print(error, file=sys.stderr, flush=True)
+        _leave()
+        return STOPPED_EXIT_CODE
+    message = _users_mistake(error)
+    if os.environ.get("NEMO_OPRD_TRACEBACK"):
+        message = None
+    # a collective breaks when another rank dies: what that rank says is the reason
+    patience = 0 if rank == "0" and message is not None else _RANK_0_SPEAKS_FIRST_S
+    if watch is not None:
+        if watch.failure(patience) is not None:
+            return 1
+        watch.fail(message or repr(error))
+    elif rank != "0":
+        time.sleep(patience)
+    if message is None:
+        traceback.print_exception(error)
+        return 1
     print(f"error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
+    return 2
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -135,7 +167,15 @@ def _quiet_megatron() -> None:
 
 
 def _leave() -> None:
-    """Leaves the process group, where one was joined."""
+    """Leaves the process group, where one was joined, together with the other ranks."""
+    from nemo_oprd.survival import watchdog
+
+    watch = watchdog.current()
+    if watch is not None:
+        import torch.distributed as dist
+
+        watch.close()
+        dist.barrier()  # nobody's store disappears before everybody has stopped watching
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -168,7 +168,12 @@ class DataConfig:
 
 @dataclass
 class TrainConfig:
-    """The optimization. `keep_checkpoints` old ones are kept, 0 keeps all."""
+    """The optimization.
+
+    The newest `keep_checkpoints` are kept (0: all), and besides the one with the highest `keep_best`, a validation
+    metric such as val/heldout/avg@4. An update whose loss or gradient is not finite is skipped; `stop_after_skipped`
+    of them in a row end the run.
+    """
 
     steps: int = 500
     prompts_per_step: int = 8
@@ -184,6 +189,8 @@ class TrainConfig:
     distributed_optimizer: bool = True
     save_every: int = 0
     keep_checkpoints: int = 2
+    keep_best: str | None = None
+    stop_after_skipped: int = 3
     export_hf: bool = True
 
 
@@ -202,11 +209,15 @@ class EvaluationConfig:
 
 @dataclass
 class LoggingConfig:
-    """Where metrics go besides metrics.jsonl and the progress line. `wandb` is a project name."""
+    """Where metrics go besides metrics.jsonl and the progress line. `wandb` is a project name.
+
+    A loss above `spike_factor` times the median of the last steps is reported, and its rollouts kept (0: never).
+    """
 
     tensorboard: bool = True
     wandb: str | None = None
     every: int = 1
+    spike_factor: float = 10.0
 
 
 @dataclass
@@ -382,6 +393,7 @@ def check(config: Config) -> None:
         "loss.representation.k": config.loss.representation.k,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
         "rollout.per_prompt": config.rollout.per_prompt,
+        "train.stop_after_skipped": config.train.stop_after_skipped,
         "rollout.tensor": config.rollout.tensor,
         "rollout.max_batch": config.rollout.max_batch,
         "train.steps": config.train.steps,
@@ -414,6 +426,7 @@ def check(config: Config) -> None:
         "train.clip_grad": config.train.clip_grad,
         "train.save_every": config.train.save_every,
         "train.keep_checkpoints": config.train.keep_checkpoints,
+        "logging.spike_factor": config.logging.spike_factor,
         "evaluation.every": config.evaluation.every,
         "seed": config.seed,
     }
@@ -426,6 +439,14 @@ def check(config: Config) -> None:
         raise ValueError(f"train.betas={list(config.train.betas)}: expected two numbers in [0, 1)")
     if config.train.min_lr > config.train.lr:
         raise ValueError(f"train.min_lr={config.train.min_lr} is above train.lr={config.train.lr}")
+    if config.train.keep_best is not None:
+        k = config.evaluation.samples
+        known = [f"val/{name}/{kind}@{k}" for name in config.data.validation for kind in ("avg", "best")]
+        if config.train.keep_best not in known or not config.evaluation.every:
+            raise ValueError(
+                f"train.keep_best={config.train.keep_best}: expected null, or one of {known} together with "
+                "evaluation.every > 0"
+            )
     if config.evaluation.every and not config.data.validation:
         raise ValueError(f"evaluation.every={config.evaluation.every} needs at least one set in data.validation")
 

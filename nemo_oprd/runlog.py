@@ -75,6 +75,13 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
+    def history(self, metric: str) -> list[float]:
+        """All values of a metric so far, those from before a resume included; only on the world's first rank."""
+        if not self.writes or not self.path.exists():
+            return []
+        records = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [record[metric] for record in records if metric in record]
+
     def progress(self, done: int, metrics: dict[str, float]) -> None:
         """One line after update `done`, with the time left."""
         if not self.writes or (done % self.every and done != self.steps):

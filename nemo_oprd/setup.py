@@ -61,7 +61,7 @@ class System:
         clock = clock or Clock()
         plan = self.plan(rollouts)
         waves = plan.waves(self.config.teacher.resident_microbatches)
-        self.student.start_step(plan)
+        self.student.start_step(plan, len(rollouts))
         for number, wave in enumerate(waves, start=1):
             with clock("teacher"):
                 targets = self.teach(rollouts, wave)
@@ -84,6 +84,11 @@ class System:
         draw = np.random.default_rng(self.config.seed)
         ids = draw.integers(0, self.objective.student.vocab_size, (2 * self.student.role.layout.data, 12)).tolist()
         result = self.accumulate([Rollout(row[:4], row[4:]) for row in ids])
+        if result is not None and result.trouble:
+            raise ValueError(
+                f"{result.trouble}, on random tokens before the first step: expected finite numbers; the weights of "
+                "student or teacher are damaged, or too large for this precision"
+            )
         layers = len(self.objective.layers)
         if result is None or not result.identical_layers:
             return f"guard: each of the {layers} supervised layers received its gradient once, on its own stage"

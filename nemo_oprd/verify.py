@@ -38,6 +38,8 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     rollouts = read_rollouts(config.rollout.replay, system.objective.student.vocab_size)
     result = system.accumulate(rollouts, whole_gradients=True)
     if result is not None:
+        if result.trouble:
+            raise ValueError(f"{result.trouble}; expected finite numbers: look for NaN in the models' weights")
         # every rank takes part in the gathering, one keeps the result
         stream = system.student.hf_gradients()
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}

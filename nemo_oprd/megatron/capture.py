@@ -109,6 +109,7 @@ class LayerTerm:
 
     rows: torch.Tensor  # [n] int64
     weight: torch.Tensor  # [n] float32
+    response: torch.Tensor  # [n] int64, index of the rollout
     target: torch.Tensor  # [n, H] in the run's precision
     scale: float
     bins: torch.Tensor | None = None  # [2, n] int64: where a row's cosine is counted in the position profile
@@ -136,6 +137,7 @@ class Supervision:
         row_loss: the distance per row.
         dim_reduction: handed to `row_loss`.
         final_layer: the layer that is supervised after the final norm, None if none is.
+        num_responses: of the whole batch.
         measure: False on ranks whose rows another rank counts already (replicas under plain tensor parallelism).
         project: (layer, float32 [n, H]) -> what is compared; the bridge's student side goes here.
     """
@@ -143,12 +145,14 @@ class Supervision:
     terms: dict[int, LayerTerm]
     row_loss: RowLoss
     dim_reduction: str
+    num_responses: int
     final_layer: int | None = None
     measure: bool = True
     project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
     measured: dict[int, torch.Tensor] = field(default_factory=dict)
     injections: Counter = field(default_factory=Counter)
     injected: dict[int, torch.Tensor] = field(default_factory=dict)
+    per_response: torch.Tensor | None = None  # float64 [num_responses], shares of the total loss
     profile: torch.Tensor | None = None  # float64 [2, PROFILE_BINS], sums of cosines of the layer whose term has bins
 
     # order of the sums in `measured[layer]` (float64 [5]); the norm ratio is |student| / |teacher|
@@ -195,6 +199,7 @@ class Supervision:
             rows_NH = hidden.flatten(0, 1).index_select(0, term.rows[chunk]).float()
             compared, target = self._student(layer, rows_NH), term.target[chunk].float()
             distance = self.row_loss(compared, target, self.dim_reduction)
+            self._share_out(distance.double() * term.weight[chunk] * term.scale, term.response[chunk])
             cosine = torch.nn.functional.cosine_similarity(compared, target, dim=-1).double()
             sums += torch.stack(
                 [
@@ -210,3 +215,8 @@ class Supervision:
                     self.profile = cosine.new_zeros(2, PROFILE_BINS)
                 self.profile.scatter_add_(1, term.bins[:, chunk], cosine.expand(2, -1))
         return sums
+
+    def _share_out(self, losses: torch.Tensor, response: torch.Tensor) -> None:
+        if self.per_response is None:
+            self.per_response = losses.new_zeros(self.num_responses)
+        self.per_response.index_add_(0, response, losses)

@@ -1,9 +1,9 @@
-"""Training checkpoints: torch_dist (loadable at any TP/PP/DP), written beside their final place and renamed into it.
+"""What is in a training checkpoint: torch_dist shards of model and optimizer, loadable at any TP/PP/DP.
 
-`checkpoints/iter_0000050/` holds the model and optimizer shards, `state.json` (the step) and `hf/` (config and
-tokenizer of the student's source, so that a checkpoint can be exported by itself).
-`checkpoints/latest_checkpointed_iteration.txt` names the newest one. Data order, learning rate and the randomness of
+Beside them `state.json` (the step, and what a run must share to go on from it) and `hf/` (config and tokenizer of the
+student's source, so that a checkpoint can be exported by itself). Data order, learning rate and the randomness of
 sampling are pure functions of (seed, step), so the step is all the state they have; training itself draws nothing.
+How a checkpoint is found, kept and recognised as whole is in `survival/checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -17,42 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.config import Config
 from nemo_oprd.megatron.student import Student
-
-LATEST = "latest_checkpointed_iteration.txt"
-
-
-def iteration_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint after `step` updates lies."""
-    return root / f"iter_{step:07d}"
+from nemo_oprd.objective import Objective
+from nemo_oprd.survival.checkpoints import BEST, iteration_directory, prune, read_state, seal, write_whole
 
 
-def latest_step(root: Path) -> int | None:
-    """Updates done in the newest complete checkpoint, None without one.
-
-    Raises:
-        ValueError: the tracker file names a checkpoint that isn't there, or holds no number.
-    """
-    tracker = root / LATEST
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise ValueError(f"{tracker} holds {text!r}; expected the number of a checkpoint such as 50")
-    if not (iteration_directory(root, int(text)) / "state.json").is_file():
-        raise ValueError(
-            f"{tracker} names {iteration_directory(root, int(text)).name}, which is missing or incomplete; "
-            "write the number of an existing checkpoint into it, or remove it to start over"
-        )
-    return int(text)
-
-
-def save_checkpoint(root: Path, step: int, student: Student, source: Path, keep: int) -> None:
+def save_checkpoint(
+    root: Path, step: int, student: Student, source: Path, keep: int, *, best: dict[str, Any] | None = None
+) -> None:
     """Writes the checkpoint after `step` updates; every rank of the world calls this.
 
     Args:
         source: HF directory whose config and tokenizer files are carried along.
         keep: checkpoints to keep, the newest first; 0 keeps all.
+        best: written to best.json if this checkpoint is the best one so far (on the first rank).
     """
     from megatron.core import dist_checkpointing
 
@@ -69,14 +48,34 @@ def save_checkpoint(root: Path, step: int, student: Student, source: Path, keep:
         (partial / "hf").mkdir()
         shutil.copy(source / "config.json", partial / "hf")
         copy_tokenizer_files(source, partial / "hf")
-        (partial / "state.json").write_text(json.dumps({"step": step, "seed": student.config.seed}) + "\n")
-        shutil.rmtree(final, ignore_errors=True)  # a restarted run writes the same step again
-        partial.rename(final)
-        tracker = root / f".{LATEST}"
-        tracker.write_text(f"{step}\n")
-        tracker.rename(root / LATEST)
-        _prune(root, keep, step)
+        seal(partial, final, {"step": step, **continuity(student.config, student.objective)})
+        if best is not None:
+            write_whole(root / BEST, json.dumps(best) + "\n")
+        prune(root, keep, step)
     dist.barrier()
+
+
+def continuity(config: Config, objective: Objective) -> dict[str, Any]:
+    """What a run must share with a checkpoint to go on from it; everything else may change, layouts above all."""
+    return {
+        "seed": config.seed,
+        "precision": config.precision,
+        "train.distributed_optimizer": config.train.distributed_optimizer,
+        # which parameters have optimizer state
+        "deepest supervised layer": objective.depth,
+        "final norm is trained": objective.student_final is not None,
+    }
+
+
+def check_continuity(root: Path, step: int, config: Config, objective: Objective) -> None:
+    """Raises ValueError where the run can't go on from the checkpoint after `step` updates."""
+    state = read_state(iteration_directory(root, step))
+    for name, value in continuity(config, objective).items():
+        if state.get(name) != value:
+            raise ValueError(
+                f"{iteration_directory(root, step)} was made with {name}={state.get(name)} and this run has {value}: "
+                "the run could not go on as it began; set it back, or choose another output"
+            )
 
 
 def load_checkpoint(root: Path, step: int, student: Student) -> None:
@@ -155,13 +154,3 @@ def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tenso
     group, order = part.model_param_group_index_map[model_param]
     main_param = part.optimizer.param_groups[group]["params"][order]
     copy(part, model_param, {**tensors, "step": part.optimizer.state[main_param]["step"]})
-
-
-def _prune(root: Path, keep: int, newest: int) -> None:
-    """Removes checkpoints before `newest` beyond the last `keep`.
-
-    Later ones stay: they are of a line of training that somebody went back from, and not ours to delete.
-    """
-    line = [path for path in sorted(root.glob("iter_*")) if path.name <= iteration_directory(root, newest).name]
-    for old in line[:-keep] if keep else []:
-        shutil.rmtree(old)

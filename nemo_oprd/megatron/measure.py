@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from nemo_oprd.batch import BatchPlan
 from nemo_oprd.losses.rows import RowTable
 from nemo_oprd.megatron.capture import PROFILE_BINS, Supervision, profile_bins
 
@@ -16,29 +18,40 @@ class Tally:
     """Sums over supervised rows in one flat tensor, so that one all-reduce adds them up over ranks.
 
     `sums` float64: per layer those of `Supervision.SUMS`, the squared norm of the injected gradient and the number of
-    injections; then the position profile [2, PROFILE_BINS].
+    injections; then the position profile [2, PROFILE_BINS]; then each response's share of the total loss.
     """
 
     sums: torch.Tensor
     layers: list[int]
+    num_responses: int
 
     COLUMNS = (*Supervision.SUMS, "squared_gradient", "injections")
 
     @staticmethod
-    def zeros(layers: list[int], device: torch.device) -> Tally:
+    def zeros(layers: list[int], num_responses: int, device: torch.device) -> Tally:
         """Nothing measured yet."""
-        size = len(layers) * len(Tally.COLUMNS) + 2 * PROFILE_BINS
-        return Tally(torch.zeros(size, dtype=torch.float64, device=device), sorted(layers))
+        size = len(layers) * len(Tally.COLUMNS) + 2 * PROFILE_BINS + num_responses
+        return Tally(torch.zeros(size, dtype=torch.float64, device=device), sorted(layers), num_responses)
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sizes = [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.num_responses]
+        table, profile, responses = self.sums.split(sizes)
+        return table.view(len(self.layers), len(self.COLUMNS)), profile.view(2, PROFILE_BINS), responses
 
     @property
     def table(self) -> torch.Tensor:
         """[layers, COLUMNS], a view."""
-        return self.sums[: -2 * PROFILE_BINS].view(len(self.layers), len(self.COLUMNS))
+        return self._parts()[0]
 
     @property
     def profile(self) -> torch.Tensor:
         """[2, PROFILE_BINS], a view: cosines of the deepest layer by place from the response's start, and its end."""
-        return self.sums[-2 * PROFILE_BINS :].view(2, PROFILE_BINS)
+        return self._parts()[1]
+
+    @property
+    def per_response(self) -> torch.Tensor:
+        """[responses], a view: shares of the total loss."""
+        return self._parts()[2]
 
     def add(self, observer: Supervision) -> None:
         """Adds one microbatch of this rank."""
@@ -50,6 +63,8 @@ class Tally:
             self.table[i, -1] += observer.injections[layer]
         if observer.profile is not None:
             self.profile.add_(observer.profile)
+        if observer.per_response is not None:
+            self.per_response.add_(observer.per_response)
 
     def column(self, name: str) -> dict[int, float]:
         """Layer -> one of the sums."""
@@ -62,6 +77,7 @@ class StepResult:
 
     `cosine_first_k` and `cosine_last_k` map k to the mean cosine of the deepest supervised layer over the first (last)
     k tokens of every response (the paper's position figure); they hold those k of which every token was supervised.
+    `trouble` says where a loss or gradient is not finite, None if all are.
     """
 
     loss: float
@@ -74,14 +90,20 @@ class StepResult:
     gradient_share_per_layer: dict[int, float]
     cosine_first_k: dict[int, float]
     cosine_last_k: dict[int, float]
+    loss_per_response: list[float]
     identical_layers: list[int]
     targets_bytes: int
+    trouble: str | None
 
     @staticmethod
-    def of(tally: Tally, table: RowTable, positions: str, weight: float, targets_bytes: int) -> StepResult:
+    def of(
+        tally: Tally, table: RowTable, waves: list[BatchPlan], positions: str, weight: float, targets_bytes: int
+    ) -> StepResult:
         """Means and norms from the sums of all ranks.
 
         Args:
+            table: the supervised rows of the batch.
+            waves: the parts in which it went through.
             positions: as in `make_rows`; says which end of the profile is complete.
             weight: of the representation term in the total.
             targets_bytes: of teacher states that this rank held at a time, at most.
@@ -108,8 +130,10 @@ class StepResult:
             gradient_share_per_layer={layer: _ratio(value, all_gradients) for layer, value in gradient.items()},
             cosine_first_k=first,
             cosine_last_k=last,
+            loss_per_response=tally.per_response.tolist(),
             identical_layers=[layer for layer, value in error.items() if value == 0.0],
             targets_bytes=targets_bytes,
+            trouble=_trouble(tally, waves, per_layer, gradient),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -132,6 +156,27 @@ class StepResult:
         ):
             named.update({f"rep/{name}/{key}": value for key, value in values.items()})
         return named
+
+
+def _trouble(tally: Tally, waves: list[BatchPlan], loss: dict[int, float], gradient: dict[int, float]) -> str | None:
+    layers = [layer for layer in loss if not math.isfinite(loss[layer] + gradient[layer])]
+    if not layers:
+        return None
+    first = layers[0]
+    responses = [i for i, share in enumerate(tally.per_response.tolist()) if not math.isfinite(share)]
+    text = f"loss {loss[first]} and gradient norm {gradient[first] ** 0.5} at layer {first}"
+    others = f" (and {len(layers) - 1} others)" if len(layers) > 1 else ""
+    return text + others + "".join(f", {_place(response, waves)}" for response in responses[:3])
+
+
+def _place(response: int, waves: list[BatchPlan]) -> str:
+    for number, wave in enumerate(waves):
+        for data, packs in enumerate(wave.packs):
+            for m, pack in enumerate(packs):
+                if response in pack.sequences:
+                    earlier = sum(len(before.packs[data]) for before in waves[:number])
+                    return f"response {response} in microbatch {earlier + m} of data-parallel rank {data}"
+    raise AssertionError(f"response {response} is in no microbatch")
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.layout import Coordinates, Layout
+from nemo_oprd.survival import watchdog
 
 
 @dataclass
@@ -61,6 +62,7 @@ def init_distributed(timeout_minutes: int = 180) -> None:
             backend="nccl" if torch.cuda.is_available() else "gloo",
             timeout=datetime.timedelta(minutes=timeout_minutes),
         )
+    watchdog.start()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 

@@ -5,7 +5,9 @@ On ranks without the role the object exists and does nothing but take part in wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from nemo_oprd.megatron.capture import LayerTerm, Supervision, profile_bins
 from nemo_oprd.megatron.guard import check_injections
 from nemo_oprd.megatron.measure import StepResult, Tally
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
+from nemo_oprd.megatron.names import named_parameters
 from nemo_oprd.megatron.optimizer import (
     freeze_unreached,
     join_optimizer_creation,
@@ -32,6 +35,20 @@ from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.megatron.weights import gather_hf, load_hf
 from nemo_oprd.objective import Objective
 from nemo_oprd.types import Rollout, TeacherTargets
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of one update: the learning rate, the gradient's norm before clipping, and why it was skipped."""
+
+    rate: float
+    grad_norm: float
+    trouble: str | None
+
+    def metrics(self) -> dict[str, float]:
+        """Metric names as in metrics.jsonl."""
+        skipped = float(self.trouble is not None)
+        return {"lr": self.rate, "actor/grad_norm": self.grad_norm, "train/skipped_update": skipped}
 
 
 class Student:
@@ -65,14 +82,14 @@ class Student:
         """The student's architecture."""
         return self.objective.student
 
-    def start_step(self, plan: BatchPlan) -> None:
+    def start_step(self, plan: BatchPlan, num_responses: int) -> None:
         """Clears the gradients and measurements of the step before; `plan` is that of the whole batch."""
         self._table = plan.table
         self._plans: list[BatchPlan] = []
         self._targets_bytes = 0
         if not self.role.here:
             return
-        self._tally = Tally.zeros(list(self.objective.layers), device())
+        self._tally = Tally.zeros(list(self.objective.layers), num_responses, device())
         for chunk in self.ddp:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -115,9 +132,11 @@ class Student:
         if not self.role.here:
             return None
         dist.all_reduce(self._tally.sums, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
-        tally = Tally(self._tally.sums.cpu(), self._tally.layers)
+        tally = Tally(self._tally.sums.cpu(), self._tally.layers, self._tally.num_responses)
         objective = self.objective
-        result = StepResult.of(tally, self._table, objective.positions, objective.weight, self._targets_bytes)
+        result = StepResult.of(
+            tally, self._table, self._plans, objective.positions, objective.weight, self._targets_bytes
+        )
         if objective.weight > 0:
             counts = {layer: int(count) for layer, count in tally.column("injections").items()}
             same = set(result.identical_layers)
@@ -125,14 +144,38 @@ class Student:
             check_injections(counts, norms, self._plans, self.spec.num_layers, identical=same)
         return result
 
-    def update(self, step: int) -> dict[str, float]:
-        """One optimizer step with the accumulated gradients; returns its metrics."""
-        if not self.role.here:
-            return {}
+    def update(self, step: int, measured: StepResult | None) -> Update | None:
+        """One optimizer step with the accumulated gradients, unless they or the loss are not finite.
+
+        Args:
+            step: updates tried before this one.
+            measured: of this step's batch.
+        """
+        if not self.role.here or measured is None:
+            return None
         rate = learning_rate(step, self.config.train)
         set_learning_rate(self.optimizer, rate, self.config.train.weight_decay)
-        _, grad_norm, _ = self.optimizer.step()
-        return {"lr": rate, "actor/grad_norm": float(grad_norm)}
+        # asked before the step, which would spread what is not finite over all weights
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        trouble = measured.trouble
+        if trouble is None and not math.isfinite(norm):
+            trouble = f"the gradient's norm is {norm}: {self._not_finite()}"
+        if trouble is None:
+            self.optimizer.step()
+        return Update(rate, norm, trouble)
+
+    def _not_finite(self) -> str:
+        """The parameters whose gradients are not finite, over all ranks of the role."""
+        mine = [
+            name
+            for name, p in named_parameters(self.chunks).items()
+            if p.requires_grad and not bool(torch.isfinite(p.main_grad).all())  # type: ignore[attr-defined]
+        ]
+        parts: list[list[str]] = [[] for _ in range(self.role.layout.size)]
+        dist.all_gather_object(parts, mine, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
+        names = sorted({name for part in parts for name in part})
+        return f"that of {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, whole tensor) on every student rank."""
@@ -152,7 +195,7 @@ class Student:
     ) -> tuple[list[Supervision], list[Microbatch]]:
         at, here = self.role.at, device()
         assert at is not None
-        weight = torch.from_numpy(plan.table.weight).float()
+        weight, response = torch.from_numpy(plan.table.weight).float(), torch.from_numpy(plan.table.response)
         scale = self.objective.weight / len(self.objective.layers)
         observers, microbatches, start = [], [], 0
         table = plan.table
@@ -162,13 +205,17 @@ class Student:
             start = part.stop
             rows = torch.from_numpy(held.local).to(here)
             weights = weight[torch.from_numpy(held.row)].to(here)
-            terms = {layer: LayerTerm(rows, weights, target[part], scale) for layer, target in targets.hidden.items()}
+            terms = {
+                layer: LayerTerm(rows, weights, response[torch.from_numpy(held.row)].to(here), target[part], scale)
+                for layer, target in targets.hidden.items()
+            }
             if self.objective.depth in terms:
                 terms[self.objective.depth].bins = bins[:, torch.from_numpy(held.row)].to(here)
             observer = Supervision(
                 terms,
                 self.objective.row_loss,
                 self.objective.dim_reduction,
+                len(rollouts),
                 self.objective.student_final,
                 measure=not plan.replicated or at.tensor == 0,
             )

@@ -13,13 +13,16 @@ from nemo_oprd.types import Rollout
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
 
 
-def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
-    """One JSON object per line; absent fields are left out."""
+def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None:
+    """One JSON object per line; absent fields are left out. `columns` are further fields, a value per rollout."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for rollout in rollouts:
+    partial = path.with_name(f".partial_{path.name}")
+    with partial.open("w", encoding="utf-8") as file:
+        for i, rollout in enumerate(rollouts):
             record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
+            record.update({name: values[i] for name, values in columns.items()})
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    partial.rename(path)
 
 
 def read_rollouts(path: str | Path, vocab_size: int) -> list[Rollout]:

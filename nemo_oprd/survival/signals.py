@@ -19,7 +19,7 @@ STOPPED_EXIT_CODE = 75
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Interrupted(Exception):
+class Stopped(Exception):  # noqa: N818 - it is no error
     """The run was asked to stop, has saved, and can go on from there."""
 
 

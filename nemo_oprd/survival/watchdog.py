@@ -1,37 +1,52 @@
-"""Ends all ranks within seconds when one of them dies.
+"""Ends all ranks within seconds when one of them dies, and says why once.
 
-A rank that fails leaves the others waiting in a collective: with NCCL until its timeout, hours later. So each rank has a
-thread that talks to the job's key-value store over a connection of its own: it reports that its process is alive, and
+A rank that fails leaves the others waiting in a collective: with NCCL until its timeout, hours later. So each rank has
+a thread that talks to the job's key-value store over a connection of its own: it reports that its process is alive, and
 ends the process when another rank has failed, or has been silent for too long.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 import threading
 import time
-
-import torch.distributed as dist
+from typing import Any
 
 INTERVAL_S = 1.0
-# A process this silent is taken for dead. Its thread needs the interpreter only for moments, so a long computation does
+# A process this silent is taken for dead. The thread needs the interpreter for moments only, so a long computation does
 # not silence it.
 SILENT_S = 30.0
-_FAILED = "nemo_oprd/failed"
+
+# set by the command line: a process that runs one command and ends may be ended by its watchdog, a test's may not
+enabled = False
+_current: Watchdog | None = None
+
+
+def start() -> None:
+    """Starts this process's watchdog once the process group is joined; nothing for a lone process, or if not enabled."""
+    import torch.distributed as dist
+
+    global _current
+    if enabled and _current is None and dist.get_world_size() > 1:
+        _current = Watchdog(dist.get_rank(), dist.get_world_size(), SILENT_S)
+
+
+def current() -> Watchdog | None:
+    """This process's watchdog."""
+    return _current
 
 
 class Watchdog:
-    """Started by a command once the process group is joined; a lone process has none to watch."""
+    """One rank's."""
 
-    def __init__(self, silent_s: float = SILENT_S) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.silent_s = silent_s
-        self._ended = threading.Event()
-        if self.world == 1:
-            return
-        self._store = dist.TCPStore(
+    def __init__(self, rank: int, world: int, silent_s: float) -> None:
+        import datetime
+
+        import torch.distributed as dist
+
+        self.rank, self.world, self.silent_s = rank, world, silent_s
+        self._store: Any = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
@@ -39,60 +54,61 @@ class Watchdog:
         )
         # a restarted job may meet the store of the attempt before it
         self._prefix = f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def fail(self, message: str) -> None:
-        """Tells the others that this rank ends because of `message`; the first rank to say so is the one quoted."""
-        if self.world > 1 and not self._ended.is_set():
-            self._ended.set()
-            if not self._failure():
-                self._store.set(f"{self._prefix}/failed", f"rank {self.rank}: {message}")
+        """Tells the others that this rank ends because of `message`. The first failure is the one that counts."""
+        self._ended.set()
+        if self.failure() is None:
+            self._store.set(f"{self._prefix}/failed", f"rank {self.rank}: {message}")
 
-    def failure_of_another(self, wait_s: float = 0.0) -> str | None:
-        """What another rank said before it ended, waiting for it for `wait_s` seconds."""
-        if self.world == 1:
-            return None
+    def failure(self, wait_s: float = 0.0) -> str | None:
+        """The job's first failure, in its rank's words; waits for one for up to `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while True:
-            failure = self._failure()
-            if failure is not None or time.monotonic() >= deadline:
-                return failure
+            found = self._read(f"{self._prefix}/failed")
+            if found is not None or time.monotonic() >= deadline:
+                return found
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Stops watching; this rank is done. The others may still be at work, or done before."""
-        if self.world > 1 and not self._ended.is_set():
+        """Stops watching: this rank is done. Others may still be at work."""
+        if not self._ended.is_set():
             self._ended.set()
-            self._store.set(self._alive(self.rank), "done")
+            self._store.set(f"{self._prefix}/alive/{self.rank}", "done")
 
-    def _alive(self, rank: int) -> str:
-        return f"{self._prefix}/alive/{rank}"
-
-    def _failure(self) -> str | None:
-        key = f"{self._prefix}/failed"
+    def _read(self, key: str) -> str | None:
         try:
             return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError:  # the store's process is gone, and with it the job
-            return "the job's key-value store is gone; its process has died"
+        except RuntimeError:  # torch.distributed's errors
+            return "the process that holds the job's key-value store is gone"
 
     def _watch(self) -> None:
-        heard = {rank: (b"", time.monotonic()) for rank in range(self.world) if self.rank == 0 and rank}
+        # the first rank listens to all others; they listen to it by the store, which goes when it goes
+        heard = {rank: ("", time.monotonic()) for rank in range(1, self.world)} if self.rank == 0 else {}
         beat = 0
         while not self._ended.wait(INTERVAL_S):
             beat += 1
-            try:
-                self._store.set(self._alive(self.rank), str(beat))
-                for rank, (value, since) in heard.items():
-                    now = self._store.get(self._alive(rank)) if self._store.check([self._alive(rank)]) else b""
-                    if now != value or now == b"done":
-                        heard[rank] = (now, time.monotonic())
-                    elif time.monotonic() - since > self.silent_s:
-                        self._store.set(f"{self._prefix}/failed", f"rank {rank} is gone (silent for {self.silent_s:.0f} s)")
-            except RuntimeError:
-                pass  # said below
-            failure = self._failure()
+            failure = self.failure()
+            if failure is None:
+                self._store.set(f"{self._prefix}/alive/{self.rank}", str(beat))
+                failure = self._silent(heard)
             if failure is not None and not self._ended.is_set():
-                # the main thread may hang in a collective for ever: there is nothing left to unwind
-                print(f"rank {self.rank} ends: {failure}", file=sys.stderr, flush=True)
+                # the main thread may hang in a collective for ever: there is nothing to unwind
+                # a rank that failed has said so itself; one that was killed could not
+                if self.rank == (1 if "is gone" in failure else 0) and not failure.startswith("rank "):
+                    print(f"error: {failure}; all ranks end", file=sys.stderr, flush=True)
                 os._exit(1)
+
+    def _silent(self, heard: dict[int, tuple[str, float]]) -> str | None:
+        """Notes who was heard of; tells the others if somebody was silent for too long."""
+        for rank, (value, since) in heard.items():
+            now = self._read(f"{self._prefix}/alive/{rank}") or ""
+            if now not in (value, "done"):
+                heard[rank] = (now, time.monotonic())
+            elif now != "done" and time.monotonic() - since > self.silent_s:
+                message = f"nothing was heard of rank {rank} for {self.silent_s:.0f} s: it has died"
+                self._store.set(f"{self._prefix}/failed", message)
+                return message
+        return None

@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent / "nemo_oprd"
 # lowest first; a module may import from its own group and from groups before it
 ORDER = [
-    ("types", "layout", "config", "disk"),
+    ("types", "layout", "config", "disk", "survival"),
     ("losses", "families", "tokens", "data", "batch"),
     ("objective",),
     ("megatron",),
     ("teacher", "rollout"),
-    ("reference", "setup", "evaluation", "runlog", "run_directory", "report", "report_figures", "toy"),
-    ("train", "verify", "evaluate"),
+    ("reference", "setup", "inputs", "evaluation", "runlog", "run_directory", "report", "report_figures", "toy"),
+    ("run", "train", "verify", "evaluate"),
     ("cli", "__main__"),
 ]
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}

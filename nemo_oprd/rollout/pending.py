@@ -1,0 +1,63 @@
+"""The rollouts of the step at work, kept so that an interruption does not cost them.
+
+Sampling is the longest part of a step. What was sampled is written before anything is made of it; a run that goes on
+from its last checkpoint takes it up, if it was sampled from that checkpoint's weights for the same prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.survival.checkpoints import write_whole
+from nemo_oprd.types import Rollout
+
+
+class Pending:
+    """`pending.jsonl` holds the rollouts, `pending.json` for which step and how they were sampled.
+
+    A step's weights are those after as many updates, so the step says which weights sampled: the file of any other step
+    than the checkpoint's is of weights that will be made again, and is not used.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.rollouts, self.about = directory / "pending.jsonl", directory / "pending.json"
+
+    def put(self, step: int, rollouts: list[Rollout], sampling: Sampling) -> None:
+        """Keeps the rollouts of a step in place of the last one's. Only the world's first rank writes."""
+        if dist.get_rank() != 0:
+            return
+        # what they are is said last and taken back first: rollouts are never taken for another step's
+        self.about.unlink(missing_ok=True)
+        write_rollouts(self.rollouts, rollouts)
+        write_whole(self.about, json.dumps(_about(step, sampling, len(rollouts))) + "\n")
+
+    def take(self, step: int, requests: list[Request], sampling: Sampling) -> list[Rollout] | None:
+        """The kept rollouts, if they are those that the step would sample; the same answer on every rank."""
+        answer: list[list[Rollout] | None] = [None]
+        if dist.get_rank() == 0:
+            answer[0] = self._read(step, requests, sampling)
+        dist.broadcast_object_list(answer, src=0)
+        return answer[0]
+
+    def _read(self, step: int, requests: list[Request], sampling: Sampling) -> list[Rollout] | None:
+        try:
+            about = json.loads(self.about.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        if about != json.loads(json.dumps(_about(step, sampling, len(requests)))):
+            return None
+        rollouts = read_rollouts(self.rollouts, 1 << 62)
+        same = len(rollouts) == len(requests) and all(
+            rollout.prompt_ids == request.prompt_ids for rollout, request in zip(rollouts, requests, strict=True)
+        )
+        return rollouts if same else None
+
+
+def _about(step: int, sampling: Sampling, count: int) -> dict:
+    return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling)}

@@ -1,0 +1,264 @@
+"""What a training run holds (system, engine, data, logs, lock) and what happens around its steps."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.config import Config
+from nemo_oprd.data.prompts import prompt_order
+from nemo_oprd.disk import check_output
+from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
+from nemo_oprd.families import read_model_spec
+from nemo_oprd.inputs import check_same_architecture, check_tokenizers, encode_prompts
+from nemo_oprd.megatron.checkpoint import check_continuity, load_checkpoint, save_checkpoint
+from nemo_oprd.megatron.export import export_hf
+from nemo_oprd.megatron.measure import StepResult
+from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.student import Update
+from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
+from nemo_oprd.rollout.megatron import MegatronEngine
+from nemo_oprd.rollout.pending import Pending
+from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
+from nemo_oprd.runlog import RunLog
+from nemo_oprd.setup import Clock, make_system, model_directory, open_model
+from nemo_oprd.survival.checkpoints import find_checkpoint
+from nemo_oprd.survival.lock import RunLock
+from nemo_oprd.survival.signals import Signals, Stopped, agree
+from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.types import Rollout
+
+# a loss is a spike against the median of the last SPIKE_WINDOW, once there are SPIKE_FROM of them
+SPIKE_WINDOW, SPIKE_FROM = 50, 10
+
+
+class Run:
+    """One run of `train`; use as a context. Every rank of the world has one."""
+
+    def __init__(self, config: Config) -> None:
+        """Every mistake that can be found without models is found before they are loaded.
+
+        Raises:
+            ValueError: bad configuration, models or data, or the directory is in use by another run.
+        """
+        self.config, self.clock, self.signals = config, Clock(), Signals()
+        self.output = Path(config.output)
+        self.checkpoints = self.output / "checkpoints"
+        check_output(config.output)
+        self.source = model_directory(config.student)
+        spec = read_model_spec(self.source)
+        found, passed_over = find_checkpoint(self.checkpoints)
+        self.first_step = found or 0
+        self.tokenizer: Tokenizer | None = None
+        self.evaluator: Evaluator | None = None
+        self.prompts: list[Request] = []
+        replay = config.rollout.replay
+        recorded = ReplayEngine(replay, spec.vocab_size) if replay is not None else None
+        if recorded is None:
+            self._read_data(spec)
+        self.lock = RunLock(self.output) if is_first_rank() else None
+        self.system = make_system(config)
+        student = self.system.student
+        if self.first_step:
+            check_continuity(self.checkpoints, self.first_step, config, self.system.objective)
+        eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
+        self.engine: RolloutEngine = recorded or MegatronEngine(config, spec, student.role.layout, eos_ids)
+        if self.first_step:
+            load_checkpoint(self.checkpoints, self.first_step, student)
+        self.log = RunLog(config, self.first_step)
+        self.pending = Pending(self.output / "rollouts")
+        self.skipped_in_a_row = 0
+        self.best_value: float | None = None
+        self.recent_losses: list[float] = self.log.history("loss/total")[-SPIKE_WINDOW:]
+        for note in passed_over:
+            self.log.say(note)
+        if self.first_step:
+            self.log.say(f"resumed from {self.checkpoints} after {self.first_step} of {config.train.steps} steps")
+        if self.system.objective.weight > 0:
+            self.log.say(self.system.check_gradients())
+        self.engine.update_weights(student)
+
+    def _read_data(self, spec: Any) -> None:
+        config = self.config
+        if config.data.train is None:
+            raise ValueError("data.train is not set; expected a file of prompts (or rollout.replay=FILE)")
+        self.tokenizer = Tokenizer.load(self.source)
+        check_tokenizers(self.tokenizer, model_directory(config.teacher))
+        if config.evaluation.teacher:
+            check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
+        self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
+        if config.evaluation.every:
+            self.evaluator = Evaluator(config, self.tokenizer)
+
+    def __enter__(self) -> Run:
+        self.signals.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signals.__exit__()
+        self.log.close()
+        if self.lock is not None:
+            self.lock.release()
+
+    def rollouts(self, step: int) -> list[Rollout]:
+        """The rollouts of a step: sampled, or those that the run had already sampled when it was interrupted."""
+        requests, sampling = self.requests(step), self.sampling(step)
+        if step == self.first_step and self.prompts:
+            kept = self.pending.take(step, requests, sampling)
+            if kept is not None:
+                self.log.say(f"step {step + 1} goes on with the {len(kept)} rollouts sampled before the interruption")
+                return kept
+        rollouts = self.engine.generate(requests, sampling)
+        if self.prompts:
+            self.pending.put(step, rollouts, sampling)
+        return rollouts
+
+    def requests(self, step: int) -> list[Request]:
+        """The prompts of a step, each `rollout.per_prompt` times; a pure function of (seed, step)."""
+        if not self.prompts:
+            return []
+        count = self.config.train.prompts_per_step
+        chosen = prompt_order(len(self.prompts), self.config.seed, step * count, count)
+        return [self.prompts[index] for index in chosen for _ in range(self.config.rollout.per_prompt)]
+
+    def sampling(self, step: int) -> Sampling:
+        """How the rollouts of a step are sampled."""
+        rollout = self.config.rollout
+        key = (self.config.seed, TRAINING_STREAM, step)
+        return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
+
+    def log_step(self, done: int, rollouts: list[Rollout], measured: StepResult | None, update: Update | None) -> None:
+        """Metrics, progress and, if asked for, the rollouts of update `done`."""
+        seconds = self.clock.seconds
+        tokens = sum(rollout.length for rollout in rollouts)
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        metrics = {
+            **(measured.metrics() if measured else {}),
+            **(update.metrics() if update else {}),
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": float(max(lengths)),
+            "rollout/finished": sum(r.finish_reason == "stop" for r in rollouts) / len(rollouts),
+            **{f"timing/{phase}_s": value for phase, value in seconds.items()},
+            "perf/tokens_per_s": tokens / sum(seconds.values()),
+            "perf/peak_memory_gb": _peak_memory_gb(),
+            "perf/targets_gb": measured.targets_bytes / 1e9 if measured else 0.0,
+        }
+        seconds.clear()
+        self.log.write(done, metrics)
+        self.log.progress(done, metrics)
+        if dist.get_rank() != 0:
+            return
+        if self.config.rollout.save and self.prompts:
+            write_rollouts(self.output / "rollouts" / f"step_{done:07d}.jsonl", self._with_text(rollouts))
+        if update is not None and update.trouble:
+            self.log.say(f"step {done}: this update was skipped: {update.trouble}")
+        if measured is not None:
+            self._watch_for_spikes(done, rollouts, measured)
+
+    def _watch_for_spikes(self, done: int, rollouts: list[Rollout], measured: StepResult) -> None:
+        """Keeps the rollouts of a step whose loss stands out, those that contribute most first."""
+        usual = statistics.median(self.recent_losses) if len(self.recent_losses) >= SPIKE_FROM else None
+        spike = usual is not None and not measured.loss <= self.config.logging.spike_factor * usual
+        if self.config.logging.spike_factor and (spike or measured.trouble):
+            share = measured.loss_per_response
+            order = sorted(range(len(rollouts)), key=lambda i: (share[i] == share[i], -share[i]))  # NaN first
+            file = self.output / "rollouts" / f"spike_{done:07d}.jsonl"
+            losses = [share[i] for i in order]
+            write_rollouts(file, self._with_text([rollouts[i] for i in order]), loss_share=losses)
+            usual_loss = f"; its median was {usual:.4g}" if usual is not None else ""
+            self.log.say(f"step {done}: the loss is {measured.loss:.4g}{usual_loss}; its rollouts are in {file}")
+        if not measured.trouble:
+            self.recent_losses = [*self.recent_losses, measured.loss][-SPIKE_WINDOW:]
+
+    def _with_text(self, rollouts: list[Rollout]) -> list[Rollout]:
+        if self.tokenizer is None:
+            return rollouts
+        decode = self.tokenizer.decode
+        return [Rollout(**{**vars(rollout), "response": decode(rollout.response_ids)}) for rollout in rollouts]
+
+    def evaluate_before(self) -> None:
+        """The student's start and, if asked for, the teacher on the validation sets; not again after a resume."""
+        if self.evaluator is None or self.first_step:
+            return
+        self.log.say("evaluating the student before training")
+        metrics = self.evaluator.evaluate(self.engine)
+        if self.config.evaluation.teacher:
+            self.log.say("evaluating the teacher")
+            assert isinstance(self.engine, MegatronEngine)
+            self.engine.load(open_model(self.config.teacher), "teacher")
+            metrics.update(self.evaluator.evaluate(self.engine, prefix="teacher/"))
+            self.engine.update_weights(self.system.student)
+        self.log.write(0, metrics)
+
+    def evaluate_after(self, done: int) -> None:
+        """The validation sets after update `done`, where it is due."""
+        self.best_value = None
+        every, last = self.config.evaluation.every, done == self.config.train.steps
+        if self.evaluator is None or not (last or done % every == 0):
+            return
+        metrics = self.evaluator.evaluate(self.engine)
+        before = self.log.history(str(self.config.train.keep_best)) if self.config.train.keep_best else []
+        self.log.write(done, metrics)
+        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
+        self.log.say(f"step {done}/{self.config.train.steps}  " + "  ".join(shown))
+        value = metrics.get(str(self.config.train.keep_best))
+        if dist.get_rank() == 0 and value is not None and value > max(before, default=float("-inf")):
+            self.best_value = value
+
+    def save_after(self, done: int, update: Update | None) -> None:
+        """A checkpoint where it is due: periodically, after the last step, for a new best, before an early end.
+
+        Raises:
+            ValueError: too many updates in a row were skipped.
+            Stopped: a signal asked for the run's end.
+        """
+        train = self.config.train
+        skipped = update is not None and update.trouble is not None
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        give_up = self.skipped_in_a_row >= train.stop_after_skipped
+        stop, give_up, best = agree(device(), self.signals.received is not None, give_up, self.best_value is not None)
+        if give_up:
+            reason = update.trouble if update is not None and update.trouble else "see the student's ranks"
+            raise ValueError(
+                f"{train.stop_after_skipped} updates in a row were skipped, up to step {done}: {reason}. The weights "
+                "are those from before them; lower train.lr, look at the rollouts kept in rollouts/spike_*.jsonl, "
+                "or go back to an earlier checkpoint"
+            )
+        last = done == train.steps
+        if stop or best or (train.save_every and (last or done % train.save_every == 0)):
+            best_now = {"step": done, "metric": train.keep_best, "value": self.best_value} if best else None
+            save_checkpoint(
+                self.checkpoints, done, self.system.student, self.source, train.keep_checkpoints, best=best_now
+            )
+        if stop and not last:
+            raise Stopped(
+                f"stopped by {self.signals.received or 'a signal to another rank'} after step {done} of {train.steps}, "
+                f"and saved; the same command goes on from there"
+            )
+
+    def finish(self) -> None:
+        """HF export and the closing table."""
+        if self.config.train.export_hf:
+            target = self.output / "hf"
+            export_hf(self.system.student, self.source, target)
+            self.log.say(f"exported the student to {target}")
+        if self.evaluator is not None and dist.get_rank() == 0:
+            print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
+
+
+def is_first_rank() -> bool:
+    """Whether this is the world's first rank, also before the process group is joined."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _peak_memory_gb() -> float:
+    """Peak of this process: CUDA allocations, or resident memory on a machine without CUDA."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
