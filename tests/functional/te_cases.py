@@ -95,3 +95,62 @@ def module_classes(hf_path: str) -> dict[str, str]:
     return {
         where: f"{type(module).__module__.split('.')[0]}.{type(module).__name__}" for where, module in named.items()
     }
+
+
+def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> list[list[int]]:
+    """Greedy responses of the in-process engine (local layers, one rank each) with a TP2 student's weights."""
+    from types import SimpleNamespace
+
+    from nemo_oprd.config import load_config
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.megatron.weights import HFCheckpoint, gather_hf, load_hf
+    from nemo_oprd.rollout.base import Request, Sampling
+    from nemo_oprd.rollout.megatron import MegatronEngine
+
+    init_distributed()
+    spec = read_model_spec(hf_path)
+    role = make_role("student", Layout(tensor=2))
+    chunks = build_chunks(spec, role, torch.float32)
+    load_hf(chunks, spec, role, HFCheckpoint(hf_path).__getitem__, hf_path)
+    config = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c"])
+    engine = MegatronEngine(config, spec, role.layout, eos_ids=())
+    student: Any = SimpleNamespace(hf_weights=lambda: gather_hf(chunks, spec, role))
+    engine.update_weights(student)
+    requests = [Request(prompt) for prompt in prompts]
+    return [rollout.response_ids for rollout in engine.generate(requests, Sampling(0.0, 1.0, steps, (1, 1, 0)))]
+
+
+def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
+    """Strictly loads a checkpoint into Megatron's GPTModel of its TE layers; returns the parameters left unset."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.model import transformer_config
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+
+    init_distributed()
+    spec = read_model_spec(hf_path)
+    role = make_role("student", Layout(tensor=2))
+    model = GPTModel(
+        config=transformer_config(spec, role, torch.float32),
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm),
+        vocab_size=spec.padded_vocab(2),
+        max_sequence_length=spec.max_positions,
+        share_embeddings_and_output_weights=spec.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        pg_collection=role.groups,  # type: ignore[arg-type]
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": role.groups.dp_cp})  # type: ignore[attr-defined]
+    assert any("norm._extra_state" in key for key in state)
+    model.load_state_dict(dist_checkpointing.load(state, checkpoint))
+    return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]

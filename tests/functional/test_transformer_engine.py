@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pool import Pools
 from safetensors.torch import load_file
 from test_convert import LAYOUTS, _hf_states, ranks
 from test_golden import TOLERANCE, check, overrides
+from test_step import BASE, adamw_step, weights
 from tiny_models import SIZES, Models, assert_same_tensors
 
 from nemo_oprd.config import load_config
@@ -196,3 +198,93 @@ def test_checkpoints_load_in_either_kind_of_layer(
     megatron_to_hf(tmp_path / "checkpoint", tmp_path / "hf", dtype="float32", progress=False)
     assert_same_tensors(models(name), tmp_path / "hf")
     assert torch.float32 == load_file(tmp_path / "hf/model.safetensors")["model.norm.weight"].dtype
+
+
+@pytest.mark.parametrize("name", ["qwen3_untied", "qwen2_tied"])
+def test_megatrons_own_te_model_loads_a_converted_checkpoint(
+    run: Callable[..., Any], models: Models, tmp_path: Path, name: str
+) -> None:
+    """Its loader is strict about the (empty) extra states of Transformer Engine's norms, which local layers lack."""
+    hf_to_megatron(models(name), tmp_path / "megatron", progress=False)
+    assert not run(
+        2,
+        TE,
+        "te_cases:load_into_megatrons_own_model",
+        checkpoint=str(tmp_path / "megatron"),
+        hf_path=str(models(name)),
+    )
+
+
+def test_one_step_is_one_adamw_step(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Which ranks' gradients are added, and what counts for the norm that clips them, depends on the parameters' marks.
+
+    See test_step.py for the settings.
+    """
+    sizes = ["student.parallel.tensor=2", "student.parallel.sequence=true"]
+    settings = [*BASE, "train.clip_grad=0.5", "train.steps=1", f"output={tmp_path / 'run'}", *sizes]
+    run(2, TE, "cases:run_train", overrides=settings)
+    expected, norm = adamw_step(0.5)
+    got = weights(tmp_path / "run/hf")
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("first", "then"), [(LOCAL, TE), (TE, LOCAL)])
+def test_a_run_goes_on_with_the_other_kind_of_layer(
+    run: Callable[..., Any], tmp_path: Path, first: str, then: str
+) -> None:
+    """Model and optimizer state, at another layout."""
+    shared = [*BASE, "train.save_every=1"]
+    tensor, pipeline = ["student.parallel.tensor=2"], ["student.parallel.pipeline=2"]
+    for output, layers, steps, sizes in (
+        ("whole", first, 2, tensor),
+        ("parts", first, 1, tensor),
+        ("parts", then, 2, pipeline),
+    ):
+        settings = [*shared, *sizes, f"train.steps={steps}", f"output={tmp_path / output}"]
+        if (tmp_path / output / "hf").exists():
+            shutil.rmtree(tmp_path / output / "hf")
+        run(2, layers, "cases:run_train", overrides=settings)
+    expected, got = weights(tmp_path / "whole/hf"), weights(tmp_path / "parts/hf")
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=2e-5)
+
+
+def test_sampling_from_a_student_of_these_layers(run: Callable[..., Any], models: Models) -> None:
+    """Generation is local layers with our cache, also where Transformer Engine is: the refit translates the names."""
+    from transformers import AutoModelForCausalLM
+
+    prompts, steps = [[5, 8, 13], [2, 7]], 6
+    got = run(2, TE, "te_cases:sample_after_refit", hf_path=str(models("qwen3_untied")), prompts=prompts, steps=steps)
+    model = AutoModelForCausalLM.from_pretrained(models("qwen3_untied"), dtype=torch.float32)
+    for prompt, response in zip(prompts, got, strict=True):
+        ids = list(prompt)
+        for _ in range(steps):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert response == ids[len(prompt) :]
+
+
+def test_backend_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, without Transformer Engine and without CUDA."""
+    from nemo_oprd.megatron.model import LAYERS_VARIABLE, layer_backend
+
+    monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
+    assert layer_backend() == LOCAL
+    monkeypatch.setenv(LAYERS_VARIABLE, "te")
+    with pytest.raises(ValueError, match=r"NEMO_OPRD_LAYERS='te'; expected 'local' or 'transformer_engine'"):
+        layer_backend()
+    monkeypatch.setenv(LAYERS_VARIABLE, TE)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not installed; install it with .* or set NEMO_OPRD_LAYERS=local"):
+        layer_backend()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert layer_backend() == TE
+    monkeypatch.delenv(LAYERS_VARIABLE)
+    assert layer_backend() == LOCAL
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert layer_backend() == TE
+    monkeypatch.setenv(LAYERS_VARIABLE, LOCAL)
+    assert layer_backend() == LOCAL
