@@ -36,6 +36,7 @@ from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
 from nemo_oprd.megatron.names import named_parameters, rules_by_name
 from nemo_oprd.megatron.parallel import Role, device
 
+# the environment variable with which a user chooses the layers
 LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
 
 
