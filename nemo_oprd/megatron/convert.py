@@ -38,6 +38,8 @@ _WITH_EXTRA_STATE = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
+# Transformer Engine's have one: Megatron's loader wants it in the checkpoint when the model is made of those
+_NORMS_WITH_EXTRA_STATE = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 # What programs put before a model's keys ("model.", "model0.", "module."). Not just any prefix will do: the optimizer's
 # tensors end like the parameters they belong to ("optimizer.state.exp_avg.decoder...").
 _PREFIX = r"(?:(?:model|module)\d*\.)*"
@@ -284,10 +286,13 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
             bar.update()
         for layer in range(spec.num_layers):
             file = _file(layout, layout.stage_of_layer(layer + 1, spec.num_layers)[0], 0)
-            for module in _WITH_EXTRA_STATE:
+            for module in _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ()):
                 # how Megatron names part `layer` of L of something that isn't a tensor; it expects a list of one
                 key = f"decoder.layers.{module}._extra_state/shard_{layer}_{spec.num_layers}"
                 writer.add_object(file, key, [None])
+        writer.add_object(
+            _file(layout, layout.pipeline - 1, 0), "decoder.final_layernorm._extra_state/shard_0_1", [None]
+        )
         writer.complete()
 
 

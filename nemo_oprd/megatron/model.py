@@ -8,6 +8,7 @@ terms). What is built where Transformer Engine is absent is Megatron's local lay
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -35,11 +36,30 @@ from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
 from nemo_oprd.megatron.names import named_parameters, rules_by_name
 from nemo_oprd.megatron.parallel import Role, device
 
+# the environment variable with which a user chooses the layers
+LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
+
 
 def layer_backend() -> str:
-    """ "transformer_engine" where it is installed and CUDA is there, else "local"."""
-    available = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
-    return "transformer_engine" if available else "local"
+    """Which layers are built: "transformer_engine" where it is installed and CUDA is there, else "local".
+
+    The environment variable NEMO_OPRD_LAYERS=local|transformer_engine overrides that, alike on all ranks. Local layers
+    are for GPU machines whose Transformer Engine doesn't fit, and for float32 with context parallelism, for which it
+    has no attention kernel.
+
+    Raises:
+        ValueError: the variable holds another word, or asks for a Transformer Engine that isn't installed.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    wish = os.environ.get(LAYERS_VARIABLE, "")
+    if wish not in ("", "local", "transformer_engine"):
+        raise ValueError(f"{LAYERS_VARIABLE}={wish!r}; expected 'local' or 'transformer_engine', or unset it")
+    if wish == "transformer_engine" and not installed:
+        raise ValueError(
+            f"{LAYERS_VARIABLE}=transformer_engine, but the package transformer_engine is not installed; "
+            f"install it with pip install 'nemo-oprd[te]', or set {LAYERS_VARIABLE}=local"
+        )
+    return wish or ("transformer_engine" if installed and torch.cuda.is_available() else "local")
 
 
 class RMSNorm(torch.nn.Module):
@@ -61,12 +81,15 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normed.to(hidden.dtype)
 
 
-class _RowParallelWithBias(RowParallelLinear):
+def _with_bias(row_parallel: type) -> type:
     """Output projection with a bias in models whose MLP has none (Qwen3 with `attention_bias`)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs["bias"] = True
-        super().__init__(*args, **kwargs)
+    class RowParallelWithBias(row_parallel):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["bias"] = True
+            super().__init__(*args, **kwargs)
+
+    return RowParallelWithBias
 
 
 class _NotBuilt(MegatronModule):
@@ -140,12 +163,13 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
     if backend == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        if spec.proj_bias:
-            raise ValueError(f"{spec.model_type} with attention_bias has no Transformer Engine layer here yet")
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        if spec.proj_bias:
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_proj = _with_bias(attention.linear_proj)
         return ModuleSpec(module=DistillingLayer, submodules=layer.submodules)
     norm = ModuleSpec(module=RMSNorm)
-    proj = _RowParallelWithBias if spec.proj_bias else RowParallelLinear
+    proj = _with_bias(RowParallelLinear) if spec.proj_bias else RowParallelLinear
     return ModuleSpec(
         module=DistillingLayer,
         submodules=TransformerLayerSubmodules(
@@ -176,8 +200,28 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
     )
 
 
+# Transformer Engine's norms have an extra state (empty: it is for FP8), which local layers and its older versions lack.
+_NORM_EXTRA_STATE = "norm._extra_state"
+
+
+def _norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
+    """A hook for after `load_state_dict`, which would be strict about them."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_NORM_EXTRA_STATE)]
+
+
 class DistillingModel(GPTModel):
     """One model chunk of a role. Forward gives hidden states; `logits` is a separate step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_load_state_dict_post_hook(_norms_need_no_extra_state)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's, without the norms' extra states: its loader fails over a key that a checkpoint lacks."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return {key: value for key, value in state.items() if not key.endswith(_NORM_EXTRA_STATE)}
 
     def build_schedule_plan(self, *_: Any, **__: Any) -> None:
         """Refused: a schedule plan runs the parts of a layer without the layer's forward.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import sys
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
@@ -23,8 +24,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _work(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
+    # the parent's sys.path was copied here already: PYTHONPATH alone would come too late
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ.update(
+        environment,
         RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(rank),
@@ -54,16 +58,20 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    """`size` ranks."""
+    """`size` ranks.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        environment: variables set in the workers before they import anything; PYTHONPATH comes first on their path.
+    """
+
+    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
         context = mp.get_context("spawn")
         port = _free_port()
         self.size = size
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, port, theirs))
+            process = context.Process(target=_work, args=(rank, size, port, theirs, environment or {}))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -108,7 +116,8 @@ class Pool:
 class Pools:
     """One pool per size, started when first asked for and again after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self.environment = environment
         self._pools: dict[int, Pool] = {}
 
     def __getitem__(self, size: int) -> Pool:
@@ -116,7 +125,7 @@ class Pools:
             for other in list(self._pools):
                 if other != size and self._pools[other].size + size > 5:
                     self._pools.pop(other).close()  # at most a handful of processes at a time
-            self._pools[size] = Pool(size)
+            self._pools[size] = Pool(size, self.environment)
         return self._pools[size]
 
     def close(self) -> None:

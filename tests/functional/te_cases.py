@@ -1,0 +1,156 @@
+"""What workers run that have the stand-in for Transformer Engine on their path (te_stand_in/)."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from typing import Any
+
+import torch
+
+
+def with_layers(layers: str, function: str, **kwargs: Any) -> Any:
+    """Calls `function` ("module:name") with NEMO_OPRD_LAYERS=layers."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+    from nemo_oprd.megatron.model import LAYERS_VARIABLE, layer_backend
+
+    assert HAVE_TE, "the stand-in is not on the path, or Megatron was imported before it was put there"
+    TEDotProductAttention.cp_stream = "in place of a CUDA stream, which Megatron makes when there is none"
+    os.environ[LAYERS_VARIABLE] = layers
+    assert layer_backend() == layers
+    module, name = function.split(":")
+    return getattr(importlib.import_module(module), name)(**kwargs)
+
+
+def signatures() -> dict[str, Any]:
+    """The stand-in's version and the parameters of its classes, spelled as in te_signatures.json."""
+    import transformer_engine as te
+
+    found: dict[str, Any] = {"version": te.__version__}
+    for name in ("Linear", "LayerNormLinear", "RMSNorm", "DotProductAttention"):
+        for method in ("__init__", "forward", "set_context_parallel_group"):
+            function = getattr(getattr(te.pytorch, name), method, None)
+            if function is not None:
+                parameters = list(inspect.signature(function).parameters.values())[1:]
+                found[f"{name}.{method}"] = [_spelled(parameter) for parameter in parameters]
+    return found
+
+
+def _spelled(parameter: inspect.Parameter) -> str:
+    star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    return star + parameter.name + ("" if parameter.default is parameter.empty else f"={parameter.default!r}")
+
+
+def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:
+    """Rule name -> (Megatron's name, shape, tensor-parallel axis or None, whether sequence parallelism splits it)."""
+    import torch.distributed as dist
+
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.names import local_name
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+
+    init_distributed()
+    role = make_role("student", Layout(**layout))
+    chunks = build_chunks(read_model_spec(hf_path), role, torch.float32)
+    described = {
+        local_name(chunk, name): (
+            name,
+            tuple(parameter.shape),
+            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
+            bool(getattr(parameter, "sequence_parallel", False)),
+        )
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    }
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, described)
+    return {rule: values for stage in everywhere for rule, values in stage.items()}
+
+
+def module_classes(hf_path: str) -> dict[str, str]:
+    """Which classes a layer and the final norm are built of: where in the model -> package and class."""
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+
+    init_distributed()
+    (chunk,) = build_chunks(read_model_spec(hf_path), make_role("student", Layout()), torch.float32)
+    layer = chunk.decoder.layers[0]
+    named = {
+        "": layer,
+        "qkv": layer.self_attention.linear_qkv,
+        "attention": layer.self_attention.core_attention,
+        "proj": layer.self_attention.linear_proj,
+        "q norm": layer.self_attention.q_layernorm,
+        "k norm": layer.self_attention.k_layernorm,
+        "fc1": layer.mlp.linear_fc1,
+        "fc2": layer.mlp.linear_fc2,
+        "final norm": chunk.decoder.final_layernorm,
+    }
+    return {
+        where: f"{type(module).__module__.split('.')[0]}.{type(module).__name__}" for where, module in named.items()
+    }
+
+
+def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> list[list[int]]:
+    """Greedy responses of the in-process engine (local layers, one rank each) with a TP2 student's weights."""
+    from types import SimpleNamespace
+
+    from nemo_oprd.config import load_config
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.megatron.weights import HFCheckpoint, gather_hf, load_hf
+    from nemo_oprd.rollout.base import Request, Sampling
+    from nemo_oprd.rollout.megatron import MegatronEngine
+
+    init_distributed()
+    spec = read_model_spec(hf_path)
+    role = make_role("student", Layout(tensor=2))
+    chunks = build_chunks(spec, role, torch.float32)
+    load_hf(chunks, spec, role, HFCheckpoint(hf_path).__getitem__, hf_path)
+    config = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c"])
+    engine = MegatronEngine(config, spec, role.layout, eos_ids=())
+    student: Any = SimpleNamespace(hf_weights=lambda: gather_hf(chunks, spec, role))
+    engine.update_weights(student)
+    requests = [Request(prompt) for prompt in prompts]
+    return [rollout.response_ids for rollout in engine.generate(requests, Sampling(0.0, 1.0, steps, (1, 1, 0)))]
+
+
+def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
+    """Strictly loads a checkpoint into Megatron's GPTModel of its TE layers; returns the parameters left unset."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.model import transformer_config
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+
+    init_distributed()
+    spec = read_model_spec(hf_path)
+    role = make_role("student", Layout(tensor=2))
+    model = GPTModel(
+        config=transformer_config(spec, role, torch.float32),
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm),
+        vocab_size=spec.padded_vocab(2),
+        max_sequence_length=spec.max_positions,
+        share_embeddings_and_output_weights=spec.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        pg_collection=role.groups,  # type: ignore[arg-type]
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": role.groups.dp_cp})  # type: ignore[attr-defined]
+    assert any("norm._extra_state" in key for key in state)
+    model.load_state_dict(dist_checkpointing.load(state, checkpoint))
+    return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]

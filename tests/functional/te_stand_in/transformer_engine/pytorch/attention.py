@@ -1,0 +1,135 @@
+"""DotProductAttention for packed sequences (`qkv_format="thd"`), with grouped heads and zig-zag context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .distributed import Gather
+from .modules import WithExtraState, require
+
+
+class DotProductAttention(WithExtraState):
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: Any,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Any = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+    ) -> None:
+        super().__init__()
+        require(
+            attention_dropout=(attention_dropout, 0.0),
+            window_size=(window_size, None),
+            attention_type=(attention_type, "self"),
+            cp_comm_type=(cp_comm_type, "p2p"),
+            softmax_type=(softmax_type, "vanilla"),
+            return_max_logit=(return_max_logit, False),
+        )
+        size = tp_size if tp_group is None else tp_group.size()
+        self.heads = num_attention_heads // size
+        self.groups = (num_gqa_groups or num_attention_heads) // size
+        self.channels = kv_channels
+        self.scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.cp_group = cp_group
+        self.register_load_state_dict_post_hook(_without_extra_state_is_fine)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        self.cp_group = cp_group
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Any = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        num_splits: int | None = 1,
+    ) -> torch.Tensor:
+        """query [T, A, C], key and value [T, G, C] of this context rank -> [T, A * C].
+
+        The assertions are the conditions that the real one documents or checks; sequence lengths are global.
+        """
+        require(
+            attention_mask=(attention_mask, None),
+            qkv_format=(qkv_format, "thd"),
+            attn_mask_type=(attn_mask_type, "padding_causal"),
+            window_size=(window_size, None),
+            core_attention_bias_type=(core_attention_bias_type, "no_bias"),
+            inference_params=(inference_params, None),
+            cu_seqlens_q_padded=(cu_seqlens_q_padded, None),
+            cu_seqlens_kv_padded=(cu_seqlens_kv_padded, None),
+        )
+        assert all(tensor.dim() == 3 for tensor in (query_layer, key_layer, value_layer))
+        assert query_layer.shape[1:] == (self.heads, self.channels)
+        assert key_layer.shape == value_layer.shape and key_layer.shape[1:] == (self.groups, self.channels)
+        assert cu_seqlens_q is not None and cu_seqlens_kv is not None
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        assert cu_seqlens_q.device == query_layer.device
+        assert cu_seqlens_q.dim() == 1 and torch.equal(cu_seqlens_q, cu_seqlens_kv)
+        lengths = cu_seqlens_q.diff()
+        size, rank = (1, 0) if self.cp_group is None else (self.cp_group.size(), self.cp_group.rank())
+        assert isinstance(max_seqlen_q, int) and max_seqlen_q == max_seqlen_kv and max_seqlen_q >= int(lengths.max())
+        assert int(cu_seqlens_q[-1]) == len(query_layer) * size, "every token belongs to a sequence"
+        if size > 1:
+            assert not bool((lengths % (2 * size)).any()), "lengths must be multiples of 2 * context parallel size"
+            order = torch.cat([_positions(lengths, size, other) for other in range(size)]).argsort()
+            key_layer, value_layer = (Gather.apply(part, self.cp_group)[order] for part in (key_layer, value_layer))
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+        where = torch.arange(len(sequence))
+        mine = _positions(lengths, size, rank)
+        allowed = (sequence[mine][:, None] == sequence[None]) & (mine[:, None] >= where[None])
+        repeated = [part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key_layer, value_layer)]
+        scores = torch.einsum("qac,kac->aqk", query_layer, repeated[0]).float() * self.scale
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).to(query_layer.dtype)
+        return torch.einsum("aqk,kac->qac", weights, repeated[1]).flatten(1)
+
+
+def _positions(lengths: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """Places in the whole pack of the tokens of a context rank: of each sequence its `rank`-th chunk of 2 * size from
+    the start and from the end."""
+    places, start = [], 0
+    for length in lengths.tolist():
+        chunks = torch.arange(start, start + length).chunk(2 * size) if size > 1 else [torch.arange(length) + start]
+        places += [chunks[rank], chunks[2 * size - 1 - rank]] if size > 1 else list(chunks)
+        start += length
+    return torch.cat(places)
+
+
+def _without_extra_state_is_fine(module: torch.nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [key for key in keys.missing_keys if "core_attention._extra_state" not in key]
