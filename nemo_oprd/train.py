@@ -18,15 +18,16 @@ import torch.distributed as dist
 
 from nemo_oprd.config import Config
 from nemo_oprd.data.prompts import load_prompts, prompt_order
+from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
 from nemo_oprd.families import ModelSpec, read_model_spec
-from nemo_oprd.megatron.checkpoint import latest_step, load_checkpoint, save_checkpoint
+from nemo_oprd.megatron.checkpoint import check_checkpoint, latest_step, load_checkpoint, save_checkpoint
 from nemo_oprd.megatron.export import export_hf
 from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import make_system, model_directory, open_model
+from nemo_oprd.setup import check_vocabulary, make_system, model_directory, open_model
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -77,25 +78,32 @@ class Run:
     def __init__(self, config: Config) -> None:
         self.config, self.clock = config, Clock()
         self.checkpoints = Path(config.output) / "checkpoints"
+        check_output(config.output)
         self.source = model_directory(config.student)
         spec = read_model_spec(self.source)
+        check_sources_stay(config)
         # data before models: a mistake in a file should not cost the loading of models
         self.first_step = latest_step(self.checkpoints) or 0
+        if self.first_step:
+            check_checkpoint(self.checkpoints, self.first_step, spec)
         self.tokenizer: Tokenizer | None = None
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
         replay = config.rollout.replay
-        recorded = ReplayEngine(replay, spec.vocab_size) if replay is not None else None
+        recorded = ReplayEngine(replay, spec.vocab_size, spec.max_positions) if replay is not None else None
         if recorded is None:
             if config.data.train is None:
-                raise ValueError("data.train is not set; expected a file of prompts (or rollout.replay=FILE)")
+                raise ValueError(
+                    "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
+                )
             self.tokenizer = Tokenizer.load(self.source)
+            check_vocabulary(self.tokenizer, spec, self.source)
             check_tokenizers(self.tokenizer, model_directory(config.teacher))
             if config.evaluation.teacher:
                 check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
             self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
             if config.evaluation.every:
-                self.evaluator = Evaluator(config, self.tokenizer)
+                self.evaluator = Evaluator(config, self.tokenizer, spec.max_positions)
         self.system = make_system(config)
         student = self.system.student
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
@@ -151,7 +159,7 @@ class Run:
         if self.config.evaluation.teacher:
             self.log.say("evaluating the teacher")
             assert isinstance(self.engine, MegatronEngine)
-            self.engine.load(open_model(self.config.teacher), "teacher")
+            self.engine.load(open_model(self.config.teacher, self.system.objective.teacher), "teacher")
             metrics.update(self.evaluator.evaluate(self.engine, prefix="teacher/"))
             self.engine.update_weights(self.system.student)
         self.log.write(0, metrics)
@@ -183,6 +191,17 @@ class Run:
         if self.evaluator is not None and dist.get_rank() == 0:
             print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
         self.log.close()
+
+
+def check_sources_stay(config: Config) -> None:
+    """Raises ValueError where the export at the end would replace a model that the run reads."""
+    for role, model in (("student", config.student), ("teacher", config.teacher)):
+        target = Path(config.output) / "hf"
+        if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
+            raise ValueError(
+                f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
+                "expected different directories: choose another output"
+            )
 
 
 def check_tokenizers(student: Tokenizer, teacher_directory: Path) -> None:
@@ -218,7 +237,10 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
     limit = config.data.max_prompt_tokens
     requests = []
     for prompt in load_prompts(str(config.data.train)):
-        ids = tokenizer.encode_prompt(list(prompt.messages))
+        try:
+            ids = tokenizer.encode_prompt(list(prompt.messages))
+        except ValueError as error:
+            raise ValueError(f"data.train={config.data.train}: prompt {prompt.index}: {error}") from error
         if limit is not None and len(ids) > limit:
             continue
         if len(ids) >= max_positions:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.megatron.student import Student
+from nemo_oprd.megatron.torch_dist import hf_directory, open_torch_dist
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -36,15 +39,42 @@ def latest_step(root: Path) -> int | None:
     tracker = root / LATEST
     if not tracker.is_file():
         return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise ValueError(f"{tracker} holds {text!r}; expected the number of a checkpoint such as 50")
+    text = tracker.read_text(errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
+        known = sorted(path.name for path in root.glob("iter_*"))
+        raise ValueError(
+            f"{tracker} holds {text[:40]!r}; expected the number of a checkpoint such as 50: write that of one of "
+            f"{known} into it, or remove it to start over"
+        )
     if not (iteration_directory(root, int(text)) / "state.json").is_file():
         raise ValueError(
             f"{tracker} names {iteration_directory(root, int(text)).name}, which is missing or incomplete; "
             "write the number of an existing checkpoint into it, or remove it to start over"
         )
     return int(text)
+
+
+def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
+    """Raises ValueError unless the checkpoint after `step` updates is whole, and of a model of `spec`."""
+    directory = iteration_directory(root, step)
+    saved = read_model_spec(hf_directory(directory))
+    differing = [f.name for f in fields(ModelSpec) if f.compare and getattr(saved, f.name) != getattr(spec, f.name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{directory} is a checkpoint of another model: {name}={getattr(saved, name)} there, and "
+            f"{getattr(spec, name)} in the student's config.json; expected that of the same student: choose another "
+            "output"
+        )
+    open_torch_dist(directory)
+    try:
+        torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever damaged bytes give
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{directory / 'common.pt'} can't be read ({reason}); expected plain values and tensors: copy the "
+            f"checkpoint again, or write the number of another one into {root / LATEST}"
+        ) from error
 
 
 def save_checkpoint(root: Path, step: int, student: Student, source: Path, keep: int) -> None:
