@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -297,6 +298,7 @@ def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
                 merged[role][other] = None
 
 
+@functools.cache
 def _fields(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}

@@ -68,10 +68,11 @@ class HFCheckpoint:
             return [self.path / name for name in names]
         if not files:
             pickled = sorted(file.name for file in [*self.path.glob("*.bin"), *self.path.glob("*.pt*")])
-            hint = f" ({pickled[0]} is a pickle, which is never opened: save_pretrained with transformers once)"
+            hint = ": copy its weights there"
+            if pickled:
+                hint = f"; {pickled[0]} is a pickle, which is never opened: save_pretrained with transformers once"
             raise ValueError(
-                f"{self.path}: no *.safetensors files; expected a Hugging Face model saved as safetensors"
-                + (hint if pickled else ": copy its weights there")
+                f"{self.path}: no *.safetensors files; expected a Hugging Face model saved as safetensors{hint}"
             )
         return files
 

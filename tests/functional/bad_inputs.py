@@ -1,4 +1,4 @@
-"""The table of bad inputs: what is wrong, how to make it, and what the message must say. `docs/errors.md` is made of it.
+"""The table of bad inputs: what is wrong, how to make it, what the message must say. `docs/errors.md` is made of it.
 
     python tests/functional/bad_inputs.py --write
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -119,6 +121,8 @@ def case(name: str, what: str, says: str, *overrides: str, **settings: Any) -> N
     CASES.append(Case(name, _category, what, tuple(says.split(" | ")), overrides, **settings))
 
 
+# One case per line, however long: a table.
+# fmt: off
 _category = "Configuration"
 case("unknown key", "a key that does not exist", "'train.lrr' | did you mean 'train.lr'", "train.lrr=1")
 case("unknown group", "a group that does not exist", "'studnet.hf_path' | did you mean 'student.hf_path'", "studnet.hf_path=x")
@@ -130,12 +134,12 @@ case(
     "broken YAML", "a YAML file with a mistake", "configuration broken | expected YAML | correct it",
     prepare=lambda p: (p.root / "broken.yaml").write_text("train: {steps: 3\nseed: 1\n"),
     arguments=("--config-dir", "{root}", "--config-name", "broken"), library=r"broken: (.*); expected",
-)  # fmt: skip
+)
 case(
     "unknown key in a file", "an unknown key in a YAML file", "'train.stepz' | did you mean 'train.steps'",
     prepare=lambda p: (p.root / "other.yaml").write_text("train: {stepz: 3}\n"),
     arguments=("--config-dir", "{root}", "--config-name", "other"),
-)  # fmt: skip
+)
 case("text for a number", "text where a number belongs", "train.lr='fast' | expected a number", "train.lr=fast")
 case("fraction of a step", "a fraction where an integer belongs", "train.steps=1.5 | expected an integer", "train.steps=1.5")
 case("value for a group", "a value where a group belongs", "train=3 | expected a group of keys | train.steps", "train=3")
@@ -181,7 +185,7 @@ case("size of zero", "a parallel size of 0", "student.parallel.tensor=0 | expect
 
 _category = "Models"
 case("no model", "a directory that does not exist", "{root}/nowhere | no such directory | download it first", "student.hf_path={root}/nowhere")
-case("no config.json", "a directory without a model", "{root}: no config.json there | expected the directory of a Hugging Face model", "teacher.hf_path={root}")
+case("no config.json", "a directory without a model", "{root}: no config.json there | expected the directory of a Hugging Face model", "teacher.hf_path={root}", command="verify")
 case("a checkpoint for a model", "a Megatron checkpoint as hf_path", "student-megatron: no config.json there | checkpoint=", "student.hf_path={root}/student-megatron")
 case("a model for a checkpoint", "a Hugging Face model as checkpoint", "teacher: no metadata.json | expected a torch_dist checkpoint | hf_path=", "teacher.checkpoint={root}/teacher")
 case("config.json cut off", "a config.json that is not JSON", "student/config.json: not valid JSON | copy the file", prepare=lambda p: (p.student / "config.json").write_text('{"model_type": '), library=r"JSON \((.*?)\);")
@@ -420,6 +424,7 @@ case("report of broken metrics", "`report` of malformed metrics", "metrics.jsonl
 case("toy over a file", "`toy` into a file", "prompts.jsonl | expected", command="toy", arguments=("--output", "{root}/prompts.jsonl"))
 
 
+# fmt: on
 def arguments_of(case: Case, place: Place) -> list[str]:
     """The command line of a case."""
     own = [argument.replace("{root}", str(place.root)) for argument in case.arguments]
@@ -454,6 +459,24 @@ def contents(root: Path) -> dict[str, int]:
     return {str(path.relative_to(root)): path.stat().st_mtime_ns for path in root.rglob("*")}
 
 
+def composing_once() -> contextlib.AbstractContextManager:
+    """Hydra takes half a second to compose what is the same in most cases."""
+    import hydra
+
+    compose = hydra.compose
+
+    def cached(name: str, overrides: list[str]) -> Any:
+        key = (name, *overrides)
+        if key not in _composed:
+            _composed[key] = compose(name, overrides=overrides)
+        return copy.deepcopy(_composed[key])
+
+    return mock.patch("hydra.compose", cached)
+
+
+_composed: dict[tuple[str, ...], Any] = {}
+
+
 def run(case: Case, place: Place) -> tuple[int | None, str, str]:
     """Runs a case in this process: exit status, stdout, stderr."""
 
@@ -475,6 +498,8 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
         stack.enter_context(mock.patch("torch.distributed.is_initialized", lambda: False))
         stack.enter_context(mock.patch.dict(os.environ, {"WORLD_SIZE": str(case.ranks), "RANK": "0"}))
         stack.enter_context(case.wrap())
+        if not case.arguments:
+            stack.enter_context(composing_once())
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:
@@ -486,8 +511,6 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
 
 def readable(case: Case, message: str, place: Place) -> str:
     """A message without this machine's paths and without the words of libraries, whose versions differ."""
-    import re
-
     message = message.replace(str(place.root), "DIR").replace(str(GOLDEN), "tests/golden")
     message = message.replace(str(default_config_dir()), "conf")
     if case.library:
@@ -502,10 +525,10 @@ def document(messages: dict[str, str]) -> str:
     lines = [
         "# What is wrong, and what the program says",
         "",
-        "Every line was produced by running its case (`python tests/functional/bad_inputs.py --write`); a test compares.",
+        "Every line was produced by its case (`python tests/functional/bad_inputs.py --write`), and a test compares.",
         "One rank prints one line `error: ...` on stderr and the program ends with status 2, before a process group is",
-        "joined or a model is built, and without making or changing the output directory. `DIR` is where the inputs lie;",
-        "`...` are words of a library. `NEMO_OPRD_TRACEBACK=1` shows the traceback instead.",
+        "joined or a model is built, and without making or changing the output directory. `DIR` is where the inputs",
+        "lie; `...` are words of a library. `NEMO_OPRD_TRACEBACK=1` shows the traceback instead.",
     ]
     for category in dict.fromkeys(case.category for case in CASES):
         lines += ["", f"## {category}", "", "| input | message |", "|---|---|"]
