@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import math
+import os
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -257,12 +261,19 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     directory = Path(config_dir or default_config_dir()).resolve()
+    if not directory.is_dir():
+        raise ValueError(f"--config-dir {config_dir}: no such directory; expected one with {name}.yaml in it")
     name = name.removesuffix(".yaml")
     if not (directory / f"{name}.yaml").is_file():
         known = sorted(file.stem for file in directory.glob("*.yaml"))
-        raise ValueError(f"--config-name {name}: no {name}.yaml in {directory}; there are {known}")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        raise ValueError(
+            f"--config-name {name}: no {name}.yaml in {directory}, expected one of {known}"
+            + (f"; did you mean {near[0]!r}?" if near else "; choose one, or name its directory with --config-dir")
+        )
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides or []))
         groups = [o for o in parsed if (directory / str(o.key_or_group)).is_dir()]
@@ -273,13 +284,23 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
             if override in groups:
                 continue
             if override.is_delete() or override.is_sweep_override():
-                raise ValueError(f"{override.input_line}: expected key=value; deletions and sweeps are not supported")
-            _known_key(override.key_or_group, f"override {override.input_line}")
+                raise ValueError(
+                    f"{override.input_line}: expected key=value; deletions and sweeps are not supported: give one "
+                    "value, or null"
+                )
+            _known_key(override.key_or_group, "command line")
             OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
         _replace_model_sources(merged, {str(override.key_or_group) for override in parsed})
         plain = OmegaConf.to_container(merged, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(f"configuration {name}: {error}") from error
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"configuration {name}: {reason}; expected YAML in {name}.yaml and KEY=VALUE on the command line: "
+            "correct it"
+        ) from error
+    if not isinstance(plain, dict):
+        raise ValueError(f"configuration {name}: {name}.yaml holds a list, expected keys and values; correct it")
+    _refuse_secrets(plain, "")
     config = _build(Config, plain, "")
     check(config)
     return config
@@ -294,6 +315,7 @@ def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
                 merged[role][other] = None
 
 
+@functools.cache
 def _fields(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
@@ -309,8 +331,43 @@ def _all_keys(cls: type, prefix: str = "") -> list[str]:
 
 
 def _unknown(key: str, where: str) -> ValueError:
+    if _SECRET_KEY.search(key):
+        return ValueError(
+            f"{where}: unknown key {key!r}; expected no secrets in a configuration, because it is saved with the run: "
+            "set the environment variable that the program reads (WANDB_API_KEY, HF_TOKEN)"
+        )
     near = difflib.get_close_matches(key, _all_keys(Config), n=1, cutoff=0.5)
-    return ValueError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    hint = (
+        f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(_fields(Config))}, or a key in them"
+    )
+    return ValueError(f"{where}: unknown key {key!r}{hint}")
+
+
+# Names of keys and of environment variables that hold secrets, and what the keys of Hugging Face and W&B look like. A
+# W&B key must be the whole value: directories of a Hugging Face cache have commit hashes in their names.
+_SECRET_KEY = re.compile(r"(api_?key|(access|auth|hf)_?token|(^|\.)token|secret|passw(or)?d|credentials?)$", re.I)
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{30,}|^[0-9a-f]{40}$")
+# shorter values of environment variables (an empty or a dummy one) would be found in harmless text
+_SECRET_LENGTH = 8
+
+
+def _refuse_secrets(value: Any, key: str) -> None:
+    """Raises ValueError, without saying the value, where one would end up in config.yaml, e.g. by "
+    f"`${oc.env:HF_TOKEN}`."""
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_secrets(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str):
+        secrets = [
+            n for n, v in os.environ.items() if _SECRET_VARIABLE.search(n) and len(v) >= _SECRET_LENGTH and v in value
+        ]
+        if secrets or _SECRET_VALUE.search(value):
+            what = f"the value of the environment variable {secrets[0]}" if secrets else "what looks like an access key"
+            raise ValueError(
+                f"{key} holds {what} (not shown); expected no secrets, because the configuration is saved with the "
+                "run: remove it, programs read it from the environment"
+            )
 
 
 def _known_key(key: str, where: str) -> None:
@@ -351,6 +408,8 @@ def _build(hint: Any, value: Any, key: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {str(name): _build(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ValueError(f"{key}={value}: expected a finite number; choose one")
         return float(value)
     if hint in (int, str, bool, types.NoneType) and type(value) is hint:
         return value
@@ -375,16 +434,25 @@ def check(config: Config) -> None:
         if (model.hf_path is None) == (model.checkpoint is None):
             raise ValueError(
                 f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: "
-                "expected exactly one of the two"
+                "expected exactly one of the two; set the other to null"
             )
         for name in ("tensor", "pipeline", "virtual_pipeline", "context", "first_stage_layers", "last_stage_layers"):
             size = getattr(model.parallel, name)
             if size is not None and size < 1:
-                raise ValueError(f"{role}.parallel.{name}={getattr(model.parallel, name)}: expected at least 1")
+                raise ValueError(f"{role}.parallel.{name}={size}: expected at least 1; choose 1 or more")
         if model.parallel.virtual_pipeline > 1 and model.parallel.pipeline == 1:
             raise ValueError(
-                f"{role}.parallel.virtual_pipeline={model.parallel.virtual_pipeline} needs {role}.parallel.pipeline > 1"
+                f"{role}.parallel.virtual_pipeline={model.parallel.virtual_pipeline} needs {role}.parallel.pipeline "
+                "> 1; raise that, or set it to 1"
             )
+    if config.teacher.ranks is not None and config.teacher.ranks < 1:
+        raise ValueError(f"teacher.ranks={config.teacher.ranks}: expected at least 1; choose more, or null")
+    student = config.student
+    if student.recompute != "full" and (student.recompute_num_layers, student.recompute_method) != (1, "uniform"):
+        raise ValueError(
+            f"student.recompute_num_layers={student.recompute_num_layers} and student.recompute_method="
+            f"{student.recompute_method} are for student.recompute=full, but it is {student.recompute}; leave them out"
+        )
     if config.teacher.placement == "colocated" and config.teacher.ranks is not None:
         raise ValueError(f"teacher.ranks={config.teacher.ranks} is for teacher.placement=dedicated; set it to null")
     resident = config.teacher.resident_microbatches
@@ -405,18 +473,22 @@ def check(config: Config) -> None:
         "rollout.max_cache_tokens": config.rollout.max_cache_tokens,
         "logging.every": config.logging.every,
         "train.adam_eps": config.train.adam_eps,
+        "evaluation.max_new_tokens": 1
+        if config.evaluation.max_new_tokens is None
+        else config.evaluation.max_new_tokens,
+        "data.max_prompt_tokens": 1 if config.data.max_prompt_tokens is None else config.data.max_prompt_tokens,
         "evaluation.limit": 1 if config.evaluation.limit is None else config.evaluation.limit,
     }
     for key, value in positive.items():
         if value <= 0:
-            raise ValueError(f"{key}={value}: expected more than 0")
+            raise ValueError(f"{key}={value}: expected more than 0; choose a larger number")
     fractions = {
         "rollout.top_p": config.rollout.top_p,
         "evaluation.top_p": config.evaluation.top_p,
     }
     for key, value in fractions.items():
         if not 0 < value <= 1:
-            raise ValueError(f"{key}={value}: expected a number in (0, 1]")
+            raise ValueError(f"{key}={value}: expected a number in (0, 1]; choose one, 1 for all")
     at_least_zero = {
         "loss.representation.weight": config.loss.representation.weight,
         "rollout.temperature": config.rollout.temperature,
@@ -432,13 +504,20 @@ def check(config: Config) -> None:
     }
     for key, value in at_least_zero.items():
         if value < 0:
-            raise ValueError(f"{key}={value}: expected 0 or more")
+            raise ValueError(f"{key}={value}: expected 0 or more; choose another number")
     if not 0 <= config.train.warmup_fraction <= 1:
-        raise ValueError(f"train.warmup_fraction={config.train.warmup_fraction}: expected a number in [0, 1]")
+        raise ValueError(
+            f"train.warmup_fraction={config.train.warmup_fraction}: expected a number in [0, 1]; choose one, "
+            "such as 0.03"
+        )
     if not all(0 <= beta < 1 for beta in config.train.betas):
-        raise ValueError(f"train.betas={list(config.train.betas)}: expected two numbers in [0, 1)")
+        raise ValueError(
+            f"train.betas={list(config.train.betas)}: expected two numbers in [0, 1); choose e.g. [0.9,0.999]"
+        )
     if config.train.min_lr > config.train.lr:
-        raise ValueError(f"train.min_lr={config.train.min_lr} is above train.lr={config.train.lr}")
+        raise ValueError(
+            f"train.min_lr={config.train.min_lr} is above train.lr={config.train.lr}; expected at most that: lower it"
+        )
     if config.train.keep_best is not None:
         k = config.evaluation.samples
         known = [f"val/{name}/{kind}@{k}" for name in config.data.validation for kind in ("avg", "best")]
@@ -448,7 +527,10 @@ def check(config: Config) -> None:
                 "evaluation.every > 0"
             )
     if config.evaluation.every and not config.data.validation:
-        raise ValueError(f"evaluation.every={config.evaluation.every} needs at least one set in data.validation")
+        raise ValueError(
+            f"evaluation.every={config.evaluation.every} needs at least one set in data.validation; "
+            "add e.g. data.validation.aime24=FILE, or set evaluation.every=0"
+        )
 
 
 def _check_there_yet(config: Config) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nemo_oprd.config import Config
+from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import Evaluator, table
 from nemo_oprd.families import read_model_spec
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.megatron import MegatronEngine
-from nemo_oprd.setup import model_directory, open_model
+from nemo_oprd.setup import check_rollout_ranks, check_vocabulary, model_directory, open_model, world_size
 from nemo_oprd.tokens.tokenizer import Tokenizer
 
 
@@ -28,11 +29,16 @@ def evaluate(config: Config) -> None:
     source = model_directory(config.student)
     spec = read_model_spec(source)
     tokenizer = Tokenizer.load(source)
-    evaluator = Evaluator(config, tokenizer)
+    check_output(config.output)
+    check_vocabulary(tokenizer, spec, source)
+    evaluator = Evaluator(config, tokenizer, spec.max_positions)
+    spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    check_rollout_ranks(config, world_size())
+    read = open_model(config.student, spec)
     init_distributed()
     engine = MegatronEngine(config, spec, Layout(data=dist.get_world_size()), tokenizer.eos_ids)
     seed_everything(config.seed, engine.role)
-    engine.load(open_model(config.student), str(source))
+    engine.load(read, str(source))
     metrics = evaluator.evaluate(engine)
     if dist.get_rank() == 0:
         output = Path(config.output)

@@ -12,6 +12,17 @@ from nemo_oprd.rollout.base import Request
 from nemo_oprd.tokens.tokenizer import Tokenizer
 
 
+def check_sources_stay(config: Config) -> None:
+    """Raises ValueError where the export at the end would replace a model that the run reads."""
+    for role, model in (("student", config.student), ("teacher", config.teacher)):
+        target = Path(config.output) / "hf"
+        if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
+            raise ValueError(
+                f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
+                "expected different directories: choose another output"
+            )
+
+
 def check_tokenizers(student: Tokenizer, teacher_directory: Path) -> None:
     """Raises ValueError unless the teacher's tokenizer is the student's: ids mean nothing to another one's model."""
     teacher = Tokenizer.load(teacher_directory)
@@ -45,7 +56,10 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
     limit = config.data.max_prompt_tokens
     requests = []
     for prompt in load_prompts(str(config.data.train)):
-        ids = tokenizer.encode_prompt(list(prompt.messages))
+        try:
+            ids = tokenizer.encode_prompt(list(prompt.messages))
+        except ValueError as error:
+            raise ValueError(f"data.train={config.data.train}: prompt {prompt.index}: {error}") from error
         if limit is not None and len(ids) > limit:
             continue
         if len(ids) >= max_positions:

@@ -83,10 +83,14 @@ class Layout:
             )
         filled = [rest // open_stages if count is None else count for count in counts]
         if min(filled) < 1:
-            raise ValueError(f"pipeline={self.pipeline} is deeper than the model's {num_layers} layers")
+            raise ValueError(
+                f"pipeline={self.pipeline} is deeper than the model's {num_layers} layers; expected a layer on each "
+                f"stage: choose at most {num_layers}"
+            )
         if any(count % self.virtual_pipeline for count in filled):
             raise ValueError(
-                f"virtual_pipeline={self.virtual_pipeline} does not divide the {filled} layers of each pipeline rank"
+                f"virtual_pipeline={self.virtual_pipeline} does not divide the {filled} layers of each pipeline rank; "
+                "choose a common divisor"
             )
         return filled
 

@@ -43,12 +43,13 @@ class Objective:
             raise ValueError(
                 f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
                 f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
-                "between models of the same depth and width"
+                "between models of the same depth and width: choose a teacher of the student's shape"
             )
         if student.vocab_size != teacher.vocab_size:
             raise ValueError(
                 f"student and teacher have vocabularies of {student.vocab_size} and {teacher.vocab_size} ids; ids "
-                "of one tokenizer mean nothing to a model of another, so both models must share a vocabulary"
+                "of one tokenizer mean nothing to a model of another, so both models must share a vocabulary: choose "
+                "a teacher with that of the student"
             )
         layers = supervised_layers(loss.layers, student.num_layers)
         return Objective(

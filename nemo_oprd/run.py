@@ -16,8 +16,8 @@ from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
 from nemo_oprd.families import read_model_spec
-from nemo_oprd.inputs import check_same_architecture, check_tokenizers, encode_prompts
-from nemo_oprd.megatron.checkpoint import check_continuity, load_checkpoint, save_checkpoint
+from nemo_oprd.inputs import check_same_architecture, check_sources_stay, check_tokenizers, encode_prompts
+from nemo_oprd.megatron.checkpoint import check_checkpoint, check_continuity, load_checkpoint, save_checkpoint
 from nemo_oprd.megatron.export import export_hf
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.parallel import device
@@ -27,7 +27,7 @@ from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.pending import Pending
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import Clock, make_system, model_directory, open_model
+from nemo_oprd.setup import Clock, check_vocabulary, make_system, model_directory, open_model
 from nemo_oprd.survival.checkpoints import find_checkpoint
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
@@ -53,13 +53,16 @@ class Run:
         check_output(config.output)
         self.source = model_directory(config.student)
         spec = read_model_spec(self.source)
+        check_sources_stay(config)
         found, passed_over = find_checkpoint(self.checkpoints)
         self.first_step = found or 0
+        if self.first_step:
+            check_checkpoint(self.checkpoints, self.first_step, spec)
         self.tokenizer: Tokenizer | None = None
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
         replay = config.rollout.replay
-        recorded = ReplayEngine(replay, spec.vocab_size) if replay is not None else None
+        recorded = ReplayEngine(replay, spec.vocab_size, spec.max_positions) if replay is not None else None
         if recorded is None:
             self._read_data(spec)
         self.lock = RunLock(self.output) if is_first_rank() else None
@@ -87,14 +90,17 @@ class Run:
     def _read_data(self, spec: Any) -> None:
         config = self.config
         if config.data.train is None:
-            raise ValueError("data.train is not set; expected a file of prompts (or rollout.replay=FILE)")
+            raise ValueError(
+                "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
+            )
         self.tokenizer = Tokenizer.load(self.source)
+        check_vocabulary(self.tokenizer, spec, self.source)
         check_tokenizers(self.tokenizer, model_directory(config.teacher))
         if config.evaluation.teacher:
             check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
         self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
         if config.evaluation.every:
-            self.evaluator = Evaluator(config, self.tokenizer)
+            self.evaluator = Evaluator(config, self.tokenizer, spec.max_positions)
 
     def __enter__(self) -> Run:
         self.signals.__enter__()
@@ -191,7 +197,7 @@ class Run:
         if self.config.evaluation.teacher:
             self.log.say("evaluating the teacher")
             assert isinstance(self.engine, MegatronEngine)
-            self.engine.load(open_model(self.config.teacher), "teacher")
+            self.engine.load(open_model(self.config.teacher, self.system.objective.teacher), "teacher")
             metrics.update(self.evaluator.evaluate(self.engine, prefix="teacher/"))
             self.engine.update_weights(self.system.student)
         self.log.write(0, metrics)

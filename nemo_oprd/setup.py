@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,11 @@ from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, init_distributed, make_role, seed_everything
 from nemo_oprd.megatron.student import Student
+from nemo_oprd.megatron.torch_dist import hf_directory
 from nemo_oprd.megatron.weights import HFCheckpoint, load_hf
 from nemo_oprd.objective import Objective
 from nemo_oprd.teacher.runner import Teacher
+from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout, TeacherTargets
 
 
@@ -113,8 +116,12 @@ class System:
 
 
 def model_directory(model: ModelConfig) -> Path:
-    """Where a model's config.json and tokenizer are: the HF directory, or the copy inside a Megatron checkpoint."""
-    return Path(model.hf_path) if model.hf_path else Path(str(model.checkpoint)) / "hf"
+    """Where a model's config.json and tokenizer are: the HF directory, or the copy inside a Megatron checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is none.
+    """
+    return Path(model.hf_path) if model.hf_path else hf_directory(Path(str(model.checkpoint)))
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -150,29 +157,76 @@ def make_system(config: Config) -> System:
     student_spec = read_model_spec(model_directory(config.student))
     teacher_spec = read_model_spec(model_directory(config.teacher))
     objective = Objective.of(config, student_spec, teacher_spec)
-    init_distributed()
-    student_layout, teacher_layout = make_layouts(config, dist.get_world_size())
+    student_layout, teacher_layout = make_layouts(config, world_size())
     for role, spec, layout in (("student", student_spec, student_layout), ("teacher", teacher_spec, teacher_layout)):
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
         layout.layers_per_stage(spec.num_layers)
     student_spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    check_rollout_ranks(config, student_layout.size)
+    check_recompute(config, student_layout, student_spec.num_layers)
+    read_student, read_teacher = open_model(config.student, student_spec), open_model(config.teacher, teacher_spec)
+    init_distributed()
     student_role = make_role("student", student_layout)
     teacher_role = make_role("teacher", teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)
-    student = Student(config, student_role, objective, open_model(config.student))
-    return System(config, objective, student, make_teacher(config, teacher_spec, teacher_role, objective))
+    student = Student(config, student_role, objective, read_student)
+    teacher = make_teacher(config, teacher_spec, teacher_role, objective, read_teacher)
+    return System(config, objective, student, teacher)
 
 
-def open_model(model: ModelConfig) -> Callable[[str], torch.Tensor]:
-    """A function that reads one HF-named tensor of a model, from either kind of source."""
+def world_size() -> int:
+    """Ranks of this job, also before the process group is joined."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec, source: Path) -> None:
+    """Raises ValueError where the tokenizer makes ids, or stops at ids, that the model doesn't know."""
+    largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
+    if largest >= spec.vocab_size:
+        raise ValueError(
+            f"{source}: the tokenizer knows ids up to {largest} (stop ids {list(tokenizer.eos_ids)}), but "
+            "config.json says "
+            f"vocab_size={spec.vocab_size}; expected ids 0..{spec.vocab_size - 1}: copy the tokenizer of this very "
+            "model"
+        )
+
+
+def check_rollout_ranks(config: Config, ranks: int) -> None:
+    """Raises ValueError unless `rollout.tensor` divides the student's ranks."""
+    if ranks % config.rollout.tensor:
+        raise ValueError(
+            f"rollout.tensor={config.rollout.tensor} does not divide the student's {ranks} rank(s); choose a divisor"
+        )
+
+
+def check_recompute(config: Config, layout: Layout, num_layers: int) -> None:
+    """Raises ValueError where more layers are to be recomputed at a time than a model chunk has."""
+    chunk = min(layout.layers_per_stage(num_layers)) // layout.virtual_pipeline
+    if config.student.recompute == "full" and config.student.recompute_num_layers > chunk:
+        raise ValueError(
+            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the {chunk} "
+            f"layer(s) of a pipeline stage; choose 1 to {chunk}"
+        )
+
+
+def open_model(model: ModelConfig, spec: ModelSpec) -> Callable[[str], torch.Tensor]:
+    """A function that reads one HF-named tensor of a model, from either kind of source.
+
+    Raises:
+        ValueError: a file is missing or damaged, or holds other tensors than a model of `spec` has.
+    """
+    from nemo_oprd.megatron.convert import MegatronCheckpoint, check_source
+
     if model.hf_path:
-        return HFCheckpoint(model.hf_path).__getitem__
-    from nemo_oprd.megatron.convert import MegatronCheckpoint
-
+        checkpoint = HFCheckpoint(model.hf_path)
+        check_source(checkpoint, spec)
+        return checkpoint.__getitem__
     return MegatronCheckpoint(str(model.checkpoint)).__getitem__
 
 
-def make_teacher(config: Config, spec: ModelSpec, role: Role, objective: Objective) -> Teacher:
+def make_teacher(
+    config: Config, spec: ModelSpec, role: Role, objective: Objective, read: Callable[[str], torch.Tensor]
+) -> Teacher:
     """The frozen teacher, no deeper than needed and without its LM head."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     chunks = None
@@ -182,7 +236,7 @@ def make_teacher(config: Config, spec: ModelSpec, role: Role, objective: Objecti
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
-        load_hf(chunks, spec, role, open_model(config.teacher), str(model_directory(config.teacher)))
+        load_hf(chunks, spec, role, read, str(model_directory(config.teacher)))
     teacher = Teacher(spec, role, chunks, objective.layers, objective.teacher_final, dtype)
     if config.teacher.offload:
         teacher.offload()

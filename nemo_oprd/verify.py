@@ -13,10 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from nemo_oprd.config import Config
+from nemo_oprd.disk import check_output
+from nemo_oprd.families import read_model_spec
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup import System, make_system
+from nemo_oprd.setup import System, make_system, model_directory
 from nemo_oprd.types import Rollout
 
 
@@ -27,15 +29,19 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
         ValueError: bad input, or an output directory that something else has filled.
     """
     if config.rollout.replay is None:
-        raise ValueError("verify works on recorded rollouts; set rollout.replay=FILE (a JSONL of rollouts)")
+        raise ValueError(
+            "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
+        )
     if against_reference and not (config.student.hf_path and config.teacher.hf_path):
         raise ValueError("verify --against reference needs both models as student.hf_path and teacher.hf_path")
     output = Path(config.output)
     ours = {"losses.json", "grads.safetensors"}
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):
         raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
+    check_output(output)
+    spec = read_model_spec(model_directory(config.student))
+    rollouts = read_rollouts(config.rollout.replay, spec.vocab_size, spec.max_positions)
     system = make_system(config)
-    rollouts = read_rollouts(config.rollout.replay, system.objective.student.vocab_size)
     result = system.accumulate(rollouts, whole_gradients=True)
     if result is not None:
         if result.trouble:

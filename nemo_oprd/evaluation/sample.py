@@ -21,26 +21,35 @@ TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 class Evaluator:
     """The validation sets of a run. The randomness is that of every other evaluation: two differ by the model alone."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for an unreadable set, or one whose problems have no answers."""
+    def __init__(self, config: Config, tokenizer: Tokenizer, max_positions: int) -> None:
+        """Raises ValueError for an unreadable set, a problem without an answer, or one that leaves no room for it."""
         self.config, self.tokenizer = config, tokenizer
         self.sets: dict[str, list[Prompt]] = {}
+        self.ids: dict[str, list[list[int]]] = {}
         for name, path in config.data.validation.items():
             problems = load_prompts(Path(path))[: config.evaluation.limit]
             unanswered = [p.index for p in problems if p.answer is None]
             if unanswered:
                 raise ValueError(
-                    f"data.validation.{name}={path}: problem {unanswered[0]} has no answer to grade against"
+                    f"data.validation.{name}={path}: problem {unanswered[0]} has no answer to grade against; add "
+                    "an answer to each, or remove those without"
                 )
             self.sets[name] = problems
+            self.ids[name] = [tokenizer.encode_prompt(list(p.messages)) for p in problems]
+            long = [p.index for p, ids in zip(problems, self.ids[name], strict=True) if len(ids) >= max_positions]
+            if long:
+                raise ValueError(
+                    f"data.validation.{name}={path}: problem {long[0]} leaves no room for a response in the model's "
+                    f"{max_positions} positions; expected shorter ones: remove it"
+                )
 
     def evaluate(self, engine: RolloutEngine, prefix: str = "") -> dict[str, float]:
         """`val/<set>/<prefix>avg@k` and so on; the same on every rank (only rank 0 grades). Every rank calls this."""
         settings, metrics = self.config.evaluation, {}
         for number, (name, problems) in enumerate(self.sets.items()):
             requests = [
-                Request(self.tokenizer.encode_prompt(list(p.messages)), answer=p.answer)
-                for p in problems
+                Request(ids, answer=p.answer)
+                for p, ids in zip(problems, self.ids[name], strict=True)
                 for _ in range(settings.samples)
             ]
             sampling = Sampling(

@@ -24,7 +24,7 @@ def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
     """
     if not isinstance(hf_config, dict):
         raise ValueError(
-            f"{source}: holds a {type(hf_config).__name__}, expected an object; copy the file from the model's source again"
+            f"{source}: holds a {type(hf_config).__name__}, expected an object; copy the file from its source again"
         )
     refuse_unknown_code(hf_config, source)
     model_type = hf_config.get("model_type")

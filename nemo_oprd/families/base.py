@@ -224,8 +224,8 @@ def refuse_unknown_code(hf_config: dict, source: str) -> None:
     """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized."""
     if hf_config.get("auto_map"):
         raise ValueError(
-            f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never run; "
-            "expected a model that needs none: remove auto_map if the architecture is a known one"
+            f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never "
+            "run; expected a model that needs none: remove auto_map if the architecture is a known one"
         )
     if hf_config.get("quantization_config"):
         method = dict(hf_config["quantization_config"]).get("quant_method")
@@ -256,7 +256,8 @@ def rope_theta(hf_config: dict, source: str) -> float:
         kind = settings.get("rope_type", settings.get("type", "default"))
         if kind != "default":
             raise ValueError(
-                f"{source}: {key} asks for RoPE type {kind!r}; this family supports only 'default': choose a model without it"
+                f"{source}: {key} asks for RoPE type {kind!r}; expected 'default', "
+                "the only one here: choose a model without it"
             )
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"{source}: {key} asks for partial rotary embeddings, which this family does not support")
@@ -279,8 +280,8 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
         raise ValueError(
             f"{source}: sliding-window attention is asked for "
             f"(use_sliding_window={hf_config.get('use_sliding_window')}, "
-            f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer: choose a model "
-            "without a window, or set use_sliding_window=false if it was trained without"
+            f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer: "
+            "choose a model without a window, or set use_sliding_window=false if it was trained without"
         )
 
 

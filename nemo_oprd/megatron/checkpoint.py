@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,34 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.config import Config
+from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.megatron.student import Student
+from nemo_oprd.megatron.torch_dist import hf_directory, open_torch_dist
 from nemo_oprd.objective import Objective
-from nemo_oprd.survival.checkpoints import BEST, iteration_directory, prune, read_state, seal, write_whole
+from nemo_oprd.survival.checkpoints import BEST, LATEST, iteration_directory, prune, read_state, seal, write_whole
+
+
+def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
+    """Raises ValueError unless the checkpoint after `step` updates is whole, and of a model of `spec`."""
+    directory = iteration_directory(root, step)
+    saved = read_model_spec(hf_directory(directory))
+    differing = [f.name for f in fields(ModelSpec) if f.compare and getattr(saved, f.name) != getattr(spec, f.name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{directory} is a checkpoint of another model: {name}={getattr(saved, name)} there, and "
+            f"{getattr(spec, name)} in the student's config.json; expected that of the same student: choose another "
+            "output"
+        )
+    open_torch_dist(directory)
+    try:
+        torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever damaged bytes give
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{directory / 'common.pt'} can't be read ({reason}); expected plain values and tensors: copy the "
+            f"checkpoint again, or write the number of another one into {root / LATEST}"
+        ) from error
 
 
 def save_checkpoint(

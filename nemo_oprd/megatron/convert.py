@@ -24,7 +24,7 @@ from nemo_oprd.families import FAMILIES, ModelSpec, read_model_spec
 from nemo_oprd.families.base import GateUp, Vocabulary, WeightRule
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.names import TE_NAMES
-from nemo_oprd.megatron.torch_dist import TorchDistWriter, open_torch_dist, read_megatron_tensor
+from nemo_oprd.megatron.torch_dist import TorchDistWriter, hf_directory, open_torch_dist, read_megatron_tensor
 from nemo_oprd.megatron.weights import HFCheckpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -109,7 +109,7 @@ def hf_to_megatron(
     spec = read_model_spec(source)
     layout = _layout(spec, tensor, pipeline)
     checkpoint = HFCheckpoint(source)
-    _check_source(checkpoint, spec)
+    check_source(checkpoint, spec)
     from nemo_oprd.tokens.tokenizer import copy_tokenizer_files
 
     partial = target.with_name(f".partial_{target.name}")
@@ -171,12 +171,7 @@ class MegatronCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._reader, self._metadata = open_torch_dist(self.path)
-        if not (self.path / "hf" / "config.json").is_file():
-            raise ValueError(
-                f"{self.path}: no hf/config.json there; copy config.json and the tokenizer files of the model's source "
-                f"into {self.path / 'hf'}"
-            )
-        self.spec = read_model_spec(self.path / "hf")
+        self.spec = read_model_spec(hf_directory(self.path))
         parameters = checkpoint_parameters(self.spec)
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.rule.hf}
         # one layer's parameters stand for all
@@ -260,8 +255,8 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     return unknown
 
 
-def _check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
-    """Names and shapes of everything, before anything is written."""
+def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
+    """Raises ValueError unless names and shapes of all tensors are those of `spec`; reads no data but a tied head's."""
     for parameter in checkpoint_parameters(spec):
         # tensors without data show how the joined shape comes apart
         parts = parameter.rule.form.take_apart(torch.empty(parameter.shape, device="meta"), spec)

@@ -141,15 +141,28 @@ def check_torch_dist(path: Path) -> None:
         inside = sorted(file.parent.name for file in path.glob("*/metadata.json"))
         hint = f"did you mean {path / inside[-1]}?" if inside else "was its writing interrupted?"
         if (path / "config.json").is_file():
-            hint = (
-                "this is a Hugging Face model, which goes into hf_path=, or through checkpoint_tools/hf_to_megatron.py"
-            )
+            hint = "this is a Hugging Face model: set hf_path= to it, or convert it with hf_to_megatron.py"
         raise ValueError(f"{path}: no metadata.json and .metadata there; expected a torch_dist checkpoint: {hint}")
     if config.sharded_backend != "torch_dist":
         raise ValueError(
             f"{path}: a checkpoint of format {config.sharded_backend!r}; expected 'torch_dist': save it again with "
             "Megatron's --ckpt-format torch_dist"
         )
+
+
+def hf_directory(path: Path) -> Path:
+    """Where a torch_dist checkpoint keeps its model's config.json and tokenizer.
+
+    Raises:
+        ValueError: as `check_torch_dist`, or there is no config.json.
+    """
+    check_torch_dist(path)
+    if not (path / "hf" / "config.json").is_file():
+        raise ValueError(
+            f"{path}: no hf/config.json there; copy config.json and the tokenizer files of the model's source into "
+            f"{path / 'hf'}"
+        )
+    return path / "hf"
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:

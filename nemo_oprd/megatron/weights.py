@@ -7,6 +7,7 @@ anything shaped like a parameter). Loading a checkpoint, refitting the rollout e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -30,9 +31,7 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"{path}: no *.safetensors files; expected a Hugging Face model saved as safetensors")
+        files = self._files()
         self._handles = {}
         self._file_of: dict[str, Path] = {}
         for file in files:
@@ -44,6 +43,38 @@ class HFCheckpoint:
                 ) from error
             self._handles[file] = handle
             self._file_of.update(dict.fromkeys(handle.keys(), file))
+
+    def _files(self) -> list[Path]:
+        """What the index names, where there is one; else every safetensors file."""
+        index = self.path / "model.safetensors.index.json"
+        files = sorted(self.path.glob("*.safetensors"))
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{index}: not a safetensors index ({error!r}), expected an object with weight_map; copy it from "
+                    "its source again"
+                ) from error
+            elsewhere = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+            if elsewhere:
+                raise ValueError(f"{index}: names {elsewhere[0]!r}, expected a file in {self.path}; correct the index")
+            missing = [name for name in names if not (self.path / name).is_file()]
+            if missing:
+                raise ValueError(
+                    f"{self.path / missing[0]}: no such file, but {index.name} names it ({len(missing)} of "
+                    f"{len(names)} shards are missing); expected all shards: copy it from the model's source"
+                )
+            return [self.path / name for name in names]
+        if not files:
+            pickled = sorted(file.name for file in [*self.path.glob("*.bin"), *self.path.glob("*.pt*")])
+            hint = ": copy its weights there"
+            if pickled:
+                hint = f"; {pickled[0]} is a pickle, which is never opened: save_pretrained with transformers once"
+            raise ValueError(
+                f"{self.path}: no *.safetensors files; expected a Hugging Face model saved as safetensors{hint}"
+            )
+        return files
 
     def keys(self) -> list[str]:
         """Names of all tensors."""

@@ -25,36 +25,48 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
     partial.rename(path)
 
 
-def read_rollouts(path: str | Path, vocab_size: int) -> list[Rollout]:
+def read_rollouts(path: str | Path, vocab_size: int, max_positions: int | None = None) -> list[Rollout]:
     """Reads a rollout file; unknown fields are ignored.
 
     Raises:
-        ValueError: no such file, malformed JSON, a missing field, a mask of another length, or an id outside the
-            vocabulary; file and line are named.
+        ValueError: no such file, malformed JSON, a missing field, a mask of another length, an id outside the
+            vocabulary, or more tokens than `max_positions`; file and line are named.
     """
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"rollout.replay={path}: no such file")
+        raise ValueError(
+            f"rollout.replay={path}: no such file; expected a JSONL of rollouts (rollout.save writes them)"
+        )
     rollouts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if line.strip():
             rollouts.append(_parse(line, f"{path}:{number}", vocab_size))
+            if max_positions is not None and rollouts[-1].length > max_positions:
+                raise ValueError(
+                    f"{path}:{number}: {rollouts[-1].length} tokens of prompt and response, but the model has "
+                    f"{max_positions} positions; expected no more: remove the line, or take the model that wrote it"
+                )
     if not rollouts:
-        raise ValueError(f"rollout.replay={path}: the file holds no rollouts")
+        raise ValueError(f"rollout.replay={path}: the file holds no rollouts; expected one JSON object per line")
+    if not any(any(rollout.mask) for rollout in rollouts):
+        raise ValueError(
+            f"rollout.replay={path}: none of the {len(rollouts)} rollouts has a supervised token; expected at least "
+            "one response token whose mask is 1: check response_ids and response_mask"
+        )
     return rollouts
 
 
-def _parse(line: str, where: str, vocab_size: int) -> Rollout:
+def _parse(line: bytes, where: str, vocab_size: int) -> Rollout:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error})") from error
+    except ValueError as error:  # malformed JSON or UTF-8
+        raise ValueError(f"{where}: not valid JSON ({error}); write one UTF-8 JSON object per line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object with prompt_ids and response_ids")
+        raise ValueError(f"{where}: found {str(record)[:60]}, expected a JSON object with prompt_ids and response_ids")
     for name in ("prompt_ids", "response_ids"):
         ids = record.get(name)
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise ValueError(f"{where}: {name} must be a list of integers, found {str(ids)[:60]}")
+            raise ValueError(f"{where}: {name}={str(ids)[:60]}; expected a list of integers: write token ids, not text")
         outside = [i for i in ids if not 0 <= i < vocab_size]
         if outside:
             raise ValueError(
@@ -62,9 +74,11 @@ def _parse(line: str, where: str, vocab_size: int) -> Rollout:
                 "were these rollouts made with another tokenizer?"
             )
     if not record["prompt_ids"] and not record["response_ids"]:
-        raise ValueError(f"{where}: prompt_ids and response_ids are both empty")
+        raise ValueError(f"{where}: prompt_ids and response_ids are both empty; expected a token: remove the line")
     mask = record.get("response_mask")
-    if mask is not None and (len(mask) != len(record["response_ids"]) or not set(mask) <= {0, 1}):
+    if mask is not None and not (isinstance(mask, list) and all(type(i) is int and i in (0, 1) for i in mask)):
+        raise ValueError(f"{where}: response_mask={str(mask)[:60]}; expected a list of 0 and 1, or leave it out")
+    if mask is not None and len(mask) != len(record["response_ids"]):
         raise ValueError(
             f"{where}: response_mask has {len(mask)} entries for {len(record['response_ids'])} response tokens; "
             "expected one 0 or 1 per response token"
@@ -75,9 +89,9 @@ def _parse(line: str, where: str, vocab_size: int) -> Rollout:
 class ReplayEngine:
     """A rollout engine that gives the same recorded batch at every step, whatever is asked for."""
 
-    def __init__(self, path: str | Path, vocab_size: int) -> None:
+    def __init__(self, path: str | Path, vocab_size: int, max_positions: int | None = None) -> None:
         """Raises ValueError as `read_rollouts`."""
-        self.rollouts = read_rollouts(path, vocab_size)
+        self.rollouts = read_rollouts(path, vocab_size, max_positions)
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         """The whole file."""

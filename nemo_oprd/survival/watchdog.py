@@ -24,7 +24,7 @@ _current: Watchdog | None = None
 
 
 def start() -> None:
-    """Starts this process's watchdog once the process group is joined; nothing for a lone process, or if not enabled."""
+    """Starts this process's watchdog where one is wanted and there is somebody to watch; the group is joined."""
     import torch.distributed as dist
 
     global _current

@@ -61,7 +61,14 @@ class Tokenizer:
             )
         from transformers import AutoTokenizer  # seconds to import
 
-        hf_tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        _refuse_remote_code(path)
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a parser says of damaged files; the Rust one raises plain Exception
+            raise ValueError(
+                f"{path}: the tokenizer can't be read ({' '.join(str(error).split())[:200]}); copy the tokenizer files "
+                "from the model's source again"
+            ) from error
         return Tokenizer(path, hf_tokenizer, _eos_ids(path, hf_tokenizer.eos_token_id))
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
@@ -76,9 +83,18 @@ class Tokenizer:
                 "chat_template.jinja there (that of the model's instruction-tuned version, or "
                 "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for plain text)"
             )
-        encoded = self._hf.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors=None
-        )
+        import jinja2  # transformers brings it
+
+        try:
+            encoded = self._hf.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors=None
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(
+                f"{self.path}: the chat template refuses the conversation with roles "
+                f"{[message['role'] for message in messages]} ({error}); expected one that it can lay out: change the "
+                "roles, or the template"
+            ) from error
         return list(encoded["input_ids"])
 
     def encode(self, text: str) -> list[int]:
@@ -117,11 +133,31 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     return names
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # malformed JSON or UTF-8
+        raise ValueError(f"{file}: not valid JSON ({error}); copy the file from the model's source again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds a {type(content).__name__}, expected an object; copy the file again")
+    return content
+
+
+def _refuse_remote_code(path: Path) -> None:
+    file = path / "tokenizer_config.json"
+    asked = _read_json(file).get("auto_map") if file.is_file() else None
+    if asked:
+        raise ValueError(
+            f"{file}: auto_map={asked!r} asks for code from the model's directory, which is never run; expected a "
+            "tokenizer.json that needs none: save it as a fast tokenizer and remove auto_map"
+        )
+
+
 def _eos_ids(path: Path, own: int | None) -> tuple[int, ...]:
     """The stop ids of the first file that names any, else `own`."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
-        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        value = _read_json(file).get("eos_token_id") if file.is_file() else None
         if value is None or value == []:
             continue
         ids = value if isinstance(value, list) else [value]
