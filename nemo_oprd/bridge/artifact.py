@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,123 +23,28 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from nemo_oprd.bridge.covariance import LayerPair
+from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
 
 TENSORS, MANIFEST = "bridge.safetensors", "bridge.json"
 FORMAT = 1
 
 
-@dataclass(frozen=True)
-class ModelIdentity:
-    """What of a model must agree for a bridge to fit it. None is not compared.
+def save_bridge(bridge: Bridge, directory: str | Path) -> None:
+    """Writes both files; each appears complete or not at all. Other files there are left alone.
 
-    `name` says where the model came from and is for people. `tokenizer` is `Tokenizer.fingerprint()`; `weights` any
-    hash of the weights, useful for the frozen teacher (a student's change as it learns).
+    Raises:
+        ValueError: the tensors don't fit the bridge's own description.
     """
-
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int | None = None
-    tokenizer: str | None = None
-    weights: str | None = None
-    name: str = field(default="", compare=False)
+    tensors = {name: value.detach().cpu().float().contiguous() for name, value in bridge.tensors().items()}
+    checked_pairs(tensors, list(bridge.pairs), bridge.rank, bridge.student, bridge.teacher, "this bridge")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / TENSORS, save(tensors))
+    write_manifest(bridge, directory)
 
 
-@dataclass(frozen=True)
-class Capture:
-    """Where hidden states were taken: `loss.representation.position` and `.final_norm`."""
-
-    position: str = "token"
-    final_norm: bool = True
-
-
-@dataclass(frozen=True)
-class LayerBridge:
-    """The frozen maps of one layer pair: float32 [d_T], [r, d_T], [r, d_S], [r] or None."""
-
-    teacher_mean: torch.Tensor
-    teacher_basis: torch.Tensor
-    student_projector: torch.Tensor
-    student_bias: torch.Tensor | None = None
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The ones that are there, by their name in the file."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Bridge:
-    """A pair of frozen linear maps per supervised layer into one space of `rank` dimensions.
-
-    Layers are named by the student's (a student layer has one teacher layer; a teacher layer may serve several).
-    `report` is what the fit has to say: anything that JSON can hold.
-    """
-
-    rank: int
-    pairs: dict[LayerPair, LayerBridge]
-    student: ModelIdentity
-    teacher: ModelIdentity
-    capture: Capture = field(default_factory=Capture)
-    report: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def layers(self) -> dict[int, int]:
-        """Student layer -> teacher layer."""
-        return dict(sorted(self.pairs))
-
-    def _at(self, layer: int) -> LayerBridge:
-        return self.pairs[LayerPair(layer, self.layers[layer])]
-
-    def project_teacher(self, layer: int, teacher_ND: torch.Tensor) -> torch.Tensor:
-        """P_T (h_T - mu_T) for student layer `layer`: [n, d_T] -> [n, r], in float32 or, if given that, float64."""
-        at = self._at(layer)
-        teacher_ND = _at_least_float32(teacher_ND)
-        return (teacher_ND - at.teacher_mean.to(teacher_ND)) @ at.teacher_basis.to(teacher_ND).T
-
-    def project_student(self, layer: int, student_ND: torch.Tensor) -> torch.Tensor:
-        """P_S h_S + b: [n, d_S] -> [n, r], differentiable in h_S; precision as above."""
-        at = self._at(layer)
-        student_ND = _at_least_float32(student_ND)
-        projected_NR = student_ND @ at.student_projector.to(student_ND).T
-        return projected_NR if at.student_bias is None else projected_NR + at.student_bias.to(student_ND)
-
-    def to(self, device: torch.device | str) -> Bridge:
-        """The same bridge with its tensors on `device`."""
-        moved = {
-            pair: LayerBridge(**{name: value.to(device) for name, value in maps.tensors().items()})
-            for pair, maps in self.pairs.items()
-        }
-        return Bridge(self.rank, moved, self.student, self.teacher, self.capture, self.report)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its full name, e.g. to keep them as buffers of a run."""
-        return {
-            f"{pair.key}.{name}": value
-            for pair, maps in sorted(self.pairs.items())
-            for name, value in maps.tensors().items()
-        }
-
-    def save(self, directory: str | Path) -> None:
-        """Writes both files; each appears complete or not at all. Other files there are left alone.
-
-        Raises:
-            ValueError: the tensors don't fit the bridge's own description.
-        """
-        tensors = {name: value.detach().cpu().float().contiguous() for name, value in self.tensors().items()}
-        checked_pairs(tensors, list(self.pairs), self.rank, self.student, self.teacher, "this bridge")
-        data = save(tensors)
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        _replace(directory / TENSORS, data)
-        write_manifest(directory, self)
-
-
-def _at_least_float32(states_ND: torch.Tensor) -> torch.Tensor:
-    return states_ND.to(torch.promote_types(states_ND.dtype, torch.float32))
-
-
-def write_manifest(directory: str | Path, bridge: Bridge) -> None:
-    """Writes `bridge.json` beside an existing `bridge.safetensors`; what it says of the tensors is taken from `bridge`."""
+def write_manifest(bridge: Bridge, directory: str | Path) -> None:
+    """Writes `bridge.json` for the `bridge.safetensors` that is there already and holds the tensors of `bridge`."""
     directory = Path(directory)
     manifest = {
         "format": FORMAT,
@@ -159,7 +64,7 @@ def describe_tensors(
 ) -> Bridge:
     """A bridge from `bridge.safetensors` alone: layer pairs and rank are read off the names and shapes.
 
-    For tensors made elsewhere; `write_manifest(directory, describe_tensors(...))` makes them an artifact.
+    For tensors made elsewhere; `write_manifest(describe_tensors(...), directory)` makes them an artifact.
 
     Raises:
         ValueError: as `load_bridge`.
@@ -301,8 +206,8 @@ def checked_pairs(
                 )
             if bad := int((~torch.isfinite(value)).sum()):
                 raise ValueError(
-                    f"{where}: {pair.key}.{name} (student layer {pair.student}, teacher layer {pair.teacher}) has {bad} "
-                    "values that are not finite; fit the bridge again"
+                    f"{where}: {pair.key}.{name} (student layer {pair.student}, teacher layer {pair.teacher}) has "
+                    f"{bad} values that are not finite; fit the bridge again"
                 )
             parts[name] = value.float()
         result[pair] = LayerBridge(**parts)

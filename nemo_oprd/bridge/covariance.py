@@ -122,7 +122,7 @@ class Moments:
 
     @property
     def sigma_TT(self) -> torch.Tensor:
-        """[d_T, d_T] covariance about the mean, float64, divided by n (the n - 1 of an unbiased estimate changes no basis)."""
+        """[d_T, d_T] covariance, float64, divided by n (the n - 1 of an unbiased estimate changes no basis)."""
         return self.scatter_TT.double() / max(self.count, 1)
 
     @property

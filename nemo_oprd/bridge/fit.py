@@ -16,13 +16,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_oprd.bridge.artifact import LayerBridge
 from nemo_oprd.bridge.covariance import LayerPair, Moments, PairStatistics
+from nemo_oprd.bridge.maps import LayerBridge
 from nemo_oprd.bridge.sampling import PARTS, SELECTION, TEST, TRAIN
 
 # Candidate penalties in units of the mean eigenvalue of Sigma_SS: two per decade, from "none" in double precision to
 # "predict almost nothing". Wide downwards because a few massive activations raise that mean by orders of magnitude.
 PENALTY_GRID = tuple(10.0 ** (k / 2) for k in range(-20, 5))
+# Of penalties that differ by less than this in selection error the largest is taken: directions in which the student
+# hardly varies are free to fit now, and the ones that its states move along once it trains.
+PENALTY_SLACK = 1e-3
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class PairFit:
 
     @property
     def rho2_K(self) -> torch.Tensor:
-        """[K] rho_i^2 = 1 - error_i / signal_i: the fraction of coordinate i that the student explains on the test part.
+        """[K] rho_i^2 = 1 - error_i / signal_i: what the student explains of coordinate i on the test part.
 
         Measured against the training mean as predictor, so it is negative where the projector does worse than that;
         0 for a coordinate that never varies.
@@ -95,8 +98,8 @@ class PairFit:
             _, d_S = self.projection.projector_KS.shape
             raise ValueError(
                 f"bridge.rank={rank}: layer pair {self.pair.key} allows 1..{self.largest_rank} (teacher width "
-                f"{len(self.projection.mean_T)}, student width {d_S}, {self.rows[TRAIN]} training rows, of which one is "
-                "spent on the mean); lower the rank or use more rollouts"
+                f"{len(self.projection.mean_T)}, student width {d_S}, {self.rows[TRAIN]} training rows, one of "
+                "them spent on the mean); lower the rank or use more rollouts"
             )
 
     def bridge(self, rank: int) -> LayerBridge:
@@ -122,8 +125,8 @@ class PairFit:
 def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> PairFit:
     """Fits one layer pair from its reduced statistics; every rank at once.
 
-    The penalty is one number per pair, the one of `PENALTY_GRID` with the smallest error on the selection part summed
-    over all teacher coordinates: it doesn't depend on the rank.
+    The penalty is one number per pair whatever the rank: the largest of `PENALTY_GRID` whose error on the selection
+    part, summed over all teacher coordinates, is within `PENALTY_SLACK` of the smallest.
 
     Raises:
         ValueError: a part without rows, fewer than two training rows, or states that don't vary.
@@ -155,7 +158,9 @@ def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> Pa
     rotated = _Second.of(selection, train.mean_T, basis_TT, rotation_SS)
     shift_S = (selection.mean_S - train.mean_S if center_student else selection.mean_S) @ rotation_SS
     errors = [float(rotated.error(solve(penalty), shift_S).sum()) for penalty in PENALTY_GRID]
-    penalty = PENALTY_GRID[min(range(len(errors)), key=errors.__getitem__)]
+    penalty = max(
+        p for p, error in zip(PENALTY_GRID, errors, strict=True) if error <= (1 + PENALTY_SLACK) * min(errors)
+    )
     projector_TS = solve(penalty) @ rotation_SS.T
     bias_T = -projector_TS @ train.mean_S if center_student else None
     return evaluated(
@@ -241,6 +246,6 @@ def _check_rows(statistics: PairStatistics) -> None:
     for name, moments, needed in zip(PARTS, statistics.moments, (2, 1, 1), strict=True):
         if moments.count < needed:
             raise ValueError(
-                f"layer pair {statistics.pair.key}: {moments.count} rows in the {name} part, expected at least {needed}; "
-                "use more rollouts or check that every layer was captured"
+                f"layer pair {statistics.pair.key}: {moments.count} rows in the {name} part, expected at least "
+                f"{needed}; use more rollouts or check that every layer was captured"
             )

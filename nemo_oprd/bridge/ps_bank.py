@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.bridge.artifact import Bridge, Capture, ModelIdentity, checked_pairs
+from nemo_oprd.bridge.artifact import checked_pairs
 from nemo_oprd.bridge.covariance import LayerPair
+from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
 
 # optional settings of the file, and the only value of each that gives frozen linear maps
 ONLY = {"projector_type": "linear", "subspace_mode": "full"}
 
 
 def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdentity) -> Bridge:
-    """The bridge in `path` for these two models; `Bridge.save` makes it an artifact.
+    """The bridge in `path` for these two models; `save_bridge` makes it an artifact.
 
     Expects `rank`, `layer_pairs` (pairs, or {"student_layer", "teacher_layer"}), `state_dict` with
     "projectors.s{i}_t{j}.weight" [r, d_S], and `frozen_pt_weights` [r, d_T] and `frozen_pt_means` [d_T] by "s{i}_t{j}".
@@ -35,7 +36,7 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
         bank = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            f"{path}: can't be read as tensors and plain values only ({type(error).__name__}); nothing else is unpickled"
+            f"{path}: not readable as tensors and plain values ({type(error).__name__}); nothing else is unpickled"
         ) from error
     needed = ("rank", "layer_pairs", "state_dict", "frozen_pt_weights", "frozen_pt_means")
     missing = [key for key in needed if not isinstance(bank, dict) or key not in bank]
