@@ -13,6 +13,7 @@ otherwise (the paper): no b, and E[h_S h_S^T] = Sigma_SS + mu_S mu_S^T takes the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -120,6 +121,17 @@ class PairFit:
             plain(head.projector_KS),
             None if head.bias_K is None else plain(head.bias_K),
         )
+
+    def report(self, rank: int) -> dict[str, Any]:
+        """What the artifact's manifest says of this pair: plain numbers."""
+        total = float(self.eigenvalues_T.sum())
+        return {
+            "rows": dict(zip(PARTS, self.rows, strict=True)),
+            "penalty": self.penalty,
+            "explained_variance": float(self.eigenvalues_T[:rank].sum()) / total,
+            "held_out_rho2": self.rho2_K[:rank].tolist(),
+            "held_out_error": float(self.error_K[:rank].sum() / self.signal_K[:rank].sum().clamp_min(1e-300)),
+        }
 
 
 def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> PairFit:

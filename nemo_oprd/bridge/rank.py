@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.functional import normalize
@@ -87,6 +88,28 @@ def sampled_cosine(projection: Projection, statistics: PairStatistics, ranks: Se
     """Rank -> mean cosine between P_S h_S + b and P_T (h_T - mu_T) on the sampled rows of the test part."""
     teacher_ND, student_ND = _sampled(statistics, TEST)
     return mean_cosines(projection.student(student_ND), projection.teacher(teacher_ND), ranks)
+
+
+def layer_report(fit: PairFit, ridge: PairFit, statistics: PairStatistics, rank: int, seed: int = 0) -> dict[str, Any]:
+    """What the artifact's manifest says of a layer pair: `PairFit.report`, the mean cosine on the sampled test rows, the
+    ranks that the pair alone would choose, E(r) and the baselines. Keys are text, as JSON has them.
+
+    Args:
+        fit: the one in the artifact, of `rank` coordinates or more; `ridge`: the one with all coordinates.
+    """
+    curve = (error_curve(ridge) / ridge.signal_K.sum()).tolist()
+    table = compare(ridge, statistics, seed)
+    return {
+        **fit.report(rank),
+        "held_out_cosine": sampled_cosine(fit.projection, statistics, [rank])[rank],
+        "optimal_rank": optimal_rank(ridge),
+        "crossing_rank": crossing_rank(ridge),
+        "error_curve": {str(r): curve[r] for r in [0, *powers_of_two(ridge.largest_rank)]},
+        "curves": {
+            name: {what: {str(r): value for r, value in values.items()} for what, values in curves.items()}
+            for name, curves in table.items()
+        },
+    }
 
 
 def compare(fit: PairFit, statistics: PairStatistics, seed: int = 0) -> dict[str, dict[str, dict[int, float]]]:
