@@ -212,6 +212,12 @@ class PairStatistics:
                     f"{side}'s weights and precision (bf16 instead of fp16)"
                 )
 
+    def merge(self, other: PairStatistics) -> None:
+        """Adds what `other` has seen, e.g. a rank of an interrupted run that had more ranks than this one."""
+        self.reservoir.merge(other.reservoir)
+        for mine, theirs in zip(self.moments, other.moments, strict=True):
+            mine.merge(theirs)
+
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
         """Merges over the ranks of `group`, all of which call this for the same pair, once, after the last update."""
         self.reservoir.all_reduce(group)

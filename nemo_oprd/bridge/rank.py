@@ -11,6 +11,10 @@ What E(r) is not: the error of a reconstruction. sum_{i<=r} lambda_i (1 - rho_i^
 the teacher when it is read through the bridge, never rises with r, and the error in the bridge space alone never falls.
 E(r) weighs the two against each other by declaring unexplained variance as harmful as lost signal is useful. And where
 rho_i^2 is not monotone the first crossing need not be the minimum; `optimal_rank` takes the minimum.
+
+The mean cosine says something else again. In one dimension a cosine is a sign: two Gaussians correlated rho agree in
+2/pi asin(rho) on average, 0.80 for rho^2 = 0.9, while in many dimensions the cosine tends to rho = 0.95. So the curve
+over ranks rises at first though nothing is gained, and its peak is no estimate of r*.
 """
 
 from __future__ import annotations
@@ -91,11 +95,12 @@ def sampled_cosine(projection: Projection, statistics: PairStatistics, ranks: Se
 
 
 def layer_report(fit: PairFit, ridge: PairFit, statistics: PairStatistics, rank: int, seed: int = 0) -> dict[str, Any]:
-    """What the artifact's manifest says of a layer pair: `PairFit.report`, the mean cosine on the sampled test rows, the
-    ranks that the pair alone would choose, E(r) and the baselines. Keys are text, as JSON has them.
+    """What the artifact's manifest says of a layer pair: `PairFit.report`, the mean cosine on the sampled test rows,
+    the ranks that the pair alone would choose, E(r) and the baselines. Keys are text, as JSON has them.
 
     Args:
-        fit: the one in the artifact, of `rank` coordinates or more; `ridge`: the one with all coordinates.
+        fit: what goes into the artifact, with `rank` coordinates or more.
+        ridge: the fit with all coordinates, from which E(r) and the baselines are computed; may be the same.
     """
     curve = (error_curve(ridge) / ridge.signal_K.sum()).tolist()
     table = compare(ridge, statistics, seed)

@@ -137,6 +137,10 @@ class Reservoir:
             for side, rows_ND in self._rows.items():
                 self._rows[side] = torch.cat([rows_ND, rows_ND.new_zeros(missing, rows_ND.shape[1])])
 
+    def merge(self, other: Reservoir) -> None:
+        """Offers all rows of `other`, a sample with the same seed and capacity."""
+        self.update(*other.rows(), *other.ids())
+
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
         """Makes every rank of `group` hold the sample of all their rows.
 

@@ -184,6 +184,21 @@ def test_parts_are_kept_apart_and_resume_is_exact() -> None:
     assert torch.equal(whole.reservoir.rows()[1], resumed.reservoir.rows()[1])
 
 
+def test_merged_statistics_are_those_of_all_rows() -> None:
+    whole, one, other = (statistics(reservoir_rows=50) for _ in range(3))
+    feed(whole, range(12))
+    feed(one, range(7, 12))
+    feed(other, range(7))
+    one.merge(other)
+    assert np.array_equal(whole.reservoir.ids(), one.reservoir.ids())
+    assert torch.equal(whole.reservoir.rows()[0], one.reservoir.rows()[0])
+    for ours, theirs in zip(one.moments, whole.moments, strict=True):
+        assert ours.count == theirs.count
+        torch.testing.assert_close(ours.sigma_ST, theirs.sigma_ST, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="was fed more than once"):
+        one.merge(other)
+
+
 def test_bad_rows_are_named() -> None:
     stats = statistics()
     teacher_ND, student_ND = rows(10)

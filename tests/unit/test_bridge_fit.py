@@ -165,6 +165,16 @@ def test_pca_is_not_the_best_basis_for_distillation() -> None:
     assert predicted["reduced_rank"][2] > 0.45 > 0.35 > predicted["bridge"][2]
 
 
+def test_the_rank_cosine_rises_where_nothing_is_gained() -> None:
+    """Equal alignment everywhere: r* is the whole, yet the cosine grows from 2/pi asin(rho) at rank 1 towards rho."""
+    stats = collected(*gaussian_pair(np.linspace(1.3, 1.0, 32), np.full(32, 0.9), 32, 20000))
+    fit = fit_ridge(stats, center_student=True)
+    cosine = compare(fit, stats)["bridge"]["cosine"]
+    assert cosine[1] == pytest.approx(2 / np.pi * np.arcsin(0.9**0.5), abs=0.03)
+    assert cosine[1] < cosine[2] < cosine[4] < cosine[8] < cosine[16] < cosine[32] == pytest.approx(0.9**0.5, abs=0.01)
+    assert optimal_rank(fit) == 32
+
+
 def test_a_constant_looks_good_beside_massive_activations() -> None:
     """A skewed leading coordinate: the constant predictor has a high cosine at rank 1 and predicts nothing."""
     teacher_NT, student_NS = gaussian_pair(np.ones(8), np.full(8, 0.5), 8, 6000)
