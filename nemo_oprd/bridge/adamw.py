@@ -78,7 +78,7 @@ def fit_adamw(
         statistics,
         replace(head, projector_KS=final_RS, bias_K=bias_R),
         ridge.eigenvalues_T,
-        penalty=None,
+        penalty_K=None,
         center_student=ridge.center_student,
     )
 

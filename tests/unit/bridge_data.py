@@ -9,8 +9,9 @@ from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.sampling import assign_parts
 
 
-def orthonormal(width: int, rng: np.random.Generator) -> np.ndarray:
-    return np.linalg.qr(rng.standard_normal((width, width)))[0]
+def rotation(width: int) -> np.ndarray:
+    """[width, width], always the same: data of different seeds come from one distribution."""
+    return np.linalg.qr(np.random.default_rng(1000 + width).standard_normal((width, width)))[0]
 
 
 def gaussian_pair(
@@ -22,7 +23,7 @@ def gaussian_pair(
     both sides are then turned by a random rotation and moved by `mean`.
     """
     rng = np.random.default_rng(seed)
-    turn_TT, turn_SS = (orthonormal(d, np.random.default_rng(1000 + d)) for d in (len(lambdas_T), d_S))
+    turn_TT, turn_SS = rotation(len(lambdas_T)), rotation(d_S)
     unit_NT = rng.standard_normal((n, len(lambdas_T)))
     student_NS = rng.standard_normal((n, d_S))
     student_NS[:, : len(rho2_T)] *= np.sqrt(1 - rho2_T)

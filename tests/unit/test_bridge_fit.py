@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from bridge_data import collected, gaussian_pair
+from bridge_data import collected, gaussian_pair, rotation
 
 from nemo_oprd.bridge.adamw import fit_adamw
 from nemo_oprd.bridge.covariance import PairStatistics
@@ -49,7 +50,7 @@ def test_basis_is_the_svd_of_centred_rows() -> None:
 
 
 def lstsq(stats: PairStatistics, fit: PairFit, penalty: float) -> tuple[np.ndarray, np.ndarray | None]:
-    """Ridge as ordinary least squares on rows with sqrt(n penalty) I below them."""
+    """Ridge as ordinary least squares on rows with sqrt(n penalty) I below them: [d_T, d_S] and the bias."""
     teacher_NT, student_NS = parts(stats)[TRAIN]
     n, d_S = student_NS.shape
     target_NT = (teacher_NT - teacher_NT.mean(0)) @ fit.projection.basis_KT.numpy().T
@@ -65,23 +66,28 @@ def lstsq(stats: PairStatistics, fit: PairFit, penalty: float) -> tuple[np.ndarr
 @pytest.mark.parametrize("center_student", [False, True])
 @pytest.mark.parametrize("mean", [0.0, 20.0])
 def test_ridge_is_lstsq(center_student: bool, mean: float) -> None:
-    """The projector, the choice of the penalty, and the errors on the test part, all from the rows themselves."""
+    """The projector, the choice of each penalty, and the errors on the test part, all from the rows themselves."""
     stats = small(mean, n=150)
     fit = fit_ridge(stats, center_student=center_student)
-    projector, bias = lstsq(stats, fit, fit.penalty)
-    np.testing.assert_allclose(fit.projection.projector_KS, projector, rtol=1e-6, atol=1e-8)
-    assert (fit.projection.bias_K is None) == (bias is None)
     basis, mean_T = fit.projection.basis_KT.numpy(), fit.projection.mean_T.numpy()
+    assert (fit.projection.bias_K is None) == (not center_student)
+    solutions = [lstsq(stats, fit, penalty) for penalty in PENALTY_GRID]
 
-    def errors(part: int, penalty: float) -> np.ndarray:
+    def errors(part: int) -> np.ndarray:
         teacher_NT, student_NS = parts(stats)[part]
-        projector, bias = lstsq(stats, fit, penalty)
-        predicted = student_NS @ projector.T + (0 if bias is None else bias)
-        return ((predicted - (teacher_NT - mean_T) @ basis.T) ** 2).mean(0)
+        targets = (teacher_NT - mean_T) @ basis.T
+        predictions = [student_NS @ projector.T + (0 if bias is None else bias) for projector, bias in solutions]
+        return np.stack([((predicted - targets) ** 2).mean(0) for predicted in predictions])
 
-    totals = np.array([errors(SELECTION, penalty).sum() for penalty in PENALTY_GRID])
-    assert fit.penalty == PENALTY_GRID[np.flatnonzero(totals <= 1.001 * totals.min())[-1]]
-    np.testing.assert_allclose(fit.error_K, errors(TEST, fit.penalty), rtol=1e-6)
+    selection_GT = errors(SELECTION)
+    for i, penalty in enumerate(fit.penalty_K.tolist()):
+        g = np.flatnonzero(selection_GT[:, i] <= 1.001 * selection_GT[:, i].min())[-1]
+        assert penalty == PENALTY_GRID[g]
+        projector, bias = solutions[g]
+        np.testing.assert_allclose(fit.projection.projector_KS[i], projector[i], rtol=1e-6, atol=1e-8)
+        assert bias is None or float(fit.projection.bias_K[i]) == pytest.approx(bias[i], rel=1e-6)
+        assert float(fit.error_K[i]) == pytest.approx(errors(TEST)[g, i], rel=1e-6)
+    assert len(fit.penalty_K.unique()) > 2
     np.testing.assert_allclose(fit.signal_K, (((parts(stats)[TEST][0] - mean_T) @ basis.T) ** 2).mean(0), rtol=1e-9)
 
 
@@ -186,12 +192,32 @@ def test_a_constant_looks_good_beside_massive_activations() -> None:
     assert table["constant"]["cosine"][1] > table["bridge"]["cosine"][1]
 
 
-@pytest.mark.parametrize("lr", [1e-4, 3e-3], ids=["paper", "converged"])
-def test_closed_form_against_20_epochs(lr: float, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the test part the closed form is within 1 % of the trained projector or better, error and cosine."""
-    d = 48
-    lambdas, rho2 = 20.0 * 0.9 ** np.arange(d), 0.98 - 0.9 * np.arange(d) / d
-    stats = collected(*gaussian_pair(lambdas, rho2, 64, 16000, mean=1.0), responses=50)
+def enough_rows() -> PairStatistics:
+    """12,800 training rows for 64 student dimensions."""
+    lambdas, rho2 = 20.0 * 0.9 ** np.arange(48), 0.98 - 0.9 * np.arange(48) / 48
+    return collected(*gaussian_pair(lambdas, rho2, 64, 16000, mean=1.0), responses=50)
+
+
+def few_rows() -> PairStatistics:
+    """Power-law spectra on both sides and 9 training rows per student dimension, where early stopping helps AdamW."""
+    i = np.arange(1, 129)
+    teacher_NT, student_NS = gaussian_pair(400.0 / i, 0.97 - 0.9 * (i / 128) ** 0.25, 128, 1500)
+    spectrum_SS = rotation(128).T @ np.diag(20 * i**-0.5) @ rotation(128)
+    return collected(teacher_NT, student_NS @ torch.from_numpy(spectrum_SS), responses=50)
+
+
+@pytest.mark.parametrize(
+    ("data", "lr"),
+    [(enough_rows, 1e-4), (enough_rows, 3e-3), (few_rows, 1e-4), (few_rows, 3e-3), (few_rows, 1e-2)],
+)
+def test_closed_form_against_20_epochs(
+    data: Callable[[], PairStatistics], lr: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the test part the closed form is within 1 % of the trained projector or better, error and cosine.
+
+    1e-4 is the paper's rate; the higher ones are there because it is far from converged on so few steps.
+    """
+    stats = data()
     seen: list[int] = []
     start = time.perf_counter()
     ridge = fit_ridge(stats)
@@ -203,7 +229,7 @@ def test_closed_form_against_20_epochs(lr: float, capsys: pytest.CaptureFixture[
     cosines = [compare_rank(fit, stats, 8) for fit in (ridge, trained)]
     with capsys.disabled():
         print(
-            f"\nrank 8, 12,800 training rows, lr {lr}: ridge error {ours:.3f}, cosine {cosines[0]:.4f}, "
+            f"\nrank 8, {data.__name__}, lr {lr}: ridge error {ours:.3f}, cosine {cosines[0]:.4f}, "
             f"{middle - start:.2f} s for all ranks; AdamW {theirs:.3f}, {cosines[1]:.4f}, {end - middle:.2f} s for one"
         )
     assert ours <= 1.01 * theirs
