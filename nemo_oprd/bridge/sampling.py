@@ -166,7 +166,8 @@ class Reservoir:
             merged_ND = torch.zeros(len(keep), rows_ND.shape[1], dtype=rows_ND.dtype)
             merged_ND[torch.from_numpy(here)] = rows_ND[torch.from_numpy(keep[here] % self.capacity)]
             merged_ND = merged_ND.to(device)
-            dist.all_reduce(merged_ND, group=group)
+            if len(keep):
+                dist.all_reduce(merged_ND, group=group)
             self._rows[side] = merged_ND.cpu()
         self._keys_4N = all_5N[:4, keep]
 

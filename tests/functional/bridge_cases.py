@@ -96,6 +96,16 @@ def fed_twice() -> str:
     return "no error"
 
 
+def nobody_has_rows() -> int:
+    """A pair for which no rank was fed anything."""
+    from nemo_oprd.megatron.parallel import init_distributed
+
+    init_distributed()
+    statistics = PairStatistics(LayerPair(1, 2), D_T, D_S)
+    statistics.all_reduce()
+    return len(statistics.reservoir) + sum(moments.count for moments in statistics.moments)
+
+
 def alone() -> dict[str, Any]:
     """Each rank is a group of its own and holds all rows: nothing changes but the order of the sample's slots."""
     import torch.distributed as dist

@@ -48,5 +48,9 @@ def test_copies_fed_by_two_ranks_are_noticed(pools: Pools) -> None:
     assert "was fed more than once" in pools[2].run("bridge_cases:fed_twice")
 
 
+def test_a_pair_without_rows(pools: Pools) -> None:
+    assert pools[2].run("bridge_cases:nobody_has_rows") == 0
+
+
 def test_the_group_is_respected(pools: Pools) -> None:
     check(pools[2].run("bridge_cases:alone"), ONE[100])

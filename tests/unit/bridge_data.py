@@ -8,6 +8,10 @@ import torch
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.sampling import assign_parts
 
+# a pair whose rho^2 crosses 1/2 after six coordinates
+LAMBDAS = np.array([50.0, 30, 20, 12, 8, 5, 3, 2, 1.5, 1, 0.7, 0.5])
+RHO2 = np.array([0.97, 0.93, 0.9, 0.85, 0.8, 0.65, 0.35, 0.3, 0.2, 0.1, 0.05, 0.0])
+
 
 def rotation(width: int) -> np.ndarray:
     """[width, width], always the same: data of different seeds come from one distribution."""

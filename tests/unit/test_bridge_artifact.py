@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_data import collected, gaussian_pair
+from bridge_data import LAMBDAS, RHO2, collected, gaussian_pair
 from safetensors.torch import load_file, save_file
-from test_bridge_fit import LAMBDAS, RHO2
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.bridge.artifact import describe_tensors, load_bridge, save_bridge, write_manifest
+from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.ps_bank import import_ps_bank
-from nemo_oprd.bridge.rank import layer_report
 from nemo_oprd.losses.representation import ROW_LOSSES
 from nemo_oprd.losses.rows import make_rows
 from nemo_oprd.rollout.replay import read_rollouts
@@ -172,26 +171,30 @@ def test_saving_checks_too(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fit_becomes_an_artifact(tmp_path: Path) -> None:
-    stats = collected(*gaussian_pair(LAMBDAS, RHO2, 16, 2000))
-    fit = fit_ridge(stats, center_student=True)
+@pytest.mark.parametrize("fit", ["ridge", "adamw"])
+def test_statistics_become_an_artifact(tmp_path: Path, fit: Any) -> None:
+    stats = collected(*gaussian_pair(LAMBDAS, RHO2, 16, 20000, mean=2.0))
     models = ModelIdentity("qwen3", 1, 16), ModelIdentity("llama", 2, 12)
-    save_bridge(
-        Bridge(6, {fit.pair: fit.bridge(6)}, *models, report={"s1.t2": layer_report(fit, fit, stats, 6)}), tmp_path
-    )
-    bridge = load_bridge(tmp_path, student=models[0], teacher=models[1], layers={1: 2})
+    lines: list[str] = []
+    built = build_bridge([stats], *models, Capture(), rank="auto", fit=fit, center_student=True, progress=lines.append)
+    save_bridge(built, tmp_path)
+    bridge = load_bridge(tmp_path, student=models[0], teacher=models[1], layers={1: 2}, rank=6)
+    assert bridge.report == built.report  # JSON keeps it as it is
     teacher_NT, student_NS = stats.reservoir.rows()
-    head = fit.projection.head(6)
+    whole = fit_ridge(stats, center_student=True).projection.head(6)
+    ours_NR = bridge.project_student(1, student_NS)
     torch.testing.assert_close(
-        bridge.project_teacher(1, teacher_NT), head.teacher(teacher_NT).float(), rtol=1e-4, atol=1e-4
+        bridge.project_teacher(1, teacher_NT), whole.teacher(teacher_NT).float(), rtol=0, atol=1e-4
     )
-    torch.testing.assert_close(
-        bridge.project_student(1, student_NS), head.student(student_NS).float(), rtol=1e-4, atol=1e-4
-    )
-    report = bridge.report["s1.t2"]
-    assert report == layer_report(fit, fit, stats, 6)  # JSON keeps it as it is
-    assert report["held_out_cosine"] > 0.9 and report["curves"]["constant"]["cosine"]["4"] < 0.3
+    if fit == "ridge":
+        torch.testing.assert_close(ours_NR, whole.student(student_NS).float(), rtol=0, atol=1e-4)
+    assert len(lines) == (2 if fit == "ridge" else 22) and lines[-1].startswith("s1.t2: rank 6, held-out cosine 0.")
+    report = bridge.report["layers"]["s1.t2"]
+    assert (report["optimal_rank"], report["crossing_rank"]) == (6, 6)
     assert len(report["held_out_rho2"]) == 6 and 0.9 < report["explained_variance"] < 1
+    assert report["curves"]["bridge"]["cosine"]["4"] > 0.9 > 0.3 > report["curves"]["constant"]["cosine"]["4"]
+    with pytest.raises(ValueError, match="bridge.rank=13: layer pair s1.t2 allows 1..12"):
+        build_bridge([stats], *models, Capture(), rank=13)
 
 
 # --- golden: the losses of a program that knows nothing of this project, from its tensors through our projections

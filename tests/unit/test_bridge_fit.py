@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from bridge_data import collected, gaussian_pair, rotation
+from bridge_data import LAMBDAS, RHO2, collected, gaussian_pair, rotation
 
 from nemo_oprd.bridge.adamw import fit_adamw
 from nemo_oprd.bridge.covariance import PairStatistics
@@ -24,9 +24,6 @@ from nemo_oprd.bridge.rank import (
     powers_of_two,
 )
 from nemo_oprd.bridge.sampling import SELECTION, TEST, TRAIN
-
-LAMBDAS = np.array([50.0, 30, 20, 12, 8, 5, 3, 2, 1.5, 1, 0.7, 0.5])
-RHO2 = np.array([0.97, 0.93, 0.9, 0.85, 0.8, 0.65, 0.35, 0.3, 0.2, 0.1, 0.05, 0.0])
 
 
 def parts(stats: PairStatistics) -> list[tuple[np.ndarray, np.ndarray]]:
