@@ -189,7 +189,7 @@ class Reservoir:
             "keys": torch.from_numpy(self._keys_4N.copy()),
             "seed": self.seed,
             "capacity": self.capacity,
-            **self._rows,
+            **{side: rows_ND.clone() for side, rows_ND in self._rows.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
