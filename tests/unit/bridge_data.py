@@ -1,4 +1,4 @@
-"""Synthetic layer pairs whose per-direction alignment is known."""
+"""Synthetic layer pairs whose per-direction alignment is known, and maps for two small models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
+from nemo_oprd.bridge.maps import LayerBridge, ModelIdentity
 from nemo_oprd.bridge.sampling import assign_parts
 
 # a pair whose rho^2 crosses 1/2 after six coordinates
@@ -47,3 +48,15 @@ def collected(
     part_N = np.array([part[r] for r in response_N.tolist()])
     stats.update(teacher_NT, student_NS, response_N, np.arange(n), part_N)
     return stats
+
+
+STUDENT = ModelIdentity("qwen3", 2, 4, 61, tokenizer="aa", name="small")
+TEACHER = ModelIdentity("qwen3", 3, 6, 61, tokenizer="bb", weights="w", name="large")
+
+
+def maps(seed: int, rank: int = 2, bias: bool = True) -> LayerBridge:
+    generator = torch.Generator().manual_seed(seed)
+    mean, basis, projector, offset = (
+        torch.randn(shape, generator=generator) for shape in ((6,), (rank, 6), (rank, 4), (rank,))
+    )
+    return LayerBridge(mean, basis, projector, offset if bias else None)
