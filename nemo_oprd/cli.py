@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. A user's mistake ends with one line on stderr (from one rank) and exit code 2.
 
-    A run that was asked to stop and has saved ends with `STOPPED_EXIT_CODE`. Anything unexpected gives a traceback and 1.
+    A run that was asked to stop and has saved ends with `STOPPED_EXIT_CODE`. What is unexpected: traceback and 1.
     """
     from nemo_oprd.survival import watchdog
 

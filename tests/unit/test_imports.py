@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent / "nemo_oprd"
 # lowest first; a module may import from its own group and from groups before it
 ORDER = [
     ("types", "layout", "config", "disk", "survival"),
-    ("losses", "families", "tokens", "data", "batch"),
+    ("losses", "families", "tokens", "data", "batch", "bridge"),
     ("objective",),
     ("megatron",),
     ("teacher", "rollout"),

@@ -1,0 +1,259 @@
+"""The bridge as two files in a directory: `bridge.safetensors` (the maps) and `bridge.json` (what they are for).
+
+Tensors per layer pair, 1-based and absolute (DESIGN, "Bridge artifact"): `s{l_S}.t{l_T}.teacher_mean` [d_T],
+`.teacher_basis` [r, d_T], `.student_projector` [r, d_S], `.student_bias` [r] where there is one.
+
+Loading checks everything that can be checked, because a bridge of other models, layers or positions gives a loss that
+falls and teaches nothing. The manifest carries the hash of the tensors: the two files are replaced one after the other,
+and a directory in which only one of them was is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from nemo_oprd.bridge.covariance import LayerPair
+from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+
+TENSORS, MANIFEST = "bridge.safetensors", "bridge.json"
+FORMAT = 1
+
+
+def save_bridge(bridge: Bridge, directory: str | Path) -> None:
+    """Writes both files; each appears complete or not at all. Other files there are left alone.
+
+    Raises:
+        ValueError: the tensors don't fit the bridge's own description.
+    """
+    tensors = {name: value.detach().cpu().float().contiguous() for name, value in bridge.tensors().items()}
+    checked_pairs(tensors, list(bridge.pairs), bridge.rank, bridge.student, bridge.teacher, "this bridge")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / TENSORS, save(tensors))
+    write_manifest(bridge, directory)
+
+
+def write_manifest(bridge: Bridge, directory: str | Path) -> None:
+    """Writes `bridge.json` for the `bridge.safetensors` that is there already and holds the tensors of `bridge`."""
+    directory = Path(directory)
+    manifest = {
+        "format": FORMAT,
+        "rank": bridge.rank,
+        "layer_pairs": [list(pair) for pair in sorted(bridge.pairs)],
+        "student": asdict(bridge.student),
+        "teacher": asdict(bridge.teacher),
+        "capture": asdict(bridge.capture),
+        "sha256": hashlib.sha256((directory / TENSORS).read_bytes()).hexdigest(),
+        "report": bridge.report,
+    }
+    _replace(directory / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def describe_tensors(
+    directory: str | Path, student: ModelIdentity, teacher: ModelIdentity, capture: Capture | None = None
+) -> Bridge:
+    """A bridge from `bridge.safetensors` alone: layer pairs and rank are read off the names and shapes.
+
+    For tensors made elsewhere; `write_manifest(describe_tensors(...), directory)` makes them an artifact.
+
+    Raises:
+        ValueError: as `load_bridge`.
+    """
+    file = Path(directory) / TENSORS
+    tensors, _ = _read_tensors(file)
+    pairs, rank = [], 0
+    for name, value in tensors.items():
+        if name.endswith(".teacher_basis"):
+            pairs.append(_pair(name.removesuffix(".teacher_basis"), file))
+            rank = value.shape[0]
+    maps = checked_pairs(tensors, pairs, rank, student, teacher, str(file))
+    return Bridge(rank, maps, student, teacher, capture or Capture())
+
+
+def load_bridge(
+    directory: str | Path,
+    *,
+    student: ModelIdentity | None = None,
+    teacher: ModelIdentity | None = None,
+    layers: Mapping[int, int] | None = None,
+    capture: Capture | None = None,
+    rank: int | None = None,
+) -> Bridge:
+    """Reads and checks a bridge.
+
+    Args:
+        student, teacher: the models of this run; fields that are None on either side are not compared.
+        layers: student layer -> teacher layer of this run: each must be there. Others may be there too.
+        capture, rank: what this run expects.
+
+    Raises:
+        ValueError: a file is missing or damaged, a tensor is missing, superfluous, of the wrong shape or not finite, or
+            anything differs from what this run expects.
+    """
+    directory = Path(directory)
+    tensors, digest = _read_tensors(directory / TENSORS)
+    manifest = _read_manifest(directory / MANIFEST)
+    where = str(directory)
+    if manifest["sha256"] != digest:
+        raise ValueError(
+            f"{where}: {MANIFEST} belongs to tensors with sha256 {manifest['sha256'][:12]}.., {TENSORS} has "
+            f"{digest[:12]}..; the two are of different fits, copy both again or rerun fit-bridge"
+        )
+    try:
+        pairs = [LayerPair(int(s), int(t)) for s, t in manifest["layer_pairs"]]
+        made_for = {role: ModelIdentity(**manifest[role]) for role in ("student", "teacher")}
+        taken = Capture(**manifest["capture"])
+        made_rank = int(manifest["rank"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}/{MANIFEST}: {error}; expected a manifest that fit-bridge wrote") from error
+    maps = checked_pairs(tensors, pairs, made_rank, made_for["student"], made_for["teacher"], where)
+    bridge = Bridge(made_rank, maps, made_for["student"], made_for["teacher"], taken, manifest["report"])
+    _check_models(bridge, {"student": student, "teacher": teacher}, where)
+    if rank is not None and rank != bridge.rank:
+        raise ValueError(
+            f"{where}: rank {bridge.rank}, bridge.rank={rank} is asked for; fit again or change bridge.rank"
+        )
+    for key, value in asdict(capture).items() if capture else ():
+        if getattr(taken, key) != value:
+            raise ValueError(
+                f"{where}: made from hidden states with {key}={getattr(taken, key)}, this run has "
+                f"loss.representation.{key}={value}; set it to {getattr(taken, key)} or fit again"
+            )
+    _check_layers(bridge, layers or {}, where)
+    return bridge
+
+
+def _check_models(bridge: Bridge, expected: Mapping[str, ModelIdentity | None], where: str) -> None:
+    for role, ours in expected.items():
+        theirs = getattr(bridge, role)
+        for key, value in asdict(ours).items() if ours else ():
+            made = getattr(theirs, key)
+            if key != "name" and value is not None and made is not None and value != made:
+                raise ValueError(
+                    f"{where}: made for a {role} with {key}={made} ({theirs.name or 'unnamed'}), this run's {role} has "
+                    f"{key}={value}; point bridge.path to a bridge of these models or fit one with fit-bridge"
+                )
+
+
+def _check_layers(bridge: Bridge, layers: Mapping[int, int], where: str) -> None:
+    for student_layer, teacher_layer in layers.items():
+        made = bridge.layers.get(student_layer)
+        if made is None:
+            raise ValueError(
+                f"{where}: no maps for student layer {student_layer}; it has student layers {sorted(bridge.layers)}: "
+                "change loss.representation.layers or fit again with it"
+            )
+        if made != teacher_layer:
+            raise ValueError(
+                f"{where}: student layer {student_layer} is bridged to teacher layer {made}, this run's layer map says "
+                f"{teacher_layer}; use the same map or fit again"
+            )
+
+
+def checked_pairs(
+    tensors: Mapping[str, torch.Tensor],
+    pairs: list[LayerPair],
+    rank: int,
+    student: ModelIdentity,
+    teacher: ModelIdentity,
+    where: str,
+) -> dict[LayerPair, LayerBridge]:
+    """Tensors by full name -> maps per pair, float32; raises ValueError unless they are exactly what `pairs` needs."""
+    if not pairs or len({pair.student for pair in pairs}) != len(pairs):
+        raise ValueError(
+            f"{where}: layer pairs {[tuple(p) for p in pairs]}; expected at least one, each student layer once"
+        )
+    limit = min(student.hidden_size, teacher.hidden_size)
+    if not 1 <= rank <= limit:
+        raise ValueError(f"{where}: rank {rank}, expected 1..{limit}, the smaller of the two widths")
+    shapes = {
+        "teacher_mean": (teacher.hidden_size,),
+        "teacher_basis": (rank, teacher.hidden_size),
+        "student_projector": (rank, student.hidden_size),
+        "student_bias": (rank,),
+    }
+    known = {f"{pair.key}.{name}" for pair in pairs for name in shapes}
+    if extra := sorted(set(tensors) - known):
+        raise ValueError(f"{where}: tensors {extra[:4]} belong to none of the layer pairs {[p.key for p in pairs]}")
+    result = {}
+    for pair in pairs:
+        if not (1 <= pair.student <= student.num_layers and 1 <= pair.teacher <= teacher.num_layers):
+            raise ValueError(
+                f"{where}: layer pair {pair.key} is outside models of {student.num_layers} and {teacher.num_layers} "
+                "layers (student, teacher); layers are 1-based"
+            )
+        parts = {}
+        for name, shape in shapes.items():
+            value = tensors.get(f"{pair.key}.{name}")
+            if value is None and name != "student_bias":
+                raise ValueError(f"{where}: {pair.key}.{name} is missing; expected a tensor of shape {list(shape)}")
+            if value is None:
+                continue
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{where}: {pair.key}.{name} is {list(value.shape)}, expected {list(shape)} (rank {rank}, student "
+                    f"width {student.hidden_size}, teacher width {teacher.hidden_size}); it is of another bridge"
+                )
+            if bad := int((~torch.isfinite(value)).sum()):
+                raise ValueError(
+                    f"{where}: {pair.key}.{name} (student layer {pair.student}, teacher layer {pair.teacher}) has "
+                    f"{bad} values that are not finite; fit the bridge again"
+                )
+            parts[name] = value.float()
+        result[pair] = LayerBridge(**parts)
+    return result
+
+
+def _pair(key: str, file: Path) -> LayerPair:
+    student, _, teacher = key.removeprefix("s").partition(".t")
+    if not (key.startswith("s") and student.isdigit() and teacher.isdigit()):
+        raise ValueError(f"{file}: tensor group {key!r}, expected names like s2.t3.teacher_basis")
+    return LayerPair(int(student), int(teacher))
+
+
+def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str]:
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; expected a bridge made by nemo-oprd fit-bridge in {file.parent}")
+    data = file.read_bytes()
+    try:
+        return load(data), hashlib.sha256(data).hexdigest()
+    except SafetensorError as error:
+        raise ValueError(f"{file}: not a readable safetensors file ({error}); copy it again") from error
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(
+            f"{file}: no such file; a bridge is {TENSORS} and {MANIFEST} together. For tensors made elsewhere, "
+            "nemo_oprd.bridge.artifact.write_manifest writes it"
+        )
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not readable as JSON ({error}); copy it again") from error
+    needed = ("format", "rank", "layer_pairs", "student", "teacher", "capture", "sha256", "report")
+    missing = [key for key in needed if not isinstance(manifest, dict) or key not in manifest]
+    if missing:
+        raise ValueError(f"{file}: {missing} are missing; expected a manifest that fit-bridge wrote")
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{file}: format {manifest['format']}, this version reads {FORMAT}; fit the bridge again")
+    return manifest
+
+
+def _replace(file: Path, data: bytes) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)

@@ -1,0 +1,65 @@
+"""From the statistics of all layer pairs to a bridge: the fit, the choice of the rank, the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+from nemo_oprd.bridge.adamw import fit_adamw
+from nemo_oprd.bridge.covariance import PairStatistics
+from nemo_oprd.bridge.fit import PairFit, fit_ridge
+from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
+from nemo_oprd.bridge.rank import choose_rank, crossing_rank, layer_report, optimal_rank
+
+
+def build_bridge(
+    statistics: Sequence[PairStatistics],
+    student: ModelIdentity,
+    teacher: ModelIdentity,
+    capture: Capture,
+    *,
+    rank: int | Literal["auto"],
+    fit: Literal["ridge", "adamw"] = "ridge",
+    center_student: bool = False,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Bridge:
+    """Fits every pair; `save_bridge` writes the result.
+
+    Args:
+        statistics: one per layer pair, reduced over all ranks.
+        rank: "auto" takes `rank.choose_rank`, from the ridge fits whatever `fit` says.
+        progress: called with a line of text after each pair and, with AdamW, after each epoch.
+
+    Raises:
+        ValueError: a rank that some pair can't have (all are looked at before any AdamW runs), parts without rows,
+            states that don't vary.
+    """
+
+    def say(line: str) -> None:
+        if progress is not None:
+            progress(line)
+
+    ridge: list[PairFit] = []
+    for stats in statistics:
+        ridge.append(fit_ridge(stats, center_student=center_student))
+        say(f"{stats.pair.key}: r* {optimal_rank(ridge[-1])}, rho^2 crosses 1/2 after {crossing_rank(ridge[-1])}")
+    chosen = choose_rank(ridge) if rank == "auto" else rank
+    for each in ridge:
+        each.check_rank(chosen)
+    pairs, layers = {}, {}
+    for stats, whole in zip(statistics, ridge, strict=True):
+        final = whole
+        if fit == "adamw":
+            epochs = partial(_say_epoch, say, stats.pair.key)
+            final = fit_adamw(stats, whole, chosen, seed=seed, progress=epochs)
+        pairs[stats.pair] = final.bridge(chosen)
+        layers[stats.pair.key] = layer_report(final, whole, stats, chosen, seed)
+        say(f"{stats.pair.key}: rank {chosen}, held-out cosine {layers[stats.pair.key]['held_out_cosine']:.4f}")
+    report = {"fit": fit, "center_student": center_student, "rank_asked_for": rank, "layers": layers}
+    return Bridge(chosen, pairs, student, teacher, capture, report)
+
+
+def _say_epoch(say: Callable[[str], None], key: str, epoch: int, cosine: float) -> None:
+    say(f"{key}: epoch {epoch}, selection cosine {cosine:.4f}")
