@@ -1,0 +1,178 @@
+"""One command that says whether this machine's GPU gives the right numbers, and how fast: `scripts/gpu_check.sh`.
+
+Each phase is a process of its own with a time limit, so one that fails or hangs costs the others nothing. This file
+needs the standard library alone: it must be able to say what is missing. Results go to a table on stdout and, after
+every phase, to DIR/gpu_check.json; what the phases print goes to DIR/gpu_check.log. Exit status 0 only if all are ok.
+Left out: more than one GPU; layouts are tested on the CPU (tests/functional/test_layouts.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# name -> limit in seconds, in the order in which they run
+PHASES = {
+    "environment": 90,
+    "golden_fp32": 120,
+    "golden_bf16": 150,
+    "guard": 90,
+    "training": 150,
+    "models": 120,
+    "step_recompute_none": 150,
+    "step_recompute_full": 150,
+    "generation": 120,
+}
+# import name -> what pip calls it, of all that the phases import
+REQUIRED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
+    "packaging": "packaging",
+    "megatron.core": "megatron-core==0.16.1",
+    "einops": "einops",
+    "hydra": "hydra-core==1.3.*",
+    "omegaconf": "omegaconf==2.3.*",
+    "antlr4": "antlr4-python3-runtime==4.9.3",
+    "yaml": "pyyaml",
+    "tqdm": "tqdm",
+}
+# kept free at the end, so that the report is out before the deadline
+REPORT_SECONDS = 5
+
+
+def missing_packages() -> list[str]:
+    """Names for pip of what can't be found; nothing is imported."""
+
+    def found(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # the parent package of a dotted name
+            return False
+
+    return [package for name, package in REQUIRED.items() if not found(name)]
+
+
+def last_line(text: str) -> str:
+    """The last line that says something: an exception's message, where there is one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log: Path) -> dict[str, Any]:
+    """One phase in its own process group, killed after `limit` seconds.
+
+    Returns:
+        {"status": "ok" | "failed: ..." | "timeout ...", "seconds", "numbers", "lines"}.
+    """
+    output, result = scratch / f"{name}.log", scratch / f"{name}.json"
+    command = [sys.executable, "-m", "benchmarks.phase", name, str(result), "--scratch", str(scratch), *arguments]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    start = time.monotonic()
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=scratch, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = "ok" if process.wait(limit) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = f"timeout after {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    text = output.read_text(errors="replace")
+    with log.open("a") as file:
+        file.write(f"==== {name}\n{text}\n")
+    measured = json.loads(result.read_text()) if status == "ok" else {"numbers": {}, "lines": [], "problems": []}
+    if status == "failed":
+        status = f"failed: {last_line(text)}"
+    elif measured["problems"]:
+        status = "failed: " + "; ".join(measured["problems"])
+    seconds = time.monotonic() - start
+    return {"status": status, "seconds": round(seconds, 1), "numbers": measured["numbers"], "lines": measured["lines"]}
+
+
+def show(name: str, phase: dict[str, Any]) -> None:
+    """The phase's rows of the table."""
+    print(f"{name:<21}{phase['seconds']:>7.1f} s  {phase['status']}", flush=True)
+    for line in phase["lines"]:
+        print(f"{'':<32}{line}", flush=True)
+
+
+def check(options: argparse.Namespace, scratch: Path) -> bool:
+    """Runs the phases within `options.minutes`; True if all are ok."""
+    deadline = time.monotonic() + options.minutes * 60 - REPORT_SECONDS
+    arguments = [
+        *(["--quick"] if options.quick else []),
+        *(["--layers", str(options.layers)] if options.layers else []),
+    ]
+    log = options.output / "gpu_check.log"
+    log.unlink(missing_ok=True)
+    report: dict[str, Any] = {"ok": False, "quick": options.quick, "started": time.time(), "phases": {}}
+    print(f"{'phase':<21}{'time':>9}  result")
+    for name, own_limit in PHASES.items():
+        left = deadline - time.monotonic()
+        if left > 0:
+            phase = run_phase(name, min(own_limit, left), arguments, scratch, log)
+        else:
+            phase = {"status": "not run: no time left", "seconds": 0.0, "numbers": {}, "lines": []}
+        show(name, phase)
+        report["phases"][name] = phase
+        report["ok"] = set(report["phases"]) == set(PHASES) and all(
+            p["status"] == "ok" for p in report["phases"].values()
+        )
+        report["seconds"] = round(time.time() - report["started"], 1)
+        (options.output / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
+    bad = [name for name, phase in report["phases"].items() if phase["status"] != "ok"]
+    verdict = f"not ok: {', '.join(bad)} (see {log})" if bad else f"all {len(PHASES)} phases ok"
+    print(f"{verdict}; {report['seconds']:.0f} s, {options.output / 'gpu_check.json'}")
+    return report["ok"]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Is this GPU right, and how fast is it?")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
+    parser.add_argument("--minutes", type=float, default=10, help="for everything (default: 10)")
+    parser.add_argument("--layers", type=int, help="depth of the 1.5B-shaped models (default: what fits, at most 28)")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, also without a GPU")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where 8 GB may lie for a while (default: /tmp)")
+    options = parser.parse_args()
+    if options.layers is not None and options.layers < 1:
+        parser.error(f"--layers {options.layers}: expected at least 1")
+    return options
+
+
+def main() -> None:
+    """Exit status: 0 all ok, 1 a phase was not, 2 the check can't run here."""
+    options = parse_arguments()
+    missing = missing_packages()
+    if missing:
+        print(f"not installed: {', '.join(missing)}; pip install --no-deps {' '.join(missing)}", file=sys.stderr)
+        sys.exit(2)
+    options.output = options.output.resolve()
+    options.output.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="gpu_check_", dir=options.scratch))
+    try:
+        ok = check(options, scratch)
+    finally:
+        shutil.rmtree(scratch)
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    main()
