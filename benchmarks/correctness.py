@@ -1,12 +1,17 @@
-"""The phases of `gpu_check` that compare with known results: environment, golden cases in fp32 and bf16, the guard."""
+"""The phases of `gpu_check` that compare with known results: golden cases in fp32 and bf16, the guard, decoding.
+
+And the environment, which says what was compared.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +22,14 @@ from safetensors.torch import load_file, save_file
 from benchmarks.phase import Outcome, Settings
 from benchmarks.plain_bf16 import plain_bf16_gradients
 from nemo_oprd.config import Config, load_config
+from nemo_oprd.families import read_model_spec
+from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import layer_backend
-from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.parallel import device, init_distributed
+from nemo_oprd.megatron.weights import HFCheckpoint
 from nemo_oprd.reference import agreement, reference
+from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.verify import verify
 
@@ -28,6 +38,7 @@ GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 FP32_LIMIT = 1e-5
 # our bf16 error by a plain Hugging Face bf16 run's: rounding falls differently, but no more than that
 BF16_LIMIT = 2.0
+GREEDY_TOKENS = 24
 # a golden case is a representation case if it sets nothing else
 REPRESENTATION = {"k", "layers", "positions", "position", "final_norm", "aggregation", "kind", "dim_reduction"}
 
@@ -77,16 +88,13 @@ def golden_cases() -> dict[str, dict[str, Any]]:
 def _configure(case: dict[str, Any], output: Path, models: Path = GOLDEN, precision: str = "fp32") -> Config:
     options = [f"loss.representation.{name}={value}".replace(" ", "") for name, value in case["options"].items()]
     sources = [f"{role}.hf_path={models / role}" for role in ("student", "teacher")]
-    return load_config(
-        "verify",
-        [
-            *sources,
-            *options,
-            f"rollout.replay={GOLDEN / 'rollouts.jsonl'}",
-            f"output={output}",
-            f"precision={precision}",
-        ],
-    )
+    fixed = [f"rollout.replay={GOLDEN / 'rollouts.jsonl'}", f"output={output}", f"precision={precision}"]
+    return load_config("verify", [*sources, *options, *fixed])
+
+
+def _worst(deviations: Iterable[float]) -> float:
+    """The largest, or NaN if there is one (`max` would pass over it)."""
+    return max(deviations, key=lambda value: (math.isnan(value), value))
 
 
 def _verify(config: Config) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -102,16 +110,13 @@ def golden_fp32(settings: Settings) -> Outcome:
         losses, gradients = _verify(_configure(case, settings.scratch / "golden_fp32" / name))
         pairs = [(losses[key], case[key]) for key in ("loss/total", "rep/loss")]
         pairs += [(losses["rep/loss_per_layer"][layer], value) for layer, value in case["rep/loss_per_layer"].items()]
-        loss = max(abs(ours - expected) / abs(expected) for ours, expected in pairs)
-        gradient = max(agreement(gradients, load_file(GOLDEN / f"grads_{name}.safetensors")).values())
+        loss = _worst(abs(ours - expected) / abs(expected) for ours, expected in pairs)
+        gradient = _worst(agreement(gradients, load_file(GOLDEN / f"grads_{name}.safetensors")).values())
         outcome.numbers[name] = {"loss_deviation": loss, "worst_gradient_deviation": gradient}
-        # not `<`, so that NaN is a problem
-        outcome.require(loss <= FP32_LIMIT, f"{name}: loss deviates by {loss:.1e}, limit {FP32_LIMIT:.0e}")
-        outcome.require(
-            gradient <= FP32_LIMIT, f"{name}: a gradient deviates by {gradient:.1e}, limit {FP32_LIMIT:.0e}"
-        )
+        for what, deviation in (("the loss", loss), ("a gradient", gradient)):
+            outcome.require(deviation <= FP32_LIMIT, f"{name}: {what} deviates by {deviation:.1e}")
     cases = outcome.numbers.values()
-    worst = {key: max(case[key] for case in cases) for key in ("loss_deviation", "worst_gradient_deviation")}
+    worst = {key: _worst(case[key] for case in cases) for key in ("loss_deviation", "worst_gradient_deviation")}
     outcome.lines.append(
         f"{len(cases)} cases: loss within {worst['loss_deviation']:.1e}, every gradient within "
         f"{worst['worst_gradient_deviation']:.1e} of float64 (limit {FP32_LIMIT:.0e})"
@@ -138,15 +143,18 @@ def golden_bf16(settings: Settings) -> Outcome:
         plain = plain_bf16_gradients(config, rollouts, device())
         _, ours = _verify(config)
         errors = {"ours": _error(ours, expected), "plain": _error(plain, expected)}
-        worst = {"ours": max(agreement(ours, expected).values()), "plain": max(agreement(plain, expected).values())}
+        worst = {
+            "ours": _worst(agreement(ours, expected).values()),
+            "plain": _worst(agreement(plain, expected).values()),
+        }
         ratio, worst_ratio = errors["ours"] / errors["plain"], worst["ours"] / worst["plain"]
         outcome.numbers[name] = {"error": errors, "worst": worst, "ratio": ratio, "worst_ratio": worst_ratio}
         outcome.require(ratio <= BF16_LIMIT, f"{name}: all gradients err {ratio:.2f} times a plain bf16 run's error")
         outcome.require(worst_ratio <= BF16_LIMIT, f"{name}: the worst gradient errs {worst_ratio:.2f} times the plain")
     cases = outcome.numbers.values()
     outcome.lines.append(
-        f"{len(cases)} cases: gradient error at most {max(c['ratio'] for c in cases):.2f} times (worst parameter: "
-        f"{max(c['worst_ratio'] for c in cases):.2f} times) a plain Hugging Face bf16 run's (limit {BF16_LIMIT:.0f})"
+        f"{len(cases)} cases: gradient error at most {_worst(c['ratio'] for c in cases):.2f} times (worst parameter: "
+        f"{_worst(c['worst_ratio'] for c in cases):.2f} times) a plain Hugging Face bf16 run's (limit {BF16_LIMIT:.0f})"
     )
     return outcome
 
@@ -179,7 +187,32 @@ def guard(settings: Settings) -> Outcome:
             message = str(error)
     outcome = Outcome({"message": message}, [message.partition(";")[0].partition(": the")[0] or "nothing was raised"])
     outcome.require(
-        f"layer {broken_layer} " in message, f"the detached layer {broken_layer} was not named: {message!r}"
+        f"layer {broken_layer} " in message, f"layer {broken_layer} was detached and not named: {message!r}"
     )
     outcome.require(not output.exists(), "gradients were written although a layer trained nothing")
+    return outcome
+
+
+def decoding(settings: Settings) -> Outcome:
+    """Greedy responses of the in-process engine in fp32, token by token against plain full forwards in float64."""
+    from transformers import AutoModelForCausalLM
+
+    source = str(GOLDEN / "student")
+    prompts = [[5], [9, 2, 40], [7, 7, 1, 30, 12, 3, 60], [11, 50, 4, 8, 33]]  # ragged
+    init_distributed()
+    config = _configure({"options": {}}, settings.scratch / "unused")
+    engine = MegatronEngine(config, read_model_spec(source), Layout(), eos_ids=())
+    engine.load(HFCheckpoint(source).__getitem__, source)
+    rollouts = engine.generate([Request(prompt) for prompt in prompts], Sampling(0.0, 1.0, GREEDY_TOKENS, (0, 1, 0)))
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager").eval()
+    outcome = Outcome({"prompts": len(prompts), "tokens_each": GREEDY_TOKENS})
+    for prompt, rollout in zip(prompts, rollouts, strict=True):
+        ids = list(prompt)
+        for _ in range(GREEDY_TOKENS):
+            with torch.no_grad():
+                ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
+        outcome.require(rollout.response_ids == ids[len(prompt) :], f"the response to {prompt} is another one")
+    outcome.lines.append(
+        f"{len(prompts)} greedy responses of {GREEDY_TOKENS} tokens compared with float64 full forwards"
+    )
     return outcome

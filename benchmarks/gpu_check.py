@@ -9,6 +9,7 @@ Left out: more than one GPU; layouts are tested on the CPU (tests/functional/tes
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # name -> limit in seconds, in the order in which they run
@@ -28,6 +29,7 @@ PHASES = {
     "golden_fp32": 120,
     "golden_bf16": 150,
     "guard": 90,
+    "decoding": 90,
     "training": 150,
     "models": 120,
     "step_recompute_none": 150,
@@ -51,6 +53,8 @@ REQUIRED = {
 }
 # kept free at the end, so that the report is out before the deadline
 REPORT_SECONDS = 5
+# what a phase that did not finish has measured
+NOTHING: dict[str, Any] = {"numbers": {}, "lines": []}
 
 
 def missing_packages() -> list[str]:
@@ -79,31 +83,38 @@ def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log:
     """
     output, result = scratch / f"{name}.log", scratch / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.phase", name, str(result), "--scratch", str(scratch), *arguments]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     start = time.monotonic()
     with output.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=scratch, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = "ok" if process.wait(limit) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            status = f"timeout after {limit:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = run_limited(command, limit, scratch, file)
+    seconds = round(time.monotonic() - start, 1)
     text = output.read_text(errors="replace")
     with log.open("a") as file:
         file.write(f"==== {name}\n{text}\n")
-    measured = json.loads(result.read_text()) if status == "ok" else {"numbers": {}, "lines": [], "problems": []}
-    if status == "failed":
-        status = f"failed: {last_line(text)}"
-    elif measured["problems"]:
-        status = "failed: " + "; ".join(measured["problems"])
-    seconds = time.monotonic() - start
-    return {"status": status, "seconds": round(seconds, 1), "numbers": measured["numbers"], "lines": measured["lines"]}
+    measured = json.loads(result.read_text()) if result.exists() else {}
+    if code is None:
+        status = f"timeout after {limit:.0f} s"
+    elif code != 0:
+        status = f"failed: {measured.get('error') or last_line(text)}"
+    else:
+        status = f"failed: {'; '.join(measured['problems'])}" if measured["problems"] else "ok"
+    return {"status": status, "seconds": seconds, **{key: measured.get(key, empty) for key, empty in NOTHING.items()}}
+
+
+def run_limited(command: list[str], limit: float, directory: Path, output: IO[str]) -> int | None:
+    """The exit status, None after `limit` seconds; what the command left running is killed in any case."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the usual case: nothing is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def show(name: str, phase: dict[str, Any]) -> None:
@@ -116,28 +127,25 @@ def show(name: str, phase: dict[str, Any]) -> None:
 def check(options: argparse.Namespace, scratch: Path) -> bool:
     """Runs the phases within `options.minutes`; True if all are ok."""
     deadline = time.monotonic() + options.minutes * 60 - REPORT_SECONDS
-    arguments = [
-        *(["--quick"] if options.quick else []),
-        *(["--layers", str(options.layers)] if options.layers else []),
-    ]
+    arguments = ["--quick"] if options.quick else []
+    arguments += ["--layers", str(options.layers)] if options.layers else []
     log = options.output / "gpu_check.log"
     log.unlink(missing_ok=True)
-    report: dict[str, Any] = {"ok": False, "quick": options.quick, "started": time.time(), "phases": {}}
+    phases: dict[str, Any] = {}
+    report: dict[str, Any] = {"ok": False, "quick": options.quick, "started": time.time(), "phases": phases}
     print(f"{'phase':<21}{'time':>9}  result")
     for name, own_limit in PHASES.items():
         left = deadline - time.monotonic()
         if left > 0:
             phase = run_phase(name, min(own_limit, left), arguments, scratch, log)
         else:
-            phase = {"status": "not run: no time left", "seconds": 0.0, "numbers": {}, "lines": []}
+            phase = {"status": "not run: no time left", "seconds": 0.0, **NOTHING}
         show(name, phase)
-        report["phases"][name] = phase
-        report["ok"] = set(report["phases"]) == set(PHASES) and all(
-            p["status"] == "ok" for p in report["phases"].values()
-        )
+        phases[name] = phase
+        bad = [name for name, phase in phases.items() if phase["status"] != "ok"]
+        report["ok"] = not bad and len(phases) == len(PHASES)
         report["seconds"] = round(time.time() - report["started"], 1)
         (options.output / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
-    bad = [name for name, phase in report["phases"].items() if phase["status"] != "ok"]
     verdict = f"not ok: {', '.join(bad)} (see {log})" if bad else f"all {len(PHASES)} phases ok"
     print(f"{verdict}; {report['seconds']:.0f} s, {options.output / 'gpu_check.json'}")
     return report["ok"]
@@ -166,6 +174,9 @@ def main() -> None:
         sys.exit(2)
     options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that models and processes are cleared away
     scratch = Path(tempfile.mkdtemp(prefix="gpu_check_", dir=options.scratch))
     try:
         ok = check(options, scratch)

@@ -1,7 +1,6 @@
 """One phase of `gpu_check` in a process of its own: `python -m benchmarks.phase NAME RESULT.json [options]`.
 
-Writes what the phase measured; an exception is left to end the process with its traceback, so that the last line of
-the output says what went wrong.
+Writes what the phase measured, or which exception ended it; the traceback goes to the output.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ def phases() -> dict[str, Callable[[Settings], Outcome]]:
         "golden_fp32": correctness.golden_fp32,
         "golden_bf16": correctness.golden_bf16,
         "guard": correctness.guard,
+        "decoding": correctness.decoding,
         "training": short_training.training,
         "models": real_shape.models,
         "step_recompute_none": real_shape.step_recompute_none,
@@ -61,7 +61,7 @@ def phases() -> dict[str, Callable[[Settings], Outcome]]:
 
 
 def main() -> None:
-    """Runs one phase and writes {"numbers", "lines", "problems"}."""
+    """Runs one phase and writes {"numbers", "lines", "problems"}, or {"error"}."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("result", type=Path)
@@ -70,7 +70,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     options = parser.parse_args()
     torch.set_float32_matmul_precision("highest")  # no TF32
-    outcome = phases()[options.name](Settings(options.scratch, options.quick, options.layers))
+    try:
+        outcome = phases()[options.name](Settings(options.scratch, options.quick, options.layers))
+    except Exception as error:
+        # told here, because CUDA and NCCL print more after a traceback; CUDA says what went wrong in its first line
+        first_line = str(error).strip().partition("\n")[0]
+        options.result.write_text(json.dumps({"error": f"{type(error).__name__}: {first_line}"}))
+        raise
     options.result.write_text(json.dumps(vars(outcome)))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

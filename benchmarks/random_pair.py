@@ -32,7 +32,7 @@ class Shape:
 
 
 def save_random_model(path: Path, shape: Shape, *, seed: int, std: float, dtype: torch.dtype) -> None:
-    """Writes config.json and one safetensors file: weights and biases of deviation `std`, norms of 1; an untied head."""
+    """config.json and one safetensors file: weights and biases of deviation `std`, norms of 1. The head is untied."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -55,7 +55,7 @@ def save_random_model(path: Path, shape: Shape, *, seed: int, std: float, dtype:
 
 
 def save_random_rollouts(path: Path, shape: Shape, *, prompt: int, responses: list[int], seed: int = 0) -> None:
-    """One rollout per response length, each with a prompt of `prompt` tokens; every response token may be supervised."""
+    """One rollout per response length, each with `prompt` tokens before it; every response token may be supervised."""
     draw = random.Random(seed)
     ids = [[draw.randrange(shape.vocab_size) for _ in range(prompt + length)] for length in responses]
     write_rollouts(path, [Rollout(tokens[:prompt], tokens[prompt:]) for tokens in ids])

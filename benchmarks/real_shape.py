@@ -7,13 +7,13 @@ weights are. Each phase of a step is timed with the device synchronised, and its
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import resource
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,21 +72,21 @@ def models(settings: Settings) -> Outcome:
     shape = dataclasses.replace(size.shape, num_hidden_layers=layers)
     for seed, role in enumerate(("student", "teacher")):
         save_random_model(settings.scratch / role, shape, seed=seed, std=0.02, dtype=torch.bfloat16)
-    save_random_rollouts(settings.scratch / "rollouts.jsonl", shape, prompt=size.prompt, responses=list(size.responses))
-    parameters = sum(HFCheckpoint(settings.scratch / "student")[name].numel() for name in _names(settings.scratch))
-    line = f"{layers} layers, width {shape.hidden_size}, vocabulary {shape.vocab_size}: {parameters / 1e6:.1f} M parameters"
-    return Outcome({**dataclasses.asdict(shape), "parameters": parameters}, [line + " each"])
-
-
-def _names(scratch: Path) -> list[str]:
-    return HFCheckpoint(scratch / "student").keys()
+    recorded = settings.scratch / "rollouts.jsonl"
+    save_random_rollouts(recorded, shape, prompt=size.prompt, responses=list(size.responses))
+    student = HFCheckpoint(settings.scratch / "student")
+    millions = sum(math.prod(student.shape(name)) for name in student.keys()) / 1e6  # noqa: SIM118 - no dictionary
+    line = f"{layers} layers, width {shape.hidden_size}, vocabulary {shape.vocab_size}: {millions:.1f} M parameters"
+    return Outcome({**dataclasses.asdict(shape), "million_parameters": millions}, [line])
 
 
 class Meter:
     """Seconds and peak memory of the phases of a step. Without CUDA the memory is not measured (None)."""
 
     def __init__(self) -> None:
-        self.samples: dict[str, list[dict[str, float | None]]] = {}
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.peaks: dict[str, list[int]] = defaultdict(list)
+        self.above: dict[str, list[int]] = defaultdict(list)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -98,26 +98,25 @@ class Meter:
         yield
         if cuda:
             torch.cuda.synchronize()
-        sample: dict[str, float | None] = {"seconds": time.perf_counter() - start, "peak_gb": None, "above_gb": None}
+        self.seconds[phase].append(time.perf_counter() - start)
         if resident is not None:
-            peak = torch.cuda.max_memory_allocated()
-            sample.update(peak_gb=peak / 1e9, above_gb=(peak - resident) / 1e9)
-        self.samples.setdefault(phase, []).append(sample)
+            self.peaks[phase].append(torch.cuda.max_memory_allocated())
+            self.above[phase].append(self.peaks[phase][-1] - resident)
 
     def summary(self, warmup: int) -> dict[str, dict[str, float | None]]:
         """Phase -> median seconds after the warm-up, and the largest peak (`above`: over what was resident before)."""
-        result = {}
-        for phase, samples in self.samples.items():
-            kept = samples[warmup:]
-            seconds, peak, above = ([s[key] for s in kept] for key in ("seconds", "peak_gb", "above_gb"))
-            result[phase] = {"seconds": statistics.median(s for s in seconds if s is not None)}
-            result[phase] |= {"peak_gb": _largest(peak), "above_gb": _largest(above)}
-        return result
+        return {
+            phase: {
+                "seconds": statistics.median(self.seconds[phase][warmup:]),
+                "peak_gb": _largest(self.peaks[phase][warmup:]),
+                "above_gb": _largest(self.above[phase][warmup:]),
+            }
+            for phase in self.seconds
+        }
 
 
-def _largest(values: list[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return max(measured) if measured else None
+def _largest(values: list[int]) -> float | None:
+    return max(values) / 1e9 if values else None
 
 
 def resident_bytes() -> int | None:
@@ -227,8 +226,9 @@ def generation(settings: Settings) -> Outcome:
     sampled = sum(len(rollout.response_ids) for rollout in rollouts)
     seconds = measured["seconds"] or 0.0
     memory = "" if measured["peak_gb"] is None else f", peak {measured['peak_gb']:.2f} GB"
-    line = f"{size.sequences} sequences x {size.new_tokens} tokens: {seconds:.3f} s, {sampled / seconds:.0f} tokens/s{memory}"
-    outcome = Outcome({**measured, "sampled_tokens": sampled, "tokens_per_s": sampled / seconds}, [line])
+    rate = sampled / seconds
+    line = f"{size.sequences} sequences x {size.new_tokens} tokens: {seconds:.3f} s, {rate:.0f} tokens/s{memory}"
+    outcome = Outcome({**measured, "sampled_tokens": sampled, "tokens_per_s": rate}, [line])
     outcome.require(sampled == size.sequences * size.new_tokens, f"{sampled} tokens came back")
     ids = {token for rollout in rollouts for token in rollout.response_ids}
     outcome.require(len(ids) > 1, "every sampled token is the same")

@@ -15,8 +15,8 @@ from nemo_oprd.train import train
 SHAPE = Shape(4, 64, 128, 4, 2, 256, 256)
 RESPONSES = [20, 35, 50, 60, 75, 90, 100, 120]
 STEPS = 50
-# The batch is the same at every step. On the CPU the loss falls to 0.19 of its start in both precisions; a student that
-# learns nothing stays at 1.
+# The batch is the same at every step. On the CPU the loss falls to 0.19 of its start (--quick: 0.11) in both
+# precisions; a student that learns nothing stays at 1.
 FALLS_TO = 0.5
 
 
@@ -30,12 +30,7 @@ def training(settings: Settings) -> Outcome:
     for precision in ("fp32", "bf16"):
         losses = _losses(root, precision)
         ratio = losses[-1] / losses[0]
-        outcome.numbers[precision] = {
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-            "ratio": ratio,
-            "losses": losses,
-        }
+        outcome.numbers[precision] = {"ratio": ratio, "losses": losses}
         outcome.lines.append(f"{precision}: loss {losses[0]:.4g} -> {losses[-1]:.4g} in {STEPS} steps ({ratio:.2f})")
         outcome.require(len(losses) == STEPS, f"{precision}: {len(losses)} steps were logged, expected {STEPS}")
         outcome.require(ratio <= FALLS_TO, f"{precision}: the loss fell to {ratio:.2f} of its start, limit {FALLS_TO}")
