@@ -9,7 +9,6 @@ Left out: more than one GPU; layouts are tested on the CPU (tests/functional/tes
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -36,19 +35,19 @@ PHASES = {
     "step_recompute_full": 150,
     "generation": 120,
 }
-# import name -> what pip calls it, of all that the phases import
+# import name -> what pip calls it, of all that the phases import; requirements-cpu.txt has the versions
 REQUIRED = {
     "torch": "torch",
     "numpy": "numpy",
     "transformers": "transformers",
     "safetensors": "safetensors",
     "packaging": "packaging",
-    "megatron.core": "megatron-core==0.16.1",
+    "megatron.core": "megatron-core",
     "einops": "einops",
-    "hydra": "hydra-core==1.3.*",
-    "omegaconf": "omegaconf==2.3.*",
-    "antlr4": "antlr4-python3-runtime==4.9.3",
-    "yaml": "pyyaml",
+    "hydra": "hydra-core",
+    "omegaconf": "omegaconf",
+    "antlr4": "antlr4-python3-runtime",
+    "yaml": "PyYAML",
     "tqdm": "tqdm",
 }
 # kept free at the end, so that the report is out before the deadline
@@ -58,7 +57,9 @@ NOTHING: dict[str, Any] = {"numbers": {}, "lines": []}
 
 
 def missing_packages() -> list[str]:
-    """Names for pip of what can't be found; nothing is imported."""
+    """What can't be found, with the versions that the tests use; nothing is imported."""
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0]: line.strip() for line in lines if "==" in line}
 
     def found(name: str) -> bool:
         try:
@@ -66,7 +67,7 @@ def missing_packages() -> list[str]:
         except ModuleNotFoundError:  # the parent package of a dotted name
             return False
 
-    return [package for name, package in REQUIRED.items() if not found(name)]
+    return [pinned[package] for name, package in REQUIRED.items() if not found(name)]
 
 
 def last_line(text: str) -> str:
@@ -101,7 +102,7 @@ def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log:
 
 
 def run_limited(command: list[str], limit: float, directory: Path, output: IO[str]) -> int | None:
-    """The exit status, None after `limit` seconds; what the command left running is killed in any case."""
+    """The exit status, None after `limit` seconds; the whole process group is killed then, or when we are stopped."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
@@ -112,9 +113,9 @@ def run_limited(command: list[str], limit: float, directory: Path, output: IO[st
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the usual case: nothing is left
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
 
 
 def show(name: str, phase: dict[str, Any]) -> None:
@@ -170,7 +171,8 @@ def main() -> None:
     options = parse_arguments()
     missing = missing_packages()
     if missing:
-        print(f"not installed: {', '.join(missing)}; pip install --no-deps {' '.join(missing)}", file=sys.stderr)
+        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+        print(f"not installed: {', '.join(missing)}; {command}  (without an index: --wheels DIR)", file=sys.stderr)
         sys.exit(2)
     options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)

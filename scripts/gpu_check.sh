@@ -3,8 +3,8 @@
 #   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--wheels DIR]
 # Runs in the active Python if its torch sees a GPU (PYTHON=... names another), else in the project's own environment.
 # --wheels DIR: install the wheels of DIR for this run only, from a machine with a package index, e.g.
-#   pip wheel --no-deps --wheel-dir DIR megatron-core==0.16.1 einops hydra-core==1.3.* omegaconf==2.3.* \
-#     antlr4-python3-runtime==4.9.3
+#   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR megatron-core einops hydra-core omegaconf \
+#     antlr4-python3-runtime
 set -euo pipefail
 arguments=() wheels=
 while [ $# -gt 0 ]; do

@@ -68,8 +68,8 @@ def test_missing_packages_are_one_line() -> None:
     result = subprocess.run([sys.executable, "-I", "-S", script, "--quick"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith("not installed: torch, ")
-    assert "pip install --no-deps torch " in line and "megatron-core==0.16.1" in line
+    assert line.startswith("not installed: torch==")
+    assert " -m pip install torch==" in line and " megatron-core==0.16.1 " in line
 
 
 def test_a_phase_that_fails_or_hangs_is_a_line(tmp_path: Path) -> None:
@@ -78,6 +78,15 @@ def test_a_phase_that_fails_or_hangs_is_a_line(tmp_path: Path) -> None:
     assert failed["status"] == "failed: KeyError: 'no_such_phase'"
     assert "Traceback" in log.read_text()
     assert gpu_check.run_phase("guard", 0.2, [], tmp_path, log)["status"] == "timeout after 0 s"
+
+
+def test_depth_by_free_memory() -> None:
+    """The whole model where the memory of a large GPU is free, fewer layers on a small one."""
+    from benchmarks.real_shape import layers_that_fit
+
+    assert layers_that_fit(139e9) == layers_that_fit(79e9) == 28
+    assert 1 < layers_that_fit(23e9) < 10
+    assert layers_that_fit(4e9) == 1
 
 
 def test_no_time_left(project: Path, tmp_path: Path) -> None:
