@@ -52,7 +52,8 @@ REAL = Size(R1_DISTILL_1P5B, 128, (2000, 2500, 3000, 4000, 5000, 6000, 7000, 800
 QUICK = Size(Shape(2, 64, 128, 4, 2, 512, 512), 8, (20, 25, 30, 40, 50, 60, 70, 80), 20, 96, 4, 8)
 
 # Bytes for a layer of the 1.5B: 46.8 M parameters (student: bf16 weight, fp32 gradient, main weight and two moments;
-# teacher: bf16 weight) and, without recompute, some 150 kB of activations per token of a microbatch.
+# teacher: bf16 weight) and, without recompute, activations per token of a microbatch: 130 kB are kept for the backward
+# pass (counted with saved-tensor hooks on our local layers), the rest is room.
 LAYER_BYTES = 46.8e6 * (18 + 2) + 150e3 * REAL.tokens_per_microbatch
 # the same for both embeddings and the student's head, and room for temporary tensors
 OTHER_BYTES = 233e6 * (18 + 2 + 2) + 5e9
