@@ -6,7 +6,6 @@ must be named), "dedicated" gives the teacher ranks of its own.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import random
@@ -236,36 +235,6 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     for total, per_layer in (("loss", "loss_layer"), ("cosine_similarity", "cosine_similarity_layer")):
         named[f"rep/{total}"] = sum(named[f"rep/{per_layer}/{layer}"] for layer in layers) / len(layers)
     return {"loss/total": loss.weight * named["rep/loss"], **named}
-
-
-def hf_bf16_gradients(config: Config, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
-    """Gradients of a plain Hugging Face run in bfloat16, the loss in float32.
-
-    One pass per response, added up in float32: a plain run would add in bfloat16, so this errs less than it.
-    """
-    from nemo_oprd import reference
-
-    distance = reference._distance
-    sums: dict[str, torch.Tensor] = {}
-
-    def in_float32(ours: torch.Tensor, theirs: torch.Tensor, loss: Any) -> torch.Tensor:
-        return distance(ours.float(), theirs.float(), loss)
-
-    def load(path: str, dtype: torch.dtype, load: Any = reference._load) -> Any:
-        model = load(path, dtype)
-        if path == str(config.student.hf_path):
-            for name, parameter in model.named_parameters():
-                parameter.register_post_accumulate_grad_hook(functools.partial(move, name))
-        return model
-
-    def move(name: str, parameter: torch.nn.Parameter) -> None:
-        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
-        sums[name] = sums.get(name, 0) + parameter.grad.float()
-        parameter.grad = None
-
-    with mock.patch.multiple(reference, _distance=in_float32, _load=load):
-        reference.reference(config, rollouts, torch.bfloat16)
-    return sums
 
 
 def run_verify(overrides: list[str]) -> dict[str, float]:

@@ -26,7 +26,6 @@ from layout_cases import (
     Case,
     K,
     direct_metrics,
-    hf_bf16_gradients,
     make_rollouts,
     read_result,
     save_model,
@@ -34,6 +33,7 @@ from layout_cases import (
 from pool import Pools, WorkerError
 from tiny_models import edit_tensors
 
+from benchmarks.plain_bf16 import plain_bf16_gradients
 from nemo_oprd.config import load_config
 from nemo_oprd.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
@@ -334,7 +334,7 @@ def bf16_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict
     settings = [*models, f"rollout.replay={GOLDEN / 'rollouts.jsonl'}", "precision=bf16"]
     config = load_config("verify", [*settings, "output=unused"])
     rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
-    return settings, reference(config, rollouts), hf_bf16_gradients(config, rollouts)
+    return settings, reference(config, rollouts), plain_bf16_gradients(config, rollouts)
 
 
 @pytest.mark.parametrize("case", BF16, ids=str)

@@ -1,0 +1,218 @@
+"""The phases of `gpu_check` that compare with known results: golden cases in fp32 and bf16, the guard, decoding.
+
+And the environment, which says what was compared.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.phase import Outcome, Settings
+from benchmarks.plain_bf16 import plain_bf16_gradients
+from nemo_oprd.config import Config, load_config
+from nemo_oprd.families import read_model_spec
+from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.model import layer_backend
+from nemo_oprd.megatron.parallel import device, init_distributed
+from nemo_oprd.megatron.weights import HFCheckpoint
+from nemo_oprd.reference import agreement, reference
+from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.rollout.megatron import MegatronEngine
+from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.verify import verify
+
+GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+# tests/golden/README.md: fp32 against float64
+FP32_LIMIT = 1e-5
+# our bf16 error by a plain Hugging Face bf16 run's: rounding falls differently, but no more than that
+BF16_LIMIT = 2.0
+GREEDY_TOKENS = 24
+# a golden case is a representation case if it sets nothing else
+REPRESENTATION = {"k", "layers", "positions", "position", "final_norm", "aggregation", "kind", "dim_reduction"}
+
+
+def environment(settings: Settings) -> Outcome:
+    """What this machine is; fails where no CUDA device is seen, unless the check is a quick one."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "transformers")}
+    cuda = torch.cuda.is_available()
+    gpu = torch.cuda.get_device_name() if cuda else "none (CPU)"
+    numbers: dict[str, Any] = {
+        "gpu": gpu,
+        "gpu_memory_gb": round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1) if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "driver": _driver() if cuda else None,
+        "python": platform.python_version(),
+        **versions,
+        "layer_backend": layer_backend(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    lines = [
+        f"{gpu}, {numbers['gpu_memory_gb']} GB, driver {numbers['driver']}, CUDA {numbers['cuda']}",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) + f", Python {numbers['python']}",
+        f"layer backend: {numbers['layer_backend']}",
+    ]
+    outcome = Outcome(numbers, lines)
+    outcome.require(cuda or settings.quick, "torch sees no CUDA device; use --quick to check on a CPU")
+    return outcome
+
+
+def _driver() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "not known (no nvidia-smi)"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+
+
+def golden_cases() -> dict[str, dict[str, Any]]:
+    """The golden cases of the representation term: name -> options and expected losses."""
+    cases = json.loads((GOLDEN / "expected.json").read_text())
+    return {
+        name: case
+        for name, case in cases.items()
+        if case["teacher"] == "teacher" and set(case["options"]) <= REPRESENTATION
+    }
+
+
+def _configure(case: dict[str, Any], output: Path, models: Path = GOLDEN, precision: str = "fp32") -> Config:
+    options = [f"loss.representation.{name}={value}".replace(" ", "") for name, value in case["options"].items()]
+    sources = [f"{role}.hf_path={models / role}" for role in ("student", "teacher")]
+    fixed = [f"rollout.replay={GOLDEN / 'rollouts.jsonl'}", f"output={output}", f"precision={precision}"]
+    return load_config("verify", [*sources, *options, *fixed])
+
+
+def _worst(deviations: Iterable[float]) -> float:
+    """The largest, or NaN if there is one (`max` would pass over it)."""
+    return max(deviations, key=lambda value: (math.isnan(value), value))
+
+
+def _verify(config: Config) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    verify(config)
+    output = Path(config.output)
+    return json.loads((output / "losses.json").read_text()), load_file(output / "grads.safetensors")
+
+
+def golden_fp32(settings: Settings) -> Outcome:
+    """Each golden case against its float64 numbers: the worst loss (total and per layer), the worst gradient."""
+    outcome = Outcome()
+    for name, case in golden_cases().items():
+        losses, gradients = _verify(_configure(case, settings.scratch / "golden_fp32" / name))
+        pairs = [(losses[key], case[key]) for key in ("loss/total", "rep/loss")]
+        pairs += [(losses["rep/loss_per_layer"][layer], value) for layer, value in case["rep/loss_per_layer"].items()]
+        loss = _worst(abs(ours - expected) / abs(expected) for ours, expected in pairs)
+        gradient = _worst(agreement(gradients, load_file(GOLDEN / f"grads_{name}.safetensors")).values())
+        outcome.numbers[name] = {"loss_deviation": loss, "worst_gradient_deviation": gradient}
+        for what, deviation in (("the loss", loss), ("a gradient", gradient)):
+            outcome.require(deviation <= FP32_LIMIT, f"{name}: {what} deviates by {deviation:.1e}")
+    cases = outcome.numbers.values()
+    worst = {key: _worst(case[key] for case in cases) for key in ("loss_deviation", "worst_gradient_deviation")}
+    outcome.lines.append(
+        f"{len(cases)} cases: loss within {worst['loss_deviation']:.1e}, every gradient within "
+        f"{worst['worst_gradient_deviation']:.1e} of float64 (limit {FP32_LIMIT:.0e})"
+    )
+    return outcome
+
+
+def golden_bf16(settings: Settings) -> Outcome:
+    """Each golden case in bf16 against float64, next to plain Hugging Face models in bf16 on the same device.
+
+    The weights are rounded to bf16 first, as real ones are stored, so that the arithmetic is measured; the float64
+    gradients are therefore computed here, by the reference that agrees with the golden ones on unrounded weights.
+    """
+    models = settings.scratch / "golden_bf16"
+    for role in ("student", "teacher"):
+        shutil.copytree(GOLDEN / role, models / role)
+        weights = models / role / "model.safetensors"
+        save_file({n: t.bfloat16() for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    outcome = Outcome()
+    for name, case in list(golden_cases().items())[:: 4 if settings.quick else 1]:
+        config = _configure(case, models / name, models, "bf16")
+        rollouts = read_rollouts(str(config.rollout.replay), vocab_size=61)
+        expected = reference(config, rollouts)["gradients"]
+        plain = plain_bf16_gradients(config, rollouts, device())
+        _, ours = _verify(config)
+        errors = {"ours": _error(ours, expected), "plain": _error(plain, expected)}
+        worst = {
+            "ours": _worst(agreement(ours, expected).values()),
+            "plain": _worst(agreement(plain, expected).values()),
+        }
+        ratio, worst_ratio = errors["ours"] / errors["plain"], worst["ours"] / worst["plain"]
+        outcome.numbers[name] = {"error": errors, "worst": worst, "ratio": ratio, "worst_ratio": worst_ratio}
+        outcome.require(ratio <= BF16_LIMIT, f"{name}: all gradients err {ratio:.2f} times a plain bf16 run's error")
+        outcome.require(worst_ratio <= BF16_LIMIT, f"{name}: the worst gradient errs {worst_ratio:.2f} times the plain")
+    cases = outcome.numbers.values()
+    outcome.lines.append(
+        f"{len(cases)} cases: gradient error at most {_worst(c['ratio'] for c in cases):.2f} times (worst parameter: "
+        f"{_worst(c['worst_ratio'] for c in cases):.2f} times) a plain Hugging Face bf16 run's (limit {BF16_LIMIT:.0f})"
+    )
+    return outcome
+
+
+def _error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative error of all gradients together."""
+    squared = sum(float((ours[name].double() - g.double()).square().sum()) for name, g in expected.items())
+    return (squared / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
+
+
+def guard(settings: Settings) -> Outcome:
+    """A layer whose supervision is attached to a detached copy must stop the run and be named, before any output."""
+    from nemo_oprd.megatron.capture import Supervision
+    from nemo_oprd.megatron.guard import CaptureError
+
+    broken_layer, output = 2, settings.scratch / "guard"
+    supervise = Supervision._supervise
+
+    def detached(self: Supervision, layer: int, hidden: torch.Tensor, *, keep_rows: bool) -> torch.Tensor:
+        if layer != broken_layer:
+            return supervise(self, layer, hidden, keep_rows=keep_rows)
+        supervise(self, layer, hidden.detach().requires_grad_(), keep_rows=keep_rows)
+        return hidden
+
+    message = ""
+    with mock.patch.object(Supervision, "_supervise", detached):
+        try:
+            verify(_configure({"options": {"k": 4}}, output))
+        except CaptureError as error:
+            message = str(error)
+    outcome = Outcome({"message": message}, [message.partition(";")[0].partition(": the")[0] or "nothing was raised"])
+    outcome.require(
+        f"layer {broken_layer} " in message, f"layer {broken_layer} was detached and not named: {message!r}"
+    )
+    outcome.require(not output.exists(), "gradients were written although a layer trained nothing")
+    return outcome
+
+
+def decoding(settings: Settings) -> Outcome:
+    """Greedy responses of the in-process engine in fp32, token by token against plain full forwards in float64."""
+    from transformers import AutoModelForCausalLM
+
+    source = str(GOLDEN / "student")
+    prompts = [[5], [9, 2, 40], [7, 7, 1, 30, 12, 3, 60], [11, 50, 4, 8, 33]]  # ragged
+    init_distributed()
+    config = _configure({"options": {}}, settings.scratch / "unused")
+    engine = MegatronEngine(config, read_model_spec(source), Layout(), eos_ids=())
+    engine.load(HFCheckpoint(source).__getitem__, source)
+    rollouts = engine.generate([Request(prompt) for prompt in prompts], Sampling(0.0, 1.0, GREEDY_TOKENS, (0, 1, 0)))
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager").eval()
+    outcome = Outcome({"prompts": len(prompts), "tokens_each": GREEDY_TOKENS})
+    for prompt, rollout in zip(prompts, rollouts, strict=True):
+        ids = list(prompt)
+        for _ in range(GREEDY_TOKENS):
+            with torch.no_grad():
+                ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
+        outcome.require(rollout.response_ids == ids[len(prompt) :], f"the response to {prompt} is another one")
+    outcome.lines.append(
+        f"{len(prompts)} greedy responses of {GREEDY_TOKENS} tokens compared with float64 full forwards"
+    )
+    return outcome

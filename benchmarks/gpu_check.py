@@ -1,0 +1,191 @@
+"""One command that says whether this machine's GPU gives the right numbers, and how fast: `scripts/gpu_check.sh`.
+
+Each phase is a process of its own with a time limit, so one that fails or hangs costs the others nothing. This file
+needs the standard library alone: it must be able to say what is missing. Results go to a table on stdout and, after
+every phase, to DIR/gpu_check.json; what the phases print goes to DIR/gpu_check.log. Exit status 0 only if all are ok.
+Left out: more than one GPU; layouts are tested on the CPU (tests/functional/test_layouts.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# name -> limit in seconds, in the order in which they run
+PHASES = {
+    "environment": 90,
+    "golden_fp32": 120,
+    "golden_bf16": 150,
+    "guard": 90,
+    "decoding": 90,
+    "training": 150,
+    "models": 120,
+    "step_recompute_none": 150,
+    "step_recompute_full": 150,
+    "generation": 120,
+}
+# import name -> what pip calls it, of all that the phases import; requirements-cpu.txt has the versions
+REQUIRED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
+    "packaging": "packaging",
+    "megatron.core": "megatron-core",
+    "einops": "einops",
+    "hydra": "hydra-core",
+    "omegaconf": "omegaconf",
+    "antlr4": "antlr4-python3-runtime",
+    "yaml": "PyYAML",
+    "tqdm": "tqdm",
+}
+# kept free at the end, so that the report is out before the deadline
+REPORT_SECONDS = 5
+# what a phase that did not finish has measured
+NOTHING: dict[str, Any] = {"numbers": {}, "lines": []}
+
+
+def missing_packages() -> list[str]:
+    """What can't be found, with the versions that the tests use; nothing is imported."""
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0]: line.strip() for line in lines if "==" in line}
+
+    def found(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # the parent package of a dotted name
+            return False
+
+    return [pinned[package] for name, package in REQUIRED.items() if not found(name)]
+
+
+def last_line(text: str) -> str:
+    """The last line that says something: an exception's message, where there is one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log: Path) -> dict[str, Any]:
+    """One phase in its own process group, killed after `limit` seconds.
+
+    Returns:
+        {"status": "ok" | "failed: ..." | "timeout ...", "seconds", "numbers", "lines"}.
+    """
+    output, result = scratch / f"{name}.log", scratch / f"{name}.json"
+    command = [sys.executable, "-m", "benchmarks.phase", name, str(result), "--scratch", str(scratch), *arguments]
+    start = time.monotonic()
+    with output.open("w") as file:
+        code = run_limited(command, limit, scratch, file)
+    seconds = round(time.monotonic() - start, 1)
+    text = output.read_text(errors="replace")
+    with log.open("a") as file:
+        file.write(f"==== {name}\n{text}\n")
+    measured = json.loads(result.read_text()) if result.exists() else {}
+    if code is None:
+        status = f"timeout after {limit:.0f} s"
+    elif code != 0:
+        status = f"failed: {measured.get('error') or last_line(text)}"
+    else:
+        status = f"failed: {'; '.join(measured['problems'])}" if measured["problems"] else "ok"
+    return {"status": status, "seconds": seconds, **{key: measured.get(key, empty) for key, empty in NOTHING.items()}}
+
+
+def run_limited(command: list[str], limit: float, directory: Path, output: IO[str]) -> int | None:
+    """The exit status, None after `limit` seconds; the whole process group is killed then, or when we are stopped."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def show(name: str, phase: dict[str, Any]) -> None:
+    """The phase's rows of the table."""
+    print(f"{name:<21}{phase['seconds']:>7.1f} s  {phase['status']}", flush=True)
+    for line in phase["lines"]:
+        print(f"{'':<32}{line}", flush=True)
+
+
+def check(options: argparse.Namespace, scratch: Path) -> bool:
+    """Runs the phases within `options.minutes`; True if all are ok."""
+    deadline = time.monotonic() + options.minutes * 60 - REPORT_SECONDS
+    arguments = ["--quick"] if options.quick else []
+    arguments += ["--layers", str(options.layers)] if options.layers else []
+    log = options.output / "gpu_check.log"
+    log.unlink(missing_ok=True)
+    phases: dict[str, Any] = {}
+    report: dict[str, Any] = {"ok": False, "quick": options.quick, "started": time.time(), "phases": phases}
+    print(f"{'phase':<21}{'time':>9}  result")
+    for name, own_limit in PHASES.items():
+        left = deadline - time.monotonic()
+        if left > 0:
+            phase = run_phase(name, min(own_limit, left), arguments, scratch, log)
+        else:
+            phase = {"status": "not run: no time left", "seconds": 0.0, **NOTHING}
+        show(name, phase)
+        phases[name] = phase
+        bad = [name for name, phase in phases.items() if phase["status"] != "ok"]
+        report["ok"] = not bad and len(phases) == len(PHASES)
+        report["seconds"] = round(time.time() - report["started"], 1)
+        (options.output / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
+    verdict = f"not ok: {', '.join(bad)} (see {log})" if bad else f"all {len(PHASES)} phases ok"
+    print(f"{verdict}; {report['seconds']:.0f} s, {options.output / 'gpu_check.json'}")
+    return report["ok"]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Is this GPU right, and how fast is it?")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
+    parser.add_argument("--minutes", type=float, default=10, help="for everything (default: 10)")
+    parser.add_argument("--layers", type=int, help="depth of the 1.5B-shaped models (default: what fits, at most 28)")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, also without a GPU")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where 8 GB may lie for a while (default: /tmp)")
+    options = parser.parse_args()
+    if options.layers is not None and options.layers < 1:
+        parser.error(f"--layers {options.layers}: expected at least 1")
+    return options
+
+
+def main() -> None:
+    """Exit status: 0 all ok, 1 a phase was not, 2 the check can't run here."""
+    options = parse_arguments()
+    missing = missing_packages()
+    if missing:
+        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+        print(f"not installed: {', '.join(missing)}; {command}  (without an index: --wheels DIR)", file=sys.stderr)
+        sys.exit(2)
+    options.output = options.output.resolve()
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that models and processes are cleared away
+    scratch = Path(tempfile.mkdtemp(prefix="gpu_check_", dir=options.scratch))
+    try:
+        ok = check(options, scratch)
+    finally:
+        shutil.rmtree(scratch)
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Gradients of a plain Hugging Face run in bfloat16: what the project's own bfloat16 error is measured against.
+
+Used by the layout tests on the CPU and by `gpu_check` on a GPU. The computation is that of `nemo_oprd.reference`; only
+where it runs and where gradients are added up is changed here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nemo_oprd import reference
+from nemo_oprd.config import Config
+from nemo_oprd.types import Rollout
+
+
+def plain_bf16_gradients(
+    config: Config, rollouts: list[Rollout], device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """HF name -> float32 gradient on the CPU: models in bfloat16 on `device`, the loss in float32.
+
+    One pass per response, added up in float32: a plain run would add in bfloat16, so this errs less than it.
+    """
+    distance, load = reference._distance, reference._load
+    sums: dict[str, torch.Tensor] = {}
+
+    def in_float32(ours: torch.Tensor, theirs: torch.Tensor, loss: Any) -> torch.Tensor:
+        return distance(ours.float(), theirs.float(), loss)
+
+    def load_on_device(path: str, dtype: torch.dtype) -> Any:
+        model = load(path, dtype).to(device)
+        model.model.register_forward_pre_hook(ids_to_device, with_kwargs=True)
+        if path == str(config.student.hf_path):
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(functools.partial(move, name))
+        return model
+
+    def ids_to_device(_: Any, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return inputs, {**named, "input_ids": named["input_ids"].to(device)}
+
+    def move(name: str, parameter: torch.nn.Parameter) -> None:
+        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+        sums[name] = sums.get(name, 0) + parameter.grad.float()
+        parameter.grad = None
+
+    with mock.patch.multiple(reference, _distance=in_float32, _load=load_on_device):
+        reference.reference(config, rollouts, torch.bfloat16)
+    return {name: total.cpu() for name, total in sums.items()}

@@ -1,0 +1,67 @@
+"""Random Qwen2 models as Hugging Face directories, and random rollouts for them.
+
+Weights are drawn on the GPU where there is one and written tensor by tensor, so a 1.5B pair takes seconds; nothing is
+ever built in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from nemo_oprd.rollout.replay import write_rollouts
+from nemo_oprd.types import Rollout
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 model, named as in its config.json."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def save_random_model(path: Path, shape: Shape, *, seed: int, std: float, dtype: torch.dtype) -> None:
+    """config.json and one safetensors file: weights and biases of deviation `std`, norms of 1. The head is untied."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen2", **asdict(shape), tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    config.dtype = dtype
+    config.architectures = ["Qwen2ForCausalLM"]
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config).state_dict()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, empty in skeleton.items():
+        tensor = torch.empty(empty.shape, dtype=dtype, device=device)
+        tensor = tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, std, generator=generator)
+        tensors[name] = tensor.cpu()
+    path.mkdir(parents=True)
+    config.save_pretrained(path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_random_rollouts(path: Path, shape: Shape, *, prompt: int, responses: list[int], seed: int = 0) -> None:
+    """One rollout per response length, each with `prompt` tokens before it; every response token may be supervised."""
+    draw = random.Random(seed)
+    ids = [[draw.randrange(shape.vocab_size) for _ in range(prompt + length)] for length in responses]
+    write_rollouts(path, [Rollout(tokens[:prompt], tokens[prompt:]) for tokens in ids])
+
+
+def read_shape(path: Path) -> Shape:
+    """The shape of a model that `save_random_model` wrote."""
+    config = json.loads((path / "config.json").read_text())
+    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__})

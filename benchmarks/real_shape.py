@@ -1,0 +1,236 @@
+"""The phases of `gpu_check` that measure: one training step at the shape of R1-Distill-Qwen-1.5B, and sampling.
+
+Student and teacher are colocated on one GPU, in bf16, with random weights: time and memory don't depend on what the
+weights are. Each phase of a step is timed with the device synchronised, and its memory peak is counted on its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.phase import Outcome, Settings
+from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
+from nemo_oprd.config import Config, load_config
+from nemo_oprd.families import read_model_spec
+from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.parallel import init_distributed
+from nemo_oprd.megatron.weights import HFCheckpoint
+from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.rollout.megatron import MegatronEngine
+from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.setup import System, make_system
+
+# config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
+R1_DISTILL_1P5B = Shape(28, 1536, 8960, 12, 2, 151936, 131072)
+WARMUP, STEPS = 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is measured: the models, one batch of recorded responses, and the batch that is sampled."""
+
+    shape: Shape
+    prompt: int
+    responses: tuple[int, ...]
+    last_k: int
+    tokens_per_microbatch: int
+    sequences: int
+    new_tokens: int
+
+
+REAL = Size(R1_DISTILL_1P5B, 128, (2000, 2500, 3000, 4000, 5000, 6000, 7000, 8000), 2000, 8192, 64, 256)
+QUICK = Size(Shape(2, 64, 128, 4, 2, 512, 512), 8, (20, 25, 30, 40, 50, 60, 70, 80), 20, 96, 4, 8)
+
+# Bytes for a layer of the 1.5B: 46.8 M parameters (student: bf16 weight, fp32 gradient, main weight and two moments;
+# teacher: bf16 weight) and, without recompute, activations per token of a microbatch: 130 kB are kept for the backward
+# pass (counted with saved-tensor hooks on our local layers), the rest is room.
+LAYER_BYTES = 46.8e6 * (18 + 2) + 150e3 * REAL.tokens_per_microbatch
+# the same for both embeddings and the student's head, and room for temporary tensors
+OTHER_BYTES = 233e6 * (18 + 2 + 2) + 5e9
+
+
+def layers_that_fit(free_bytes: float) -> int:
+    """Depth of a 1.5B-shaped pair whose step without recompute fits, from 1 to the model's 28; an estimate."""
+    return int(min(R1_DISTILL_1P5B.num_hidden_layers, max(1, (free_bytes - OTHER_BYTES) // LAYER_BYTES)))
+
+
+def models(settings: Settings) -> Outcome:
+    """Writes the pair and the rollouts that the other phases of this file read."""
+    size = QUICK if settings.quick else REAL
+    layers = settings.layers or size.shape.num_hidden_layers
+    if settings.layers is None and not settings.quick and torch.cuda.is_available():
+        layers = layers_that_fit(torch.cuda.mem_get_info()[0])
+    shape = dataclasses.replace(size.shape, num_hidden_layers=layers)
+    for seed, role in enumerate(("student", "teacher")):
+        save_random_model(settings.scratch / role, shape, seed=seed, std=0.02, dtype=torch.bfloat16)
+    recorded = settings.scratch / "rollouts.jsonl"
+    save_random_rollouts(recorded, shape, prompt=size.prompt, responses=list(size.responses))
+    student = HFCheckpoint(settings.scratch / "student")
+    millions = sum(math.prod(student.shape(name)) for name in student.keys()) / 1e6  # noqa: SIM118 - no dictionary
+    line = f"{layers} layers, width {shape.hidden_size}, vocabulary {shape.vocab_size}: {millions:.1f} M parameters"
+    return Outcome({**dataclasses.asdict(shape), "million_parameters": millions}, [line])
+
+
+class Meter:
+    """Seconds and peak memory of the phases of a step. Without CUDA the memory is not measured (None)."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.peaks: dict[str, list[int]] = defaultdict(list)
+        self.above: dict[str, list[int]] = defaultdict(list)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        resident, start = resident_bytes(), time.perf_counter()
+        yield
+        if cuda:
+            torch.cuda.synchronize()
+        self.seconds[phase].append(time.perf_counter() - start)
+        if resident is not None:
+            self.peaks[phase].append(torch.cuda.max_memory_allocated())
+            self.above[phase].append(self.peaks[phase][-1] - resident)
+
+    def summary(self, warmup: int) -> dict[str, dict[str, float | None]]:
+        """Phase -> median seconds after the warm-up, and the largest peak (`above`: over what was resident before)."""
+        return {
+            phase: {
+                "seconds": statistics.median(self.seconds[phase][warmup:]),
+                "peak_gb": _largest(self.peaks[phase][warmup:]),
+                "above_gb": _largest(self.above[phase][warmup:]),
+            }
+            for phase in self.seconds
+        }
+
+
+def _largest(values: list[int]) -> float | None:
+    return max(values) / 1e9 if values else None
+
+
+def resident_bytes() -> int | None:
+    """Bytes of tensors that are allocated on the GPU now; None without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
+
+
+def step_recompute_none(settings: Settings) -> Outcome:
+    """All activations kept."""
+    return _step(settings, "none")
+
+
+def step_recompute_full(settings: Settings) -> Outcome:
+    """One layer's activations at a time, as `conf/oprd_1p5b.yaml` has it."""
+    return _step(settings, "full")
+
+
+def _step(settings: Settings, recompute: str) -> Outcome:
+    """Seconds, tokens/s and memory of a training step on a batch of recorded responses."""
+    size = QUICK if settings.quick else REAL
+    config = _configure(settings, size, f"student.recompute={recompute}")
+    system = make_system(config)
+    rollouts = read_rollouts(str(config.rollout.replay), size.shape.vocab_size)
+    meter = Meter()
+    for step in range(WARMUP + STEPS):
+        with meter("teacher"):
+            plan, targets = system.teach(rollouts)
+        with meter("update"):
+            system.student.forward_backward(rollouts, plan, targets)
+        with meter("optimizer"):
+            system.student.update(step)
+    between = resident_bytes()
+    phases = meter.summary(WARMUP)
+    tokens = sum(rollout.length for rollout in rollouts)
+    seconds = sum(phase["seconds"] or 0.0 for phase in phases.values())
+    numbers: dict[str, Any] = {
+        "recompute": recompute,
+        "layers": system.student.spec.num_layers,
+        "response_tokens": list(size.responses),
+        "tokens_per_microbatch": size.tokens_per_microbatch,
+        "supervised_rows": len(plan.table),
+        "phases": phases,
+        "step_seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "resident_gb": None if between is None else between / 1e9,
+        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "update_without_loss_seconds": _without_loss(system, rollouts, plan, targets),
+    }
+    return Outcome(numbers, list(_step_lines(numbers, tokens)))
+
+
+def _without_loss(system: System, rollouts: list, plan: Any, targets: Any) -> float:
+    """Median seconds of forward and backward with loss.representation.weight=0: losses are measured, none injected."""
+    student, meter = system.student, Meter()
+    objective = student.objective
+    student.objective = dataclasses.replace(objective, weight=0.0)
+    for _ in range(WARMUP + STEPS):
+        with meter("update"):
+            student.forward_backward(rollouts, plan, targets)
+    student.objective = objective
+    return meter.summary(WARMUP)["update"]["seconds"] or 0.0
+
+
+def _step_lines(numbers: dict[str, Any], tokens: int) -> Iterator[str]:
+    yield (
+        f"{numbers['layers']} layers, {len(numbers['response_tokens'])} responses, {tokens} tokens: "
+        f"{numbers['step_seconds']:.3f} s per step, {numbers['tokens_per_s']:.0f} tokens/s"
+    )
+    for name, phase in numbers["phases"].items():
+        memory = "memory not measured (no GPU)"
+        if phase["peak_gb"] is not None:
+            memory = f"peak {phase['peak_gb']:6.2f} GB, {phase['above_gb']:6.2f} GB above what was there before"
+        yield f"{name:<10}{phase['seconds']:8.3f} s   {memory}"
+    yield f"update with loss.representation.weight=0: {numbers['update_without_loss_seconds']:.3f} s"
+
+
+def _configure(settings: Settings, size: Size, *more: str) -> Config:
+    sources = [f"{role}.hf_path={settings.scratch / role}" for role in ("student", "teacher")]
+    return load_config(
+        "verify",
+        [
+            *sources,
+            f"rollout.replay={settings.scratch / 'rollouts.jsonl'}",
+            f"loss.representation.k={size.last_k}",
+            f"train.tokens_per_microbatch={size.tokens_per_microbatch}",
+            "train.clip_grad=1000.0",
+            "precision=bf16",
+            "output=unused",
+            *more,
+        ],
+    )
+
+
+def generation(settings: Settings) -> Outcome:
+    """Tokens per second of the in-process engine at temperature 1; no end-of-sequence id, so all responses are full."""
+    size = QUICK if settings.quick else REAL
+    source, shape = str(settings.scratch / "student"), read_shape(settings.scratch / "student")
+    init_distributed()
+    engine = MegatronEngine(_configure(settings, size), read_model_spec(source), Layout(), eos_ids=())
+    engine.load(HFCheckpoint(source).__getitem__, source)
+    requests = [Request([(7 * i + t) % shape.vocab_size for t in range(size.prompt)]) for i in range(size.sequences)]
+    meter = Meter()
+    for new_tokens in (8, size.new_tokens):  # the first is the warm-up
+        with meter("generation"):
+            rollouts = engine.generate(requests, Sampling(1.0, 1.0, new_tokens, (0, 1, 0)))
+    measured = meter.summary(1)["generation"]
+    sampled = sum(len(rollout.response_ids) for rollout in rollouts)
+    seconds = measured["seconds"] or 0.0
+    memory = "" if measured["peak_gb"] is None else f", peak {measured['peak_gb']:.2f} GB"
+    rate = sampled / seconds
+    line = f"{size.sequences} sequences x {size.new_tokens} tokens: {seconds:.3f} s, {rate:.0f} tokens/s{memory}"
+    outcome = Outcome({**measured, "sampled_tokens": sampled, "tokens_per_s": rate}, [line])
+    outcome.require(sampled == size.sequences * size.new_tokens, f"{sampled} tokens came back")
+    ids = {token for rollout in rollouts for token in rollout.response_ids}
+    outcome.require(len(ids) > 1, "every sampled token is the same")
+    return outcome

@@ -1,0 +1,97 @@
+"""`scripts/gpu_check.sh --quick` as a user runs it, and what it says when something is missing, fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run_script(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script in `project`, with this process's Python as the active one."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("PYTHON", None)
+    command = ["bash", str(project / "scripts" / "gpu_check.sh"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy whose `.venv` stands for this process's environment, so that nothing is installed."""
+    copy = tmp_path / "nemo_oprd"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+    (copy / ".venv" / "bin").mkdir(parents=True)
+    (copy / ".venv" / "bin" / "activate").write_text("")
+    (copy / ".venv" / "ready").write_text("")
+    return copy
+
+
+@pytest.mark.slow
+def test_quick_check(project: Path, tmp_path: Path) -> None:
+    """All phases ok, in the table and in the JSON, with figures in them; nothing is left behind."""
+    scratch = tmp_path / "scratch"
+    result = run_script(project, "--quick", "--output", str(tmp_path / "out"), "--scratch", str(scratch))
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert report["ok"] and report["quick"]
+    assert {name: phase["status"] for name, phase in report["phases"].items()} == dict.fromkeys(gpu_check.PHASES, "ok")
+    rows = [line.split() for line in result.stdout.splitlines()]
+    for name, phase in report["phases"].items():
+        assert [name, f"{phase['seconds']:.1f}", "s", "ok"] in rows
+        assert phase["numbers"]
+    assert len(report["phases"]["golden_fp32"]["numbers"]) == 13
+    for recompute in ("none", "full"):
+        step = report["phases"][f"step_recompute_{recompute}"]["numbers"]
+        assert step["recompute"] == recompute
+        assert all(phase["seconds"] > 0 for phase in step["phases"].values())
+        assert set(step["phases"]) == {"teacher", "update", "optimizer"}
+    assert report["phases"]["generation"]["numbers"]["tokens_per_s"] > 0
+    assert list(scratch.iterdir()) == []
+
+
+def test_missing_packages_are_one_line() -> None:
+    """A Python without site-packages stands for a machine without our dependencies."""
+    script = ROOT / "benchmarks" / "gpu_check.py"
+    result = subprocess.run([sys.executable, "-I", "-S", script, "--quick"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("not installed: torch==")
+    assert " -m pip install torch==" in line and " megatron-core==0.16.1 " in line
+
+
+def test_a_phase_that_fails_or_hangs_is_a_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    failed = gpu_check.run_phase("no_such_phase", 60, ["--quick"], tmp_path, log)
+    assert failed["status"] == "failed: KeyError: 'no_such_phase'"
+    assert "Traceback" in log.read_text()
+    assert gpu_check.run_phase("guard", 0.2, [], tmp_path, log)["status"] == "timeout after 0 s"
+
+
+def test_depth_by_free_memory() -> None:
+    """The whole model where the memory of a large GPU is free, fewer layers on a small one."""
+    from benchmarks.real_shape import layers_that_fit
+
+    assert layers_that_fit(139e9) == layers_that_fit(79e9) == 28
+    assert 1 < layers_that_fit(23e9) < 10
+    assert layers_that_fit(4e9) == 1
+
+
+def test_no_time_left(project: Path, tmp_path: Path) -> None:
+    """Every phase is reported as not run, and the exit status says so."""
+    result = run_script(project, "--quick", "--minutes", "0", "--output", str(tmp_path / "out"))
+    assert result.returncode == 1, result.stderr
+    phases = json.loads((tmp_path / "out" / "gpu_check.json").read_text())["phases"]
+    assert {phase["status"] for phase in phases.values()} == {"not run: no time left"}
