@@ -14,9 +14,9 @@ d = log p - log q:
     jsd             b KL(q|m) + (1-b) KL(p|m)     gradient  (1-b) p (u - sum p u), m = b q + (1-b) p, u = log p - log m
     top_k           either KL on a support S of ids that is held constant, see `_support_term`
 
-The gradients above are with respect to z / tau; those returned are with respect to z, so they carry a factor 1 / tau. No
-tau^2 compensates it: value and gradient belong to the same function. Adding a divergence: a branch in `_dense_term_` and
-its name in `KINDS`.
+The gradients above are with respect to z / tau; those returned are with respect to z, so they carry a factor 1 / tau.
+No tau^2 compensates it: value and gradient belong to the same function. Adding a divergence: a branch in `_dense_term_`
+and its name in `KINDS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_oprd.losses.vocab import VocabShard, add_at_ids_, contains, dot, gather_ids, log_softmax_, top_k_ids
+from nemo_oprd.losses.vocab import VocabShard, add_at_ids_, contains, dot, gather_ids, log_softmax_, slabs, top_k_ids
 
 KINDS = ("sampled_token", "top_k", "full_vocab", "forward_kl", "jsd")
 SUPPORTS = ("student", "teacher", "union", "intersection")
@@ -85,8 +85,8 @@ class OutputLoss:
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Of c rows: the loss `value` [c], `grad_logits` [c, V] = d value / d raw student logits (None if not asked for) and
-    `metrics` [c]; the gradient is this rank's columns, the rest is the same on every tensor-parallel rank.
+    """Of c rows: the loss `value` [c], `grad_logits` [c, V] = d value / d raw student logits (None if not asked for)
+    and `metrics` [c]; the gradient is this rank's columns, the rest is the same on every tensor-parallel rank.
 
     Metrics: student_logprob, teacher_logprob (of the sampled token), student_entropy (nats); with the teacher's
     distribution teacher_entropy, reverse_kl; with `k` overlap (share of common ids of the two top sets), student_mass,
@@ -208,13 +208,18 @@ def _dense_term_(
         p_CV.sub_(q_CV)
         return -mean_q_C
     assert loss.kind == "jsd"
-    # u = log p - log m = -log(1 - b + b exp(-d)), from logarithms because exp(-d) overflows; log q - log m = u - d
+    # u = log p - log m = -log(1 - b + b exp(-d)) and log q - log m = -log(b + (1 - b) exp(d)), each from logarithms:
+    # the exponentials overflow, and u - d would cancel where p has nothing
     beta = loss.jsd_beta
-    u_CV = difference_CV.neg_().add_(math.log(beta))
-    torch.logaddexp(u_CV, u_CV.new_tensor(math.log1p(-beta)), out=u_CV).neg_()
-    u_p_C, u_q_C = shard.sum_(torch.stack([dot(p_CV, u_CV), dot(q_CV, u_CV)]))
-    p_CV.mul_(u_CV.sub_(u_p_C[:, None])).mul_(1 - beta)
-    return beta * (u_q_C - mean_q_C) + (1 - beta) * u_p_C
+    log_beta, log_rest = difference_CV.new_tensor([math.log(beta), math.log1p(-beta)])
+    teacher_kl_C = torch.zeros_like(mean_p_C)
+    for columns in slabs(p_CV.shape[1]):
+        log_m_over_q = torch.logaddexp(difference_CV[:, columns] + log_rest, log_beta)
+        teacher_kl_C -= (q_CV[:, columns] * log_m_over_q).sum(1)
+    u_CV = torch.logaddexp(difference_CV.neg_().add_(log_beta), log_rest, out=difference_CV).neg_()
+    teacher_kl_C, student_kl_C = shard.sum_(torch.stack([teacher_kl_C, dot(p_CV, u_CV)]))
+    p_CV.mul_(u_CV.sub_(student_kl_C[:, None])).mul_(1 - beta)
+    return beta * teacher_kl_C + (1 - beta) * student_kl_C
 
 
 def _sampled_term(

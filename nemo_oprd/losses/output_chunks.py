@@ -37,8 +37,8 @@ Teacher: TypeAlias = "TeacherStates | torch.Tensor"
 class OutputSums:
     """Float64 scalars on the rows' device, the same on every tensor-parallel rank.
 
-    `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, `rows` is how many:
-    divide after both were summed over the data-parallel ranks. Without rows the names are the same and the sums 0.
+    `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, `rows` is how
+    many: divide after both were summed over the data-parallel ranks. Without rows the names are the same, the sums 0.
     """
 
     loss: torch.Tensor
@@ -88,26 +88,24 @@ def chunked_output_loss(
         ValueError: `head_grad` is too coarse to accumulate in, or chunk_tokens < 1.
     """
     dtype = compute_dtype(hidden_ND)
-    if train_head and head_grad is not None and head_grad.dtype != dtype:
-        raise ValueError(f"head_grad is {head_grad.dtype}: chunks accumulate in {dtype}; pass such a buffer, or none")
-    if train_head and head_grad is None:
+    if not train_head:
+        head_grad = None
+    elif head_grad is None:
         head_grad = torch.zeros(head_VD.shape, dtype=dtype, device=head_VD.device)
+    elif head_grad.dtype != dtype:
+        raise ValueError(f"head_grad is {head_grad.dtype}: chunks accumulate in {dtype}; pass such a buffer, or none")
     grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
     sums = _Accumulator(weight_N)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
         rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, old_logprob_N, with_grad=True)
         sums.add(rows, chunk)
         assert rows.grad_logits is not None
-        grad_CV = rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
-        for columns in slabs(shard.real):
-            part_CV = grad_CV[:, columns].to(head_VD.dtype)
-            grad_hidden_ND[chunk] += matmul(part_CV, head_VD[columns])
-            if train_head:
-                assert head_grad is not None
-                head_grad[columns] += matmul(part_CV.T, hidden_ND[chunk])
+        rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
+        _through_head_(rows.grad_logits, hidden_ND[chunk], head_VD, shard, grad_hidden_ND[chunk], head_grad)
+        del rows  # or its gradient would live beside the next chunk's three tensors
     if reduce_hidden:
         shard.sum_(grad_hidden_ND)
-    return OutputGradients(sums.result(), grad_hidden_ND, head_grad if train_head else None)
+    return OutputGradients(sums.result(), grad_hidden_ND, head_grad)
 
 
 @torch.no_grad()
@@ -189,6 +187,22 @@ def _rows(
         old_logprob_C=None if old_logprob_N is None else old_logprob_N[chunk],
         with_grad=with_grad,
     )
+
+
+def _through_head_(
+    grad_CV: torch.Tensor,
+    hidden_CD: torch.Tensor,
+    head_VD: torch.Tensor,
+    shard: VocabShard,
+    grad_hidden_CD: torch.Tensor,
+    head_grad: torch.Tensor | None,
+) -> None:
+    """Adds a chunk's gradient of the logits, times the head, to the rows' gradient and, times the rows, to the head's."""
+    for columns in slabs(shard.real):
+        part_CV = grad_CV[:, columns].to(head_VD.dtype)
+        grad_hidden_CD += matmul(part_CV, head_VD[columns])
+        if head_grad is not None:
+            head_grad[columns] += matmul(part_CV.T, hidden_CD)
 
 
 class _Accumulator:
