@@ -197,7 +197,7 @@ def _through_head_(
     grad_hidden_CD: torch.Tensor,
     head_grad: torch.Tensor | None,
 ) -> None:
-    """Adds a chunk's gradient of the logits, times the head, to the rows' gradient and, times the rows, to the head's."""
+    """A chunk's gradient of the logits: times the head, added to the rows'; times the rows, added to the head's."""
     for columns in slabs(shard.real):
         part_CV = grad_CV[:, columns].to(head_VD.dtype)
         grad_hidden_CD += matmul(part_CV, head_VD[columns])
