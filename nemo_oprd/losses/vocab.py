@@ -1,0 +1,201 @@
+"""Arithmetic on [c, V] tensors whose columns are spread over the tensor-parallel ranks: each rank holds one shard of
+the vocabulary, and only [c] or [c, k] numbers travel.
+
+Legend: c rows of a chunk, V vocabulary columns on this rank, K chosen ids per row, D width, N rows of a microbatch.
+Whatever is called `logits` here covers real ids only. Padding ids are cut off before the product with the head, not
+masked afterwards: an id that was never computed has no mass, no gradient, and can't make a NaN of 0 * -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+# Columns treated at once where an operation would otherwise need one more [c, V] tensor; wide enough for a GEMM.
+SLAB = 16384
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's columns: ids `start .. start + size` of the padded vocabulary, of which `< vocab_size` are real.
+
+    `group` is the tensor-parallel group, None where there is no other rank. Shards cover the vocabulary without
+    overlap; a rank may hold nothing but padding.
+
+    >>> VocabShard(start=48, size=16, vocab_size=61, group=None).real
+    13
+    """
+
+    start: int
+    size: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def real(self) -> int:
+        """How many of this rank's columns are real ids; they come first."""
+        return min(max(self.vocab_size - self.start, 0), self.size)
+
+    def trimmed(self) -> VocabShard:
+        """The same shard without its padding ids."""
+        return replace(self, size=self.real)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place: the sum over the tensor-parallel ranks."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place: the maximum over the tensor-parallel ranks."""
+        if self.group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[c, K] of every rank -> [c, ranks * K], in the order of the ranks."""
+        if self.group is None:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
+
+
+def slabs(width: int) -> Iterator[slice]:
+    """Slices of at most `SLAB` that cover 0..width."""
+    return (slice(start, min(start + SLAB, width)) for start in range(0, width, SLAB))
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of all arithmetic after the product with the head: float32, or float64 for float64 inputs."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b of low-precision factors, accumulated and returned in float32.
+
+    The product is never rounded to bfloat16: at a logit of 20 its spacing is 0.125, more than a typical KL.
+    """
+    dtype = compute_dtype(a)
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+
+
+def head_logits(hidden_CD: torch.Tensor, head_VD: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """hidden head^T over this rank's real ids: [c, D], [size, D] -> float32 [c, real]."""
+    logits_CV = hidden_CD.new_empty(len(hidden_CD), shard.real, dtype=compute_dtype(hidden_CD))
+    for columns in slabs(shard.real):
+        logits_CV[:, columns] = matmul(hidden_CD, head_VD[columns].T)
+    return logits_CV
+
+
+def log_softmax_(all_logits: list[torch.Tensor], shard: VocabShard, temperature: float) -> torch.Tensor:
+    """In place, logits z [c, V] of each of M models -> log softmax(z / temperature) over the whole vocabulary.
+
+    Returns:
+        [M, c] entropies: with s = sum exp(z - max), H = log s - sum exp(z - max) (z - max) / s.
+    """
+    for logits_CV in all_logits:
+        logits_CV.div_(temperature)
+    # a rank with nothing but padding has no maximum to offer
+    peak_MC = torch.stack([z.amax(1) if z.shape[1] else z.new_full((len(z),), -torch.inf) for z in all_logits])
+    shard.max_(peak_MC)
+    sums_2MC = peak_MC.new_zeros(2, *peak_MC.shape)
+    for model, logits_CV in enumerate(all_logits):
+        logits_CV.sub_(peak_MC[model, :, None])
+        for columns in slabs(logits_CV.shape[1]):
+            mass = logits_CV[:, columns].exp()
+            sums_2MC[0, model] += mass.sum(1)
+            sums_2MC[1, model] += mass.mul_(logits_CV[:, columns]).sum(1)
+    total_MC, weighted_MC = shard.sum_(sums_2MC)
+    log_total_MC = total_MC.log()
+    for model, logits_CV in enumerate(all_logits):
+        logits_CV.sub_(log_total_MC[model, :, None])
+    return log_total_MC - weighted_MC / total_MC
+
+
+def dot(a_CV: torch.Tensor, b_CV: torch.Tensor) -> torch.Tensor:
+    """Row-wise sum of a * b over this rank's columns, [c]."""
+    total_C = a_CV.new_zeros(len(a_CV))
+    for columns in slabs(a_CV.shape[1]):
+        total_C += (a_CV[:, columns] * b_CV[:, columns]).sum(1)
+    return total_C
+
+
+def _local(ids_CK: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's column of each id (0 where it has none), and whether it has it."""
+    column_CK = ids_CK - shard.start
+    here_CK = (column_CK >= 0) & (column_CK < shard.real)
+    return column_CK.masked_fill(~here_CK, 0), here_CK
+
+
+def gather_ids(tensors: list[torch.Tensor], ids_CK: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """The columns `ids_CK` of each of M tensors [c, V], on every rank: [M, c, K]."""
+    values_MCK = tensors[0].new_zeros(len(tensors), *ids_CK.shape)
+    if shard.real:
+        column_CK, here_CK = _local(ids_CK, shard)
+        for model, tensor_CV in enumerate(tensors):
+            values_MCK[model] = tensor_CV.gather(1, column_CK).masked_fill_(~here_CK, 0)
+    return shard.sum_(values_MCK)
+
+
+def add_at_ids_(tensor_CV: torch.Tensor, ids_CK: torch.Tensor, values_CK: torch.Tensor, shard: VocabShard) -> None:
+    """In place: tensor[c, ids] += values, where this rank holds the id. An id may repeat within a row."""
+    if shard.real:
+        column_CK, here_CK = _local(ids_CK, shard)
+        tensor_CV.scatter_add_(1, column_CK, values_CK.masked_fill(~here_CK, 0))
+
+
+def top_k_ids(logits_CV: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
+    """Ids of the k largest logits over all ranks, [c, min(k, vocab_size)], largest first, of equals the lower id.
+
+    Each rank offers its own k largest; only these candidates travel. The order is total, so every rank gets the same
+    ids, whatever the number of ranks.
+    """
+    k = min(k, shard.vocab_size)
+    values_CK, columns_CK = _local_top_k(logits_CV, min(k, shard.real))
+    missing = k - values_CK.shape[1]  # a rank with fewer columns than k offers -inf at an id beyond every real one
+    values_CK = torch.nn.functional.pad(values_CK, (0, missing), value=-torch.inf)
+    ids_CK = torch.nn.functional.pad(columns_CK + shard.start, (0, missing), value=shard.vocab_size)
+    return _ordered(shard.concatenated(values_CK), shard.concatenated(ids_CK))[1][:, :k]
+
+
+def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest values of each row and their columns; where equals compete for the last places, the first win.
+
+    `topk` returns the right values but any of the equal columns. Rows where that matters (values that equal the k-th
+    one are left outside) are done again by k times taking the maximum, whose first place `argmax` promises.
+    """
+    if k == 0:
+        return logits_CV[:, :0], logits_CV.new_zeros(len(logits_CV), 0, dtype=torch.int64)
+    values_CK, columns_CK = logits_CV.topk(k, dim=1)
+    contenders_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)
+    for columns in slabs(logits_CV.shape[1]):
+        contenders_C += (logits_CV[:, columns] >= values_CK[:, -1:]).sum(1)
+    tied = (contenders_C > k).nonzero().squeeze(1)
+    for rows in tied.split(max(1, len(logits_CV) * SLAB // logits_CV.shape[1])):  # the copy is no larger than a slab
+        rest_CV = logits_CV[rows]
+        for place in range(k):
+            first_C = rest_CV.argmax(1)
+            columns_CK[rows, place] = first_C
+            rest_CV.scatter_(1, first_C[:, None], -torch.inf)
+    return logits_CV.gather(1, columns_CK), columns_CK
+
+
+def _ordered(values_CK: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both by value, largest first, and of equal values by id."""
+    by_id = ids_CK.argsort(dim=1)
+    values_CK, ids_CK = values_CK.gather(1, by_id), ids_CK.gather(1, by_id)
+    by_value = values_CK.argsort(dim=1, descending=True, stable=True)
+    return values_CK.gather(1, by_value), ids_CK.gather(1, by_value)
+
+
+def contains(set_CK: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
+    """Whether each id occurs in the same row of `set_CK`, bool [c, K]."""
+    sorted_CK = set_CK.sort(dim=1).values
+    place_CK = torch.searchsorted(sorted_CK, ids_CK.contiguous()).clamp_(max=set_CK.shape[1] - 1)
+    return sorted_CK.gather(1, place_CK) == ids_CK

@@ -1,0 +1,92 @@
+"""What the pool's workers run for the output losses: a split vocabulary against the whole of it on each rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.losses.output import OutputLoss
+from nemo_oprd.losses.output_chunks import (
+    OutputGradients,
+    TeacherStates,
+    chunked_logprob,
+    chunked_output_loss,
+    output_metrics,
+)
+from nemo_oprd.losses.vocab import VocabShard, head_logits, top_k_ids
+
+REAL, WIDTH, TEACHER_WIDTH, CHUNK = 61, 6, 9, 4
+
+
+def _deviation(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
+
+
+def _worst(*pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The largest relative deviation of the pairs on any rank."""
+    worst = torch.tensor([_deviation(a.double(), b.double()) for a, b in pairs]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def _result(gradients: OutputGradients) -> dict[str, torch.Tensor]:
+    assert gradients.head is not None
+    return {"loss": gradients.sums.loss, "hidden": gradients.hidden, **gradients.sums.metrics}
+
+
+def split_against_whole(
+    losses: list[OutputLoss], size: int, rows: int, dtype: str, integers: bool
+) -> dict[str, dict[str, float]]:
+    """Relative deviations by loss and quantity, with `size` columns of the padded vocabulary on each rank.
+
+    Args:
+        integers: rows and heads of small whole numbers: products are exact, and most logits are tied.
+    """
+    from nemo_oprd.megatron.parallel import init_distributed
+
+    init_distributed()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    g = torch.Generator().manual_seed(11)
+
+    def random(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=g, dtype=torch.float64)
+        return (values.round() if integers else values).to(getattr(torch, dtype))
+
+    hidden, head = random(rows, WIDTH), random(ranks * size, WIDTH)
+    teacher_hidden, teacher_head = random(rows, TEACHER_WIDTH), random(ranks * size, TEACHER_WIDTH)
+    tokens, weight = torch.randint(0, REAL, (rows,), generator=g), torch.rand(rows, generator=g)
+    for padded in (head, teacher_head):
+        padded[REAL:] = torch.nan
+    mine = slice(rank * size, (rank + 1) * size)
+    whole, shard = VocabShard(0, ranks * size, REAL), VocabShard(mine.start, size, REAL, dist.group.WORLD)
+    report = {}
+    for loss in losses:
+        everything = (loss, hidden, head, TeacherStates(teacher_hidden, teacher_head), tokens, weight, whole)
+        split = (loss, hidden, head[mine], TeacherStates(teacher_hidden, teacher_head[mine]), tokens, weight, shard)
+        expected = chunked_output_loss(*everything, chunk_tokens=CHUNK, scale=2.0)
+        ours = chunked_output_loss(*split, chunk_tokens=CHUNK, scale=2.0)
+        measured = output_metrics(*split, chunk_tokens=CHUNK)
+        assert measured.loss == ours.sums.loss and measured.metrics == ours.sums.metrics
+        assert ours.head is not None and expected.head is not None
+        theirs = _result(expected)
+        found = {name: _worst((value, theirs[name])) for name, value in _result(ours).items()}
+        found["head"] = _worst((ours.head, expected.head[mine]))
+        # every rank must hold the same numbers, to the last bit
+        same = [torch.empty_like(ours.sums.loss) for _ in range(ranks)]
+        dist.all_gather(same, ours.sums.loss)
+        assert all(torch.equal(other, same[0]) for other in same)
+        report[str(loss)] = found
+    parts = chunked_output_loss(*split, chunk_tokens=CHUNK, scale=2.0, reduce_hidden=False).hidden
+    dist.all_reduce(parts)
+    found["hidden of the ranks' parts"] = _worst((parts, expected.hidden))
+    old = chunked_logprob(*split[1:3], tokens, shard, temperature=0.7, chunk_tokens=CHUNK)
+    one = chunked_logprob(*everything[1:3], tokens, whole, temperature=0.7, chunk_tokens=CHUNK)
+    found["log-probabilities and entropies"] = _worst(*zip(old, one, strict=True))
+    logits = head_logits(hidden, head, whole)
+    for k in (1, 4, 16, 60, 61, 200):
+        ids = top_k_ids(head_logits(hidden, head[mine], shard), k, shard)
+        assert torch.equal(ids, top_k_ids(logits, k, whole)), k
+        if integers:
+            order = [sorted(range(REAL), key=lambda v, row=row: (-float(row[v]), v))[:k] for row in logits]
+            assert ids.tolist() == order, k
+    return report
