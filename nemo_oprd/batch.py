@@ -5,7 +5,7 @@ Every rank makes the same plan from the same rollouts; nothing about it needs to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -55,17 +55,18 @@ class BatchPlan:
         size = count if microbatches is None else microbatches
         if self.layout.virtual_pipeline > 1:
             size = max(1, size // self.layout.pipeline) * self.layout.pipeline
-        plans = []
-        for start in range(0, count, size):
-            packs = [packs[start : start + size] for packs in self.packs]
-            responses = [i for part in packs for pack in part for i in pack.sequences]
-            plans.append(BatchPlan(self.table.of(responses), self.layout, packs))
-        return plans
+        parts = (range(start, min(start + size, count)) for start in range(0, count, size))
+        return [self._part(self.table, [[packs[m] for m in part] for packs in self.packs]) for part in parts]
 
-    def for_layout(self, layout: Layout, num_responses: int, token_budget: int) -> BatchPlan:
-        """The same sequences and rows, packed for another layout."""
-        lengths = [self.lengths.get(i, 0) for i in range(num_responses)]
-        return BatchPlan.of(self.table, lengths, layout, token_budget)
+    def _part(self, table: RowTable, packs: list[list[Pack]]) -> BatchPlan:
+        responses = [i for part in packs for pack in part for i in pack.sequences]
+        return BatchPlan(table.of(responses), self.layout, packs)
+
+    def with_rows(self, table: RowTable) -> BatchPlan:
+        """Other rows of the same packed sequences, in hidden states that are whole on every tensor rank."""
+        layout = replace(self.layout, sequence=False)
+        packs = [[replace(pack, layout=layout) for pack in part] for part in self.packs]
+        return BatchPlan(self.table, layout, packs)._part(table, packs)
 
     @cached_property
     def _place(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -102,3 +103,37 @@ class BatchPlan:
     def replicated(self) -> bool:
         """Whether tensor ranks hold copies of the same hidden states."""
         return self.layout.tensor > 1 and not self.layout.sequence
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One role's view of a batch: the rows whose hidden states are matched, and those whose distributions are.
+
+    Both are of the same packed sequences. `output` counts rows in the final hidden states, which its users bring
+    together over tensor ranks: it knows no sequence parallelism.
+    """
+
+    hidden: BatchPlan
+    output: BatchPlan | None
+
+    @staticmethod
+    def of(
+        hidden: RowTable, output: RowTable | None, num_responses: int, layout: Layout, token_budget: int
+    ) -> StepPlan:
+        """Packs what the rows depend on, and nothing else, for `layout`."""
+        lengths = np.array(hidden.needed_tokens(num_responses))
+        if output is not None:
+            lengths = np.maximum(lengths, output.needed_tokens(num_responses))
+        plan = BatchPlan.of(hidden, lengths.tolist(), layout, token_budget)
+        return StepPlan(plan, None if output is None else plan.with_rows(output))
+
+    def waves(self, microbatches: int | None) -> list[StepPlan]:
+        """See `BatchPlan.waves`."""
+        parts = self.hidden.waves(microbatches)
+        return [StepPlan(part, self.output and part.with_rows(self.output.table)) for part in parts]
+
+    def for_layout(self, layout: Layout, num_responses: int, token_budget: int) -> StepPlan:
+        """The same sequences and rows, packed for another layout."""
+        lengths = [self.hidden.lengths.get(i, 0) for i in range(num_responses)]
+        plan = BatchPlan.of(self.hidden.table, lengths, layout, token_budget)
+        return StepPlan(plan, self.output and plan.with_rows(self.output.table))

@@ -108,7 +108,12 @@ class RepresentationLossConfig:
 
 @dataclass
 class OutputLossConfig:
-    """The output-space term. Not there yet: only `kind: none` is accepted."""
+    """The output-space term (DESIGN: loss semantics; `losses/output.py` has the equations). `weight` is the paper's
+    weight of OPD in the composition.
+
+    `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds but sampled_token, `k` is the
+    size of the top sets whose overlap is measured. `chunk_tokens` bounds the rows whose logits exist at a time.
+    """
 
     weight: float = 0.0
     kind: Literal["none", "sampled_token", "top_k", "full_vocab", "forward_kl", "jsd"] = "none"
@@ -117,6 +122,9 @@ class OutputLossConfig:
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     temperature: float = 1.0
     support: Literal["student", "teacher", "union", "intersection"] = "student"
+    normalizer: Literal["renormalized", "full"] = "renormalized"
+    support_weight: Literal["student", "teacher"] = "student"
+    jsd_beta: float = 0.5
 
 
 @dataclass
@@ -129,7 +137,10 @@ class LossConfig:
 
 @dataclass
 class BridgeConfig:
-    """The bridge between models of different shape. Not there yet: only `path: none` is accepted."""
+    """The bridge between models of different shape or origin: `path` is a directory that `fit-bridge` made.
+
+    `rank`, `fit`, `center_student` and `held_out` (the share of responses kept for testing) are for fit-bridge.
+    """
 
     path: str = "none"
     rank: Literal["auto"] | int = 8
@@ -458,6 +469,9 @@ def check(config: Config) -> None:
     resident = config.teacher.resident_microbatches
     positive = {
         "teacher.resident_microbatches": 1 if resident is None else resident,
+        "loss.output.k": config.loss.output.k,
+        "loss.output.chunk_tokens": config.loss.output.chunk_tokens,
+        "loss.output.temperature": config.loss.output.temperature,
         "loss.representation.k": config.loss.representation.k,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
         "rollout.per_prompt": config.rollout.per_prompt,
@@ -491,6 +505,7 @@ def check(config: Config) -> None:
             raise ValueError(f"{key}={value}: expected a number in (0, 1]; choose one, 1 for all")
     at_least_zero = {
         "loss.representation.weight": config.loss.representation.weight,
+        "loss.output.weight": config.loss.output.weight,
         "rollout.temperature": config.rollout.temperature,
         "evaluation.temperature": config.evaluation.temperature,
         "train.weight_decay": config.train.weight_decay,
@@ -510,6 +525,9 @@ def check(config: Config) -> None:
             f"train.warmup_fraction={config.train.warmup_fraction}: expected a number in [0, 1]; choose one, "
             "such as 0.03"
         )
+    output = config.loss.output
+    if output.weight > 0 and output.kind == "none":
+        raise ValueError(f"loss.output.weight={output.weight} with loss.output.kind=none; choose a kind, or weight 0")
     if not all(0 <= beta < 1 for beta in config.train.betas):
         raise ValueError(
             f"train.betas={list(config.train.betas)}: expected two numbers in [0, 1); choose e.g. [0.9,0.999]"
@@ -536,9 +554,6 @@ def check(config: Config) -> None:
 def _check_there_yet(config: Config) -> None:
     """Settings that have their place in the schema and no implementation in this version."""
     planned = {
-        "loss.output.kind": (config.loss.output.kind, "none"),
-        "loss.output.weight": (config.loss.output.weight, 0.0),
-        "bridge.path": (config.bridge.path, "none"),
         "teachers": (config.teachers, []),
         "rollout.engine": (config.rollout.engine, "megatron"),
     }

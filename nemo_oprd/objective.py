@@ -5,14 +5,62 @@ Made once at start from the configuration and both `ModelSpec`s; all checks that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from nemo_oprd.config import Config
+from nemo_oprd.bridge.artifact import open_bridge
+from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
+from nemo_oprd.config import Config, OutputLossConfig
 from nemo_oprd.families import ModelSpec
+from nemo_oprd.losses.output import OutputLoss
 from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers
 from nemo_oprd.losses.rows import RowTable, make_rows
 from nemo_oprd.teacher.layermap import layer_map
 from nemo_oprd.types import Rollout
+
+# what the teacher sends for each output row with sampled_token: log-probability of the token, entropy
+SAMPLED_COLUMNS = 2
+
+
+@dataclass(frozen=True)
+class OutputObjective:
+    """The output-space term: which divergence, its weight in the total, and over how much of the vocabulary.
+
+    `vocab_size` is that of the ids both models know: models of one family pad theirs differently.
+    """
+
+    loss: OutputLoss
+    weight: float
+    aggregation: str
+    chunk_tokens: int
+    vocab_size: int
+
+    @staticmethod
+    def of(config: OutputLossConfig, vocab_size: int) -> OutputObjective | None:
+        """None where there is no such term."""
+        if config.kind == "none":
+            return None
+        loss = OutputLoss(
+            config.kind,
+            # sampled_token gets no distribution to take a top set of
+            None if config.kind == "sampled_token" else config.k,
+            config.temperature,
+            config.support,
+            config.normalizer,
+            config.support_weight,
+            config.jsd_beta,
+        )
+        return OutputObjective(loss, config.weight, config.aggregation, config.chunk_tokens, vocab_size)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the teacher says only two numbers per token, and not its whole final hidden state."""
+        return self.loss.kind == "sampled_token"
+
+    def rows(self, rollouts: list[Rollout]) -> RowTable:
+        """One row per response token with mask 1, where its distribution is predicted."""
+        return make_rows(rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation)
 
 
 @dataclass(frozen=True)
@@ -20,7 +68,7 @@ class Objective:
     """What the student is trained on.
 
     `layers` maps student layers to teacher layers (1-based). The last layer of each model is taken after its final norm
-    where `final_norm` is set.
+    where `final_norm` is set. With a `bridge`, what is compared are the projections of both.
     """
 
     layers: dict[int, int]
@@ -34,26 +82,33 @@ class Objective:
     aggregation: str
     student: ModelSpec
     teacher: ModelSpec
+    output: OutputObjective | None
+    bridge: Bridge | None
 
     @staticmethod
-    def of(config: Config, student: ModelSpec, teacher: ModelSpec) -> Objective:
-        """Raises ValueError where the two models can't be compared layer by layer."""
+    def of(
+        config: Config, student: ModelSpec, teacher: ModelSpec, same_tokenizer: Callable[[], bool] = lambda: False
+    ) -> Objective:
+        """Raises ValueError where the two models can't be compared as asked for.
+
+        Args:
+            same_tokenizer: asked where the models know different numbers of ids, which may be padding.
+        """
         loss = config.loss.representation
-        if student.hidden_size != teacher.hidden_size or student.num_layers != teacher.num_layers:
-            raise ValueError(
-                f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
-                f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
-                "between models of the same depth and width: choose a teacher of the student's shape"
-            )
-        if student.vocab_size != teacher.vocab_size:
+        if student.vocab_size != teacher.vocab_size and not same_tokenizer():
             raise ValueError(
                 f"student and teacher have vocabularies of {student.vocab_size} and {teacher.vocab_size} ids; ids "
-                "of one tokenizer mean nothing to a model of another, so both models must share a vocabulary: choose "
-                "a teacher with that of the student"
+                "of one tokenizer mean nothing to a model of another: choose a teacher with the student's tokenizer"
             )
         layers = supervised_layers(loss.layers, student.num_layers)
+        bridge = _bridge(config, student, teacher, layers)
+        if bridge is None:
+            _check_same_shape(student, teacher, layers)
+            pairs = layer_map(layers, student.num_layers, teacher.num_layers)
+        else:
+            pairs = {layer: bridge.layers[layer] for layer in layers}
         return Objective(
-            layers=layer_map(layers, student.num_layers, teacher.num_layers),
+            layers=pairs,
             weight=loss.weight,
             row_loss=ROW_LOSSES[loss.kind],
             dim_reduction=loss.dim_reduction,
@@ -64,12 +119,29 @@ class Objective:
             aggregation=loss.aggregation,
             student=student,
             teacher=teacher,
+            output=OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
+            bridge=bridge,
         )
 
     @property
+    def trains_head(self) -> bool:
+        """Whether a loss reaches the student's LM head."""
+        return self.output is not None and self.output.weight > 0
+
+    @property
     def depth(self) -> int:
-        """The deepest supervised student layer."""
-        return max(self.layers)
+        """The deepest student layer that a term looks at."""
+        return self.student.num_layers if self.output else max(self.layers)
+
+    @property
+    def trained_depth(self) -> int:
+        """The deepest student layer that a gradient reaches."""
+        return self.student.num_layers if self.trains_head else max(self.layers)
+
+    @property
+    def teacher_depth(self) -> int:
+        """The deepest teacher layer that is needed."""
+        return self.teacher.num_layers if self.output else max(self.layers.values())
 
     @property
     def student_final(self) -> int | None:
@@ -82,8 +154,40 @@ class Objective:
         wanted = self.final_norm and self.teacher.num_layers in self.layers.values()
         return self.teacher.num_layers if wanted else None
 
+    @property
+    def target_width(self) -> int:
+        """Numbers per supervised row and layer that the teacher sends."""
+        return self.teacher.hidden_size if self.bridge is None else self.bridge.rank
+
     def rows(self, rollouts: list[Rollout]) -> RowTable:
         """The supervised rows of a batch."""
         return make_rows(
             rollouts, positions=self.positions, k=self.k, position=self.position, aggregation=self.aggregation
+        )
+
+
+def identity(spec: ModelSpec, name: str = "") -> ModelIdentity:
+    """What of a model must agree with a bridge."""
+    return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, name=name)
+
+
+def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, layers: list[int]) -> Bridge | None:
+    if config.bridge.path == "none":
+        return None
+    loss = config.loss.representation
+    return open_bridge(
+        Path(config.bridge.path),
+        student=identity(student, str(config.student.hf_path or config.student.checkpoint)),
+        teacher=identity(teacher, str(config.teacher.hf_path or config.teacher.checkpoint)),
+        layers=layers,
+        capture=Capture(loss.position, loss.final_norm),
+    )
+
+
+def _check_same_shape(student: ModelSpec, teacher: ModelSpec, layers: list[int]) -> None:
+    if student.hidden_size != teacher.hidden_size or student.num_layers != teacher.num_layers:
+        raise ValueError(
+            f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
+            f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
+            "between models of the same depth and width: fit a bridge and set bridge.path"
         )

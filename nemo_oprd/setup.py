@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch import BatchPlan
+from nemo_oprd.batch import StepPlan
 from nemo_oprd.config import Config, ModelConfig
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.layout import Layout
@@ -85,7 +85,8 @@ class System:
             CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
         """
         draw = np.random.default_rng(self.config.seed)
-        ids = draw.integers(0, self.objective.student.vocab_size, (2 * self.student.role.layout.data, 12)).tolist()
+        known = min(self.objective.student.vocab_size, self.objective.teacher.vocab_size)
+        ids = draw.integers(0, known, (2 * self.student.role.layout.data, 12)).tolist()
         result = self.accumulate([Rollout(row[:4], row[4:]) for row in ids])
         if result is not None and result.trouble:
             raise ValueError(
@@ -100,19 +101,17 @@ class System:
             "layers, where a gradient of zero is right; the others received theirs once, on their own stage"
         )
 
-    def plan(self, rollouts: list[Rollout]) -> BatchPlan:
+    def plan(self, rollouts: list[Rollout]) -> StepPlan:
         """The batch packed for the student. What no supervised row depends on is not computed."""
-        table = self.objective.rows(rollouts)
-        lengths = table.needed_tokens(len(rollouts))
-        return BatchPlan.of(table, lengths, self.student.role.layout, self.config.train.tokens_per_microbatch)
+        objective, budget = self.objective, self.config.train.tokens_per_microbatch
+        output = None if objective.output is None else objective.output.rows(rollouts)
+        return StepPlan.of(objective.rows(rollouts), output, len(rollouts), self.student.role.layout, budget)
 
-    def teach(self, rollouts: list[Rollout], student_plan: BatchPlan) -> TeacherTargets:
+    def teach(self, rollouts: list[Rollout], student_plan: StepPlan) -> TeacherTargets:
         """What the teacher has to say about the rows of `student_plan`, on the ranks that need it."""
         budget = self.config.train.tokens_per_microbatch
         teacher_plan = student_plan.for_layout(self.teacher.role.layout, len(rollouts), budget)
-        return self.teacher.targets(
-            rollouts, teacher_plan, student_plan, self.student.role, self.objective.student.num_layers
-        )
+        return self.teacher.targets(rollouts, teacher_plan, student_plan, self.student.role)
 
 
 def model_directory(model: ModelConfig) -> Path:
@@ -122,6 +121,12 @@ def model_directory(model: ModelConfig) -> Path:
         ValueError: the checkpoint is none.
     """
     return Path(model.hf_path) if model.hf_path else hf_directory(Path(str(model.checkpoint)))
+
+
+def same_tokenizer(config: Config) -> bool:
+    """Whether both models come with the same tokenizer."""
+    directories = [model_directory(model) for model in (config.student, config.teacher)]
+    return len({Tokenizer.load(directory).fingerprint() for directory in directories}) == 1
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -156,7 +161,7 @@ def make_system(config: Config) -> System:
     """
     student_spec = read_model_spec(model_directory(config.student))
     teacher_spec = read_model_spec(model_directory(config.teacher))
-    objective = Objective.of(config, student_spec, teacher_spec)
+    objective = Objective.of(config, student_spec, teacher_spec, lambda: same_tokenizer(config))
     student_layout, teacher_layout = make_layouts(config, world_size())
     for role, spec, layout in (("student", student_spec, student_layout), ("teacher", teacher_spec, teacher_layout)):
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
@@ -169,7 +174,7 @@ def make_system(config: Config) -> System:
     student_role = make_role("student", student_layout)
     teacher_role = make_role("teacher", teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)
-    student = Student(config, student_role, objective, read_student)
+    student = Student(config, student_role, objective, read_student, read_teacher)
     teacher = make_teacher(config, teacher_spec, teacher_role, objective, read_teacher)
     return System(config, objective, student, teacher)
 
@@ -231,13 +236,13 @@ def make_teacher(
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     chunks = None
     if role.here:
-        depth = max(objective.layers.values())
-        chunks = build_chunks(spec, role, dtype, depth=depth, head=False)
+        head = objective.output is not None and objective.output.sampled
+        chunks = build_chunks(spec, role, dtype, depth=objective.teacher_depth, head=head)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
         load_hf(chunks, spec, role, read, str(model_directory(config.teacher)))
-    teacher = Teacher(spec, role, chunks, objective.layers, objective.teacher_final, dtype)
+    teacher = Teacher(objective, role, chunks, dtype)
     if config.teacher.offload:
         teacher.offload()
     return teacher

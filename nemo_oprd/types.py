@@ -47,14 +47,17 @@ class TeacherTargets:
     """What the frozen teacher says about the supervised rows that this rank needs.
 
     `hidden[l]` is the target of student layer l (1-based): [n, H] in the run's precision, its rows in the order of the
-    rank's microbatches. A rank that owns no supervised layer holds nothing. `bytes_received` counts what came from
-    other ranks.
+    rank's microbatches; with a bridge [n, r] in float32. A rank that owns no supervised layer holds nothing. `output`
+    is what the last stage's output-space term needs: the teacher's final hidden states of its rows, or for sampled_token
+    log-probability and entropy, float32 [n, 2]. `bytes_received` counts what came from other ranks.
     """
 
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     bytes_received: int = 0
+    output: torch.Tensor | None = None
 
     @property
     def bytes_held(self) -> int:
         """Memory of the targets on this rank."""
-        return sum(values.numel() * values.element_size() for values in self.hidden.values())
+        held = [*self.hidden.values(), *([] if self.output is None else [self.output])]
+        return sum(values.numel() * values.element_size() for values in held)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,40 @@ def describe_tensors(
             rank = value.shape[0]
     maps = checked_pairs(tensors, pairs, rank, student, teacher, str(file))
     return Bridge(rank, maps, student, teacher, capture or Capture())
+
+
+def open_bridge(
+    directory: Path,
+    *,
+    student: ModelIdentity,
+    teacher: ModelIdentity,
+    layers: Sequence[int],
+    capture: Capture,
+) -> Bridge:
+    """The bridge of a run, with the layer map that is in it.
+
+    Tensors without a manifest were made elsewhere: all that can be checked about them are names, shapes and values, and
+    a warning says so.
+
+    Args:
+        layers: the supervised student layers; each must be there.
+
+    Raises:
+        ValueError: as `load_bridge`.
+    """
+    if (directory / TENSORS).is_file() and not (directory / MANIFEST).is_file():
+        warnings.warn(
+            f"{directory}: no {MANIFEST} beside {TENSORS}, so nobody knows which models and positions it is for; "
+            "only shapes are checked",
+            stacklevel=2,
+        )
+        bridge = describe_tensors(directory, student, teacher, capture)
+    else:
+        bridge = load_bridge(directory, student=student, teacher=teacher, capture=capture)
+    for layer in layers:
+        if layer not in bridge.layers:
+            _check_layers(bridge, {layer: 0}, str(directory))
+    return bridge
 
 
 def load_bridge(

@@ -40,6 +40,12 @@ class RowTable:
         arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
         return RowTable(**arrays, num_responses=len(np.unique(self.response[kept])))
 
+    def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
+        """[N] ids of the response tokens that the rows belong to."""
+        flat = np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])
+        starts = np.cumsum([0, *(len(rollout.response_ids) for rollout in rollouts)])
+        return flat[starts[self.response] + self.token]
+
     def needed_tokens(self, num_responses: int) -> list[int]:
         """Per response of the batch, the tokens of prompt + response that its rows depend on: none without rows, and
         nothing after the last row, since attention is causal."""

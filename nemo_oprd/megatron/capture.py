@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.megatron.attention import AttentionPlan
 from nemo_oprd.megatron.inject import inject_gradient, row_chunks
+
+if TYPE_CHECKING:
+    from nemo_oprd.megatron.head import OutputTerm, Rows
 
 
 class Observer(Protocol):
@@ -70,34 +73,42 @@ class DistillingLayer(TransformerLayer):
 
 @dataclass
 class Capture:
-    """The teacher's observer: keeps the wanted rows of the wanted layers, compact.
+    """An observer that keeps the wanted rows of the wanted layers, compact.
 
     Args:
-        rows: layer -> [n] rows of this rank's hidden state (int64, on its device).
+        rows: [n] rows of this rank's hidden state (int64, on its device).
+        wanted: layer -> under which names its rows are kept (a teacher layer may serve several student layers).
         final_layer: the layer whose state is taken after the final norm, None to take every layer before it.
-        project: (layer, [n, H]) -> what is kept; the bridge's teacher side goes here.
+        project: (name, [n, H]) -> what is kept; the bridge's teacher side goes here.
+        final_rows: whose final hidden states are kept besides, for the output-space term.
     """
 
-    rows: dict[int, torch.Tensor]
+    rows: torch.Tensor
+    wanted: dict[int, list[int]]
     final_layer: int | None = None
     project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    final_rows: Rows | None = None
     captured: dict[int, torch.Tensor] = field(default_factory=dict)
+    final: torch.Tensor | None = None
 
     def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
         """Takes the rows of `layer`, unless it is taken after the final norm."""
-        if layer in self.rows and layer != self.final_layer:
+        if layer in self.wanted and layer != self.final_layer:
             self._take(layer, hidden)
         return hidden
 
     def after_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Takes the rows of the last layer."""
-        if self.final_layer is not None and self.final_layer in self.rows:
+        if self.final_layer is not None and self.final_layer in self.wanted:
             self._take(self.final_layer, hidden)
+        if self.final_rows is not None:
+            self.final = self.final_rows.take(hidden)
         return hidden
 
     def _take(self, layer: int, hidden: torch.Tensor) -> None:
-        picked = hidden.flatten(0, 1).index_select(0, self.rows[layer])
-        self.captured[layer] = picked if self.project is None else self.project(layer, picked)
+        picked = hidden.flatten(0, 1).index_select(0, self.rows)
+        for name in self.wanted[layer]:
+            self.captured[name] = picked if self.project is None else self.project(name, picked)
 
 
 @dataclass
@@ -140,6 +151,7 @@ class Supervision:
         num_responses: of the whole batch.
         measure: False on ranks whose rows another rank counts already (replicas under plain tensor parallelism).
         project: (layer, float32 [n, H]) -> what is compared; the bridge's student side goes here.
+        output: the output-space term, on the last stage.
     """
 
     terms: dict[int, LayerTerm]
@@ -149,6 +161,7 @@ class Supervision:
     final_layer: int | None = None
     measure: bool = True
     project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    output: OutputTerm | None = None
     measured: dict[int, torch.Tensor] = field(default_factory=dict)
     injections: Counter = field(default_factory=Counter)
     injected: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -163,10 +176,10 @@ class Supervision:
         return hidden if layer == self.final_layer else self._supervise(layer, hidden, keep_rows=stage_ends)
 
     def after_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Supervises the last layer; nothing else keeps the norm's output, so only its rows are kept."""
-        if self.final_layer is None:
-            return hidden
-        return self._supervise(self.final_layer, hidden, keep_rows=True)
+        """Supervises the last layer and its distribution; nothing else keeps the norm's output, so only rows are."""
+        if self.final_layer is not None:
+            hidden = self._supervise(self.final_layer, hidden, keep_rows=True)
+        return hidden if self.output is None else self.output.attach(hidden)
 
     def _supervise(self, layer: int, hidden: torch.Tensor, *, keep_rows: bool) -> torch.Tensor:
         term = self.terms.get(layer)

@@ -46,6 +46,21 @@ def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> 
     return {layer: per_stage[plan.layout.stage_of_layer(layer, num_layers)[0]] for layer in layers}
 
 
+def check_output_passes(count: int, plans: list[BatchPlan]) -> None:
+    """Raises CaptureError unless the output-space term ran once per rank and microbatch that has rows of it."""
+    expected = 0
+    for plan in plans:
+        ranks = (plan.layout.coordinates(rank) for rank in plan.layout.ranks)
+        last = (at for at in ranks if at.pipeline == plan.layout.pipeline - 1)
+        expected += sum(len(held.row) > 0 for at in last for held in plan.held(at))
+    if count != expected:
+        raise CaptureError(
+            f"the output-space term went back {count} time(s) in this step, expected {expected}: the last stage's "
+            "final norm was bypassed or its output detached. Check what replaces the model's forward; without this the term "
+            "would train nothing"
+        )
+
+
 def check_injections(
     counts: dict[int, int],
     squared_norms: dict[int, float],

@@ -8,9 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_oprd.batch import BatchPlan
-from nemo_oprd.losses.rows import RowTable
+from nemo_oprd.batch import BatchPlan, StepPlan
 from nemo_oprd.megatron.capture import PROFILE_BINS, Supervision, profile_bins
+from nemo_oprd.megatron.head import OutputTerm
+from nemo_oprd.objective import Objective
+
+# what the output-space term measures per row (`OutputRows`) -> its name in metrics.jsonl, "" if it goes into another
+OUTPUT_METRICS = {
+    "student_logprob": "",
+    "teacher_logprob": "",
+    "student_entropy": "actor/entropy",
+    "teacher_entropy": "teacher/entropy",
+    "reverse_kl": "output/reverse_kl",
+    "overlap": "val-topk/overlap_ratio",
+    "student_mass": "val-topk/student_mass",
+    "teacher_mass": "val-topk/teacher_mass",
+    "empty_support": "val-topk/empty_support",
+    "ratio": "actor/ratio",
+    "clipped": "actor/clipped",
+}
 
 
 @dataclass
@@ -18,7 +34,8 @@ class Tally:
     """Sums over supervised rows in one flat tensor, so that one all-reduce adds them up over ranks.
 
     `sums` float64: per layer those of `Supervision.SUMS`, the squared norm of the injected gradient and the number of
-    injections; then the position profile [2, PROFILE_BINS]; then each response's share of the total loss.
+    injections; then the position profile [2, PROFILE_BINS]; then what the output-space term measured: backward passes,
+    weighted loss, and per metric its sum and its number of rows; then each response's share of the total loss.
     """
 
     sums: torch.Tensor
@@ -26,17 +43,18 @@ class Tally:
     num_responses: int
 
     COLUMNS = (*Supervision.SUMS, "squared_gradient", "injections")
+    OUTPUT = 2 + 2 * len(OUTPUT_METRICS)
 
     @staticmethod
     def zeros(layers: list[int], num_responses: int, device: torch.device) -> Tally:
         """Nothing measured yet."""
-        size = len(layers) * len(Tally.COLUMNS) + 2 * PROFILE_BINS + num_responses
+        size = len(layers) * len(Tally.COLUMNS) + 2 * PROFILE_BINS + Tally.OUTPUT + num_responses
         return Tally(torch.zeros(size, dtype=torch.float64, device=device), sorted(layers), num_responses)
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        sizes = [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.num_responses]
-        table, profile, responses = self.sums.split(sizes)
-        return table.view(len(self.layers), len(self.COLUMNS)), profile.view(2, PROFILE_BINS), responses
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        sizes = [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.OUTPUT, self.num_responses]
+        table, profile, output, responses = self.sums.split(sizes)
+        return table.view(len(self.layers), len(self.COLUMNS)), profile.view(2, PROFILE_BINS), output, responses
 
     @property
     def table(self) -> torch.Tensor:
@@ -51,6 +69,11 @@ class Tally:
     @property
     def per_response(self) -> torch.Tensor:
         """[responses], a view: shares of the total loss."""
+        return self._parts()[3]
+
+    @property
+    def output(self) -> torch.Tensor:
+        """[OUTPUT], a view."""
         return self._parts()[2]
 
     def add(self, observer: Supervision) -> None:
@@ -65,6 +88,22 @@ class Tally:
             self.profile.add_(observer.profile)
         if observer.per_response is not None:
             self.per_response.add_(observer.per_response)
+
+    def add_output(self, term: OutputTerm, *, counts: bool) -> None:
+        """Adds the output-space term of one microbatch; `counts` on one of its tensor ranks, which agree."""
+        self.output[0] += term.backward_passes
+        if term.sums is None or not counts:
+            return
+        self.output[1] += term.sums.loss
+        for i, name in enumerate(OUTPUT_METRICS):
+            if name in term.sums.metrics:
+                self.output[2 + 2 * i] += term.sums.metrics[name]
+                self.output[3 + 2 * i] += term.sums.rows
+
+    def output_means(self) -> dict[str, float]:
+        """Means over rows of what the output-space term measured."""
+        pairs = self.output[2:].view(-1, 2).tolist()
+        return {name: total / rows for name, (total, rows) in zip(OUTPUT_METRICS, pairs, strict=True) if rows}
 
     def column(self, name: str) -> dict[int, float]:
         """Layer -> one of the sums."""
@@ -81,6 +120,9 @@ class StepResult:
     """
 
     loss: float
+    output_loss: float | None
+    output_means: dict[str, float]
+    sampled: bool
     rep_loss: float
     rep_loss_per_layer: dict[int, float]
     cosine_per_layer: dict[int, float]
@@ -96,19 +138,17 @@ class StepResult:
     trouble: str | None
 
     @staticmethod
-    def of(
-        tally: Tally, table: RowTable, waves: list[BatchPlan], positions: str, weight: float, targets_bytes: int
-    ) -> StepResult:
+    def of(tally: Tally, plan: StepPlan, waves: list[StepPlan], objective: Objective, targets_bytes: int) -> StepResult:
         """Means and norms from the sums of all ranks.
 
         Args:
-            table: the supervised rows of the batch.
+            plan: of the whole batch.
             waves: the parts in which it went through.
-            positions: as in `make_rows`; says which end of the profile is complete.
-            weight: of the representation term in the total.
             targets_bytes: of teacher states that this rank held at a time, at most.
         """
+        table, positions, term = plan.hidden.table, objective.positions, objective.output
         count = len(table)
+        output_loss = None if term is None else float(tally.output[1])
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
         per_layer = tally.column("loss")
@@ -120,7 +160,10 @@ class StepResult:
             )
         )
         return StepResult(
-            loss=weight * rep_loss,
+            loss=objective.weight * rep_loss + (term.weight * float(tally.output[1]) if term else 0.0),
+            output_loss=output_loss,
+            output_means=tally.output_means(),
+            sampled=term is not None and term.sampled,
             rep_loss=rep_loss,
             rep_loss_per_layer=per_layer,
             cosine_per_layer={layer: value / count for layer, value in tally.column("cosine").items()},
@@ -133,7 +176,7 @@ class StepResult:
             loss_per_response=tally.per_response.tolist(),
             identical_layers=[layer for layer, value in error.items() if value == 0.0],
             targets_bytes=targets_bytes,
-            trouble=_trouble(tally, waves, per_layer, gradient),
+            trouble=_trouble(tally, [wave.hidden for wave in waves], per_layer, gradient, output_loss),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -155,10 +198,30 @@ class StepResult:
             ("cosine_last_k", self.cosine_last_k),
         ):
             named.update({f"rep/{name}/{key}": value for key, value in values.items()})
-        return named
+        return {**named, **self._output_metrics()}
+
+    def _output_metrics(self) -> dict[str, float]:
+        if self.output_loss is None:
+            return {}
+        named = {OUTPUT_METRICS[name]: value for name, value in self.output_means.items()}
+        if {"student_logprob", "teacher_logprob"} <= set(self.output_means):
+            named["output/kl_estimate"] = self.output_means["student_logprob"] - self.output_means["teacher_logprob"]
+        return {
+            "output/loss": self.output_loss,
+            **({"actor/pg_loss": self.output_loss} if self.sampled else {}),
+            **{name: value for name, value in named.items() if name},
+        }
 
 
-def _trouble(tally: Tally, waves: list[BatchPlan], loss: dict[int, float], gradient: dict[int, float]) -> str | None:
+def _trouble(
+    tally: Tally,
+    waves: list[BatchPlan],
+    loss: dict[int, float],
+    gradient: dict[int, float],
+    output_loss: float | None,
+) -> str | None:
+    if output_loss is not None and not math.isfinite(output_loss):
+        return f"the output-space loss is {output_loss}"
     layers = [layer for layer in loss if not math.isfinite(loss[layer] + gradient[layer])]
     if not layers:
         return None

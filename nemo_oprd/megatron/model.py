@@ -268,6 +268,12 @@ class DistillingModel(GPTModel):
             return table[sequences.cache.positions.t(), 0]  # [s, B, 1, C]: every sequence at its own positions
         return self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
 
+    def output_weight(self) -> torch.nn.Parameter:
+        """The LM head's weight [padded vocabulary / TP, H], which may be the embedding's. Only on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, B, H] -> [S, B, V], gathered over tensor ranks, padding columns cut off. Only on the last stage."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

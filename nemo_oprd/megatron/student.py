@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch import BatchPlan
+from nemo_oprd.batch import BatchPlan, StepPlan
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.megatron.capture import LayerTerm, Supervision, profile_bins
-from nemo_oprd.megatron.guard import check_injections
+from nemo_oprd.megatron.guard import check_injections, check_output_passes
+from nemo_oprd.megatron.head import OutputTerm, rows_of, vocab_shard
 from nemo_oprd.megatron.measure import StepResult, Tally
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.names import named_parameters
@@ -55,9 +56,18 @@ class Student:
     """The trainable role. Build it on every rank; `here` says whether this rank has a part of the model."""
 
     def __init__(
-        self, config: Config, role: Role, objective: Objective, read: Callable[[str], torch.Tensor] | None
+        self,
+        config: Config,
+        role: Role,
+        objective: Objective,
+        read: Callable[[str], torch.Tensor],
+        read_teacher: Callable[[str], torch.Tensor],
     ) -> None:
-        """`read` gives HF tensors by name to start from; None leaves the weights to a checkpoint that is loaded next.
+        """Builds, loads and wraps this rank's part.
+
+        Args:
+            read: gives HF tensors by name to start from.
+            read_teacher: the same of the teacher, whose head the last stage needs for some output-space terms.
 
         Raises:
             ValueError: the layout does not fit the model, or the weights don't fit its config.
@@ -71,9 +81,10 @@ class Student:
             join_optimizer_creation()
             return
         self.chunks = build_chunks(self.spec, role, self.dtype, **_recompute(config))
-        if read is not None:
-            load_hf(self.chunks, self.spec, role, read, str(config.student.hf_path))
-        freeze_unreached(self.chunks, objective.depth, final_norm=objective.student_final is not None, head=False)
+        load_hf(self.chunks, self.spec, role, read, str(config.student.hf_path))
+        reached = objective.student_final is not None or objective.trains_head
+        freeze_unreached(self.chunks, objective.trained_depth, final_norm=reached, head=objective.trains_head)
+        self.teacher_head = self._load_teacher_head(read_teacher)
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
 
@@ -82,10 +93,21 @@ class Student:
         """The student's architecture."""
         return self.objective.student
 
-    def start_step(self, plan: BatchPlan, num_responses: int) -> None:
+    def _load_teacher_head(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """The teacher's head for the ids that this tensor rank's own head has, where the output term needs it."""
+        term, at = self.objective.output, self.role.at
+        if term is None or term.sampled or at is None or not self.chunks[-1].post_process:
+            return None
+        teacher = self.objective.teacher
+        whole = read("model.embed_tokens.weight" if teacher.tied_embeddings else "lm_head.weight")
+        shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
+        part = whole[shard.start : min(shard.start + shard.size, term.vocab_size)].to(device(), self.dtype)
+        # ids that only one of the models has count for neither
+        return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
+
+    def start_step(self, plan: StepPlan, num_responses: int) -> None:
         """Clears the gradients and measurements of the step before; `plan` is that of the whole batch."""
-        self._table = plan.table
-        self._plans: list[BatchPlan] = []
+        self._whole, self._plans = plan, list[StepPlan]()
         self._targets_bytes = 0
         if not self.role.here:
             return
@@ -97,7 +119,7 @@ class Student:
     def forward_backward(
         self,
         rollouts: list[Rollout],
-        plan: BatchPlan,
+        plan: StepPlan,
         targets: TeacherTargets,
         *,
         last: bool = True,
@@ -120,6 +142,8 @@ class Student:
         self._targets_bytes = max(self._targets_bytes, targets.bytes_held)
         for observer in observers:
             self._tally.add(observer)
+            if observer.output is not None:
+                self._tally.add_output(observer.output, counts=self.role.at is not None and self.role.at.tensor == 0)
 
     def finish_step(self) -> StepResult | None:
         """What the waves measured together, checked by the guard; None on ranks outside the role.
@@ -134,14 +158,15 @@ class Student:
         dist.all_reduce(self._tally.sums, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
         tally = Tally(self._tally.sums.cpu(), self._tally.layers, self._tally.num_responses)
         objective = self.objective
-        result = StepResult.of(
-            tally, self._table, self._plans, objective.positions, objective.weight, self._targets_bytes
-        )
+        result = StepResult.of(tally, self._whole, self._plans, objective, self._targets_bytes)
+        hidden = [plan.hidden for plan in self._plans]
         if objective.weight > 0:
             counts = {layer: int(count) for layer, count in tally.column("injections").items()}
             same = set(result.identical_layers)
             norms = tally.column("squared_gradient")
-            check_injections(counts, norms, self._plans, self.spec.num_layers, identical=same)
+            check_injections(counts, norms, hidden, self.spec.num_layers, identical=same)
+        if objective.output is not None:
+            check_output_passes(int(tally.output[0]), [plan.output for plan in self._plans if plan.output])
         return result
 
     def update(self, step: int, measured: StepResult | None) -> Update | None:
@@ -191,16 +216,18 @@ class Student:
         )
 
     def _microbatches(
-        self, rollouts: list[Rollout], plan: BatchPlan, targets: TeacherTargets
+        self, rollouts: list[Rollout], step: StepPlan, targets: TeacherTargets
     ) -> tuple[list[Supervision], list[Microbatch]]:
-        at, here = self.role.at, device()
+        at, here, plan = self.role.at, device(), step.hidden
         assert at is not None
+        terms_of_output = self._output_terms(rollouts, step.output, targets)
         weight, response = torch.from_numpy(plan.table.weight).float(), torch.from_numpy(plan.table.response)
         scale = self.objective.weight / len(self.objective.layers)
         observers, microbatches, start = [], [], 0
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
-        for pack, held in zip(plan.packs[at.data], plan.held(at), strict=True):
+        bridge = self.objective.bridge
+        for m, (pack, held) in enumerate(zip(plan.packs[at.data], plan.held(at), strict=True)):
             part = slice(start, start + len(held.row))
             start = part.stop
             rows = torch.from_numpy(held.local).to(here)
@@ -218,10 +245,41 @@ class Student:
                 len(rollouts),
                 self.objective.student_final,
                 measure=not plan.replicated or at.tensor == 0,
+                project=None if bridge is None else bridge.project_student,
+                output=terms_of_output[m] if terms_of_output else None,
             )
             observers.append(observer)
             microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.objective.depth))
         return observers, microbatches
+
+    def _output_terms(
+        self, rollouts: list[Rollout], plan: BatchPlan | None, targets: TeacherTargets
+    ) -> list[OutputTerm]:
+        """Per microbatch, the output-space term; none before the last stage, or without such a term."""
+        term, at = self.objective.output, self.role.at
+        if plan is None or term is None or targets.output is None or at is None:
+            return []
+        tokens, weight = torch.from_numpy(plan.table.tokens(rollouts)), torch.from_numpy(plan.table.weight).float()
+        shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
+        terms, start = [], 0
+        for held in plan.held(at):
+            row, part = torch.from_numpy(held.row), slice(start, start + len(held.row))
+            start = part.stop
+            terms.append(
+                OutputTerm(
+                    term.loss,
+                    rows_of(held, self.role),
+                    self.chunks[-1],
+                    shard,
+                    tokens[row].to(device()),
+                    weight[row].to(device()),
+                    targets.output[part],
+                    self.teacher_head,
+                    term.weight,
+                    term.chunk_tokens,
+                )
+            )
+        return terms
 
 
 def _recompute(config: Config) -> dict[str, Any]:

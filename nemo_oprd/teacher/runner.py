@@ -1,7 +1,8 @@
-"""The frozen teacher: reads the rollouts and hands every student rank the hidden states that it is to match.
+"""The frozen teacher: reads the rollouts and hands every student rank what it is to match.
 
-No gradients, no DDP buffers, no LM head, no layer deeper than the deepest one that is asked for. What leaves a layer is
-compacted to the supervised rows at once.
+No gradients, no DDP buffers, no layer deeper than the deepest one that is asked for; the LM head only where the output
+term wants log-probabilities of sampled tokens. What leaves a layer is compacted to the supervised rows at once, and
+projected where there is a bridge.
 """
 
 from __future__ import annotations
@@ -14,30 +15,53 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch import BatchPlan
-from nemo_oprd.families import ModelSpec
+from nemo_oprd.batch import BatchPlan, HeldRows, StepPlan
+from nemo_oprd.losses.output_chunks import chunked_logprob
 from nemo_oprd.megatron.capture import Capture
+from nemo_oprd.megatron.head import rows_of, vocab_shard
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.step import make_microbatch, run_schedule
+from nemo_oprd.objective import SAMPLED_COLUMNS, Objective
 from nemo_oprd.teacher.transport import Shard, exchange, gather_replicas, plan_transfers
 from nemo_oprd.types import Rollout, TeacherTargets
 
 
 @dataclass
 class Teacher:
-    """The teacher on this rank; on ranks without the role `chunks` is None and it only takes part in transfers.
+    """The teacher on this rank; on ranks without the role `chunks` is None and it only takes part in transfers."""
 
-    `layers` maps student layers to teacher layers; `final_layer` is the teacher layer taken after the final norm.
-    """
-
-    spec: ModelSpec
+    objective: Objective
     role: Role
     chunks: list[DistillingModel] | None
-    layers: dict[int, int]
-    final_layer: int | None
     dtype: torch.dtype
     host_weights: list[torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def targets(self, rollouts: list[Rollout], plan: StepPlan, student_plan: StepPlan, student: Role) -> TeacherTargets:
+        """Forward over `rollouts`, then the exchange. Every rank of the world calls this.
+
+        Args:
+            plan: the rollouts packed for the teacher's layout.
+            student_plan: the same rollouts packed for the student's layout.
+        """
+        objective, term = self.objective, self.objective.output
+        hidden, output = self._read(rollouts, plan) if self.chunks is not None else (None, None)
+        # r numbers are few: a projection is not rounded to the run's precision
+        dtype = self.dtype if objective.bridge is None else torch.float32
+        carrier = _Carrier(plan.hidden, student_plan.hidden, student, objective)
+        targets = TeacherTargets(*carrier.send(hidden, objective.layers, objective.target_width, dtype))
+        if term is not None:
+            assert plan.output is not None and student_plan.output is not None
+            carrier = _Carrier(plan.output, student_plan.output, student, objective)
+            last = {objective.student.num_layers: objective.teacher.num_layers}
+            width, dtype = objective.teacher.hidden_size, self.dtype
+            if term.sampled:
+                width, dtype = SAMPLED_COLUMNS, torch.float32
+            states, received = carrier.send(output, last, width, dtype)
+            targets.output = states.get(objective.student.num_layers)
+            targets.bytes_received += received
+        return targets
 
     def offload(self) -> None:
         """Moves the weights to host memory (pinned where there is CUDA); `targets` brings them back while it runs."""
@@ -63,56 +87,89 @@ class Teacher:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self.chunks or [] for p in chunk.parameters()]
 
-    @property
-    def depth(self) -> int:
-        """The deepest teacher layer that is needed."""
-        return max(self.layers.values())
-
-    @torch.no_grad()
-    def targets(
-        self, rollouts: list[Rollout], plan: BatchPlan, student_plan: BatchPlan, student_role: Role, student_depth: int
-    ) -> TeacherTargets:
-        """Forward over `rollouts`, then the exchange. Every rank of the world calls this.
-
-        Args:
-            plan: the rollouts packed for the teacher's layout.
-            student_plan: the same rollouts packed for the student's layout.
-            student_depth: number of layers of the student.
-        """
-        outgoing = self._capture(rollouts, plan) if self.chunks is not None else None
-        transfers = plan_transfers(
-            plan, student_plan, self.layers, self.spec.num_layers, student_depth, rank=dist.get_rank()
-        )
-        wanted, wanted_layers = None, []
-        if student_role.at is not None:
-            wanted = student_plan.share(student_role.at)
-            owned = student_plan.layout.owned_layers(student_role.at.pipeline, student_depth)
-            wanted_layers = [layer for layer in sorted(self.layers) if layer in owned]
-        shard, received = exchange(
-            transfers, outgoing, self.layers, wanted, wanted_layers, self.spec.hidden_size, self.dtype, device()
-        )
-        if shard is None or student_role.at is None:
-            return TeacherTargets(bytes_received=received)
-        if student_plan.replicated:
-            full = np.concatenate([held.row for held in student_plan.held(student_role.at)])
-            shard = gather_replicas(shard, full, student_role.groups.tp)  # type: ignore[attr-defined]
-        return TeacherTargets(shard.values, received)
-
-    def _capture(self, rollouts: list[Rollout], plan: BatchPlan) -> Shard:
+    def _read(self, rollouts: list[Rollout], plan: StepPlan) -> tuple[Shard, Shard | None]:
+        """Forward on this rank: its share of the supervised rows, keyed by student layer, and of the output rows."""
         assert self.role.at is not None and self.chunks is not None
-        at, here = self.role.at, device()
-        mine = plan.share(at)
-        wanted_here = np.zeros(len(plan.table), dtype=bool)
+        at, objective = self.role.at, self.objective
+        mine = plan.hidden.share(at)
+        wanted_here = np.zeros(len(plan.hidden.table), dtype=bool)
         wanted_here[mine] = True
-        owned = set(plan.layout.owned_layers(at.pipeline, self.spec.num_layers))
-        layers = sorted(owned & set(self.layers.values()))
+        wanted = self._wanted()
+        output_rows = self._output_rows(plan)
         observers, microbatches = [], []
-        for pack, held in zip(plan.packs[at.data], plan.held(at), strict=True):
-            rows = torch.from_numpy(held.local[wanted_here[held.row]]).to(here)
-            observer = Capture(dict.fromkeys(layers, rows), self.final_layer)
+        for m, (pack, held) in enumerate(zip(plan.hidden.packs[at.data], plan.hidden.held(at), strict=True)):
+            rows = torch.from_numpy(held.local[wanted_here[held.row]]).to(device())
+            project = None if objective.bridge is None else objective.bridge.project_teacher
+            final = rows_of(output_rows[m], self.role) if output_rows else None
+            observer = Capture(rows, wanted, objective.teacher_final, project, final)
             observers.append(observer)
-            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.depth))
+            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, objective.teacher_depth))
         with self._weights_here():
             run_schedule(self.chunks, self.role, microbatches, forward_only=True)
-        values = {layer: torch.cat([observer.captured[layer] for observer in observers]) for layer in layers}
-        return Shard(mine, values)
+            output = self._output(rollouts, plan, observers, output_rows) if output_rows else None
+        names = sorted(name for names in wanted.values() for name in names)
+        return Shard(mine, {name: torch.cat([o.captured[name] for o in observers]) for name in names}), output
+
+    def _wanted(self) -> dict[int, list[int]]:
+        """Teacher layer of this stage -> the student layers that are matched to it."""
+        assert self.role.at is not None
+        owned = self.role.layout.owned_layers(self.role.at.pipeline, self.objective.teacher.num_layers)
+        wanted: dict[int, list[int]] = {}
+        for student_layer, teacher_layer in self.objective.layers.items():
+            if teacher_layer in owned:
+                wanted.setdefault(teacher_layer, []).append(student_layer)
+        return wanted
+
+    def _output_rows(self, plan: StepPlan) -> list[HeldRows]:
+        """Per microbatch the output rows of this rank; none before the last stage."""
+        at = self.role.at
+        if plan.output is None or at is None or at.pipeline != self.role.layout.pipeline - 1:
+            return []
+        return plan.output.held(at)
+
+    def _output(self, rollouts: list[Rollout], plan: StepPlan, observers: list[Capture], held: list[HeldRows]) -> Shard:
+        """This rank's share of what the output term wants of the final hidden states."""
+        term = self.objective.output
+        assert term is not None and plan.output is not None and self.role.at is not None and self.chunks is not None
+        values = torch.cat([observer.final for observer in observers if observer.final is not None])
+        rows = np.concatenate([part.row for part in held])
+        if term.sampled:
+            tokens = torch.from_numpy(plan.output.table.tokens(rollouts)[rows]).to(device())
+            shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
+            settings = {"temperature": term.loss.temperature, "chunk_tokens": term.chunk_tokens}
+            head = self.chunks[-1].output_weight()
+            values = torch.stack(chunked_logprob(values, head, tokens, shard, **settings), dim=1)  # type: ignore[arg-type]
+        share = plan.output.share(self.role.at)
+        last = self.objective.student.num_layers
+        return Shard(share, {last: Shard(rows, {last: values}).pick(last, share)})
+
+
+@dataclass
+class _Carrier:
+    """Carries rows from the teacher's ranks to the student's."""
+
+    plan: BatchPlan
+    student_plan: BatchPlan
+    student: Role
+    objective: Objective
+
+    def send(
+        self, shard: Shard | None, layers: dict[int, int], width: int, dtype: torch.dtype
+    ) -> tuple[dict[int, torch.Tensor], int]:
+        """(Student layer -> states of all rows that this rank needs, bytes that came from other ranks)."""
+        teacher_depth, student_depth = self.objective.teacher.num_layers, self.objective.student.num_layers
+        transfers = plan_transfers(
+            self.plan, self.student_plan, layers, teacher_depth, student_depth, rank=dist.get_rank()
+        )
+        at, wanted, wanted_layers = self.student.at, None, []
+        if at is not None:
+            wanted = self.student_plan.share(at)
+            owned = self.student_plan.layout.owned_layers(at.pipeline, student_depth)
+            wanted_layers = [layer for layer in sorted(layers) if layer in owned]
+        arrived, received = exchange(transfers, shard, wanted, wanted_layers, width, dtype, device())
+        if arrived is None or at is None:
+            return {}, received
+        if self.student_plan.replicated:
+            full = np.concatenate([held.row for held in self.student_plan.held(at)])
+            arrived = gather_replicas(arrived, full, self.student.groups.tp)  # type: ignore[attr-defined]
+        return arrived.values, received

@@ -97,7 +97,6 @@ class Shard:
 def exchange(
     transfers: list[Transfer],
     outgoing: Shard | None,
-    layers: dict[int, int],
     wanted: np.ndarray | None,
     wanted_layers: list[int],
     width: int,
@@ -107,7 +106,7 @@ def exchange(
     """Carries out `plan_transfers` on this rank.
 
     Args:
-        outgoing: what this rank captured, keyed by teacher layer; None off the teacher.
+        outgoing: what this rank captured, keyed by student layer; None off the teacher.
         wanted: rows of this rank's share as a student; None off the student.
 
     Returns:
@@ -121,7 +120,7 @@ def exchange(
     for transfer in transfers:
         if transfer.source == rank:
             assert outgoing is not None
-            payload = torch.stack([outgoing.pick(layers[layer], transfer.rows) for layer in transfer.layers])
+            payload = torch.stack([outgoing.pick(layer, transfer.rows) for layer in transfer.layers])
             if transfer.target == rank:
                 arrived.append((transfer, payload))
                 continue
