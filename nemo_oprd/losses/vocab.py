@@ -77,7 +77,8 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b of low-precision factors, accumulated and returned in float32.
 
-    The product is never rounded to bfloat16: at a logit of 20 its spacing is 0.125, more than a typical KL.
+    The product is never rounded to bfloat16: at a logit of 20 its spacing is 0.125, more than a typical KL. CUDA does
+    this on tensor cores (`out_dtype`, torch 2.8 or later), the CPU converts the factors.
     """
     dtype = compute_dtype(a)
     if a.dtype == dtype:

@@ -25,7 +25,7 @@ LOSSES = [
 def test_no_rows(pools: Pools) -> None:
     """A microbatch without rows on every rank of the group."""
     arguments = {"losses": LOSSES[4:6], "size": 32, "rows": 0, "dtype": "float32", "integers": False}
-    report = pools[2].run("output_cases:split_against_whole", **arguments)
+    report = pools[2].run("split_vocabulary_cases:split_against_whole", **arguments)
     assert all(value == 0 for found in report.values() for value in found.values())
 
 
@@ -40,7 +40,7 @@ def test_no_rows(pools: Pools) -> None:
 )
 def test_split_vocabulary(pools: Pools, ranks: int, size: int, dtype: str, integers: bool, tolerance: float) -> None:
     arguments = {"losses": LOSSES, "size": size, "rows": 6, "dtype": dtype, "integers": integers}
-    report = pools[ranks].run("output_cases:split_against_whole", **arguments)
+    report = pools[ranks].run("split_vocabulary_cases:split_against_whole", **arguments)
     assert len(report) == len(LOSSES)
     deviations = {(loss, name): value for loss, found in report.items() for name, value in found.items()}
     worst = max(deviations, key=deviations.__getitem__)
