@@ -144,11 +144,12 @@ def _step(settings: Settings, recompute: str) -> Outcome:
     meter = Meter()
     for step in range(WARMUP + STEPS):
         with meter("teacher"):
-            plan, targets = system.teach(rollouts)
+            plan = system.plan(rollouts)
+            targets = system.teach(rollouts, plan)
         with meter("update"):
-            system.student.forward_backward(rollouts, plan, targets)
+            measured = _forward_backward(system, rollouts, plan, targets)
         with meter("optimizer"):
-            system.student.update(step)
+            system.student.update(step, measured)
     between = resident_bytes()
     phases = meter.summary(WARMUP)
     tokens = sum(rollout.length for rollout in rollouts)
@@ -158,7 +159,7 @@ def _step(settings: Settings, recompute: str) -> Outcome:
         "layers": system.student.spec.num_layers,
         "response_tokens": list(size.responses),
         "tokens_per_microbatch": size.tokens_per_microbatch,
-        "supervised_rows": len(plan.table),
+        "supervised_rows": len(plan.hidden.table),
         "phases": phases,
         "step_seconds": seconds,
         "tokens_per_s": tokens / seconds,
@@ -176,9 +177,15 @@ def _without_loss(system: System, rollouts: list, plan: Any, targets: Any) -> fl
     student.objective = dataclasses.replace(objective, weight=0.0)
     for _ in range(WARMUP + STEPS):
         with meter("update"):
-            student.forward_backward(rollouts, plan, targets)
+            _forward_backward(system, rollouts, plan, targets)
     student.objective = objective
     return meter.summary(WARMUP)["update"]["seconds"] or 0.0
+
+
+def _forward_backward(system: System, rollouts: list, plan: Any, targets: Any) -> Any:
+    system.student.start_step(plan, len(rollouts))
+    system.student.forward_backward(rollouts, plan, targets)
+    return system.student.finish_step()
 
 
 def _step_lines(numbers: dict[str, Any], tokens: int) -> Iterator[str]:

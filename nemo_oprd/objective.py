@@ -6,8 +6,10 @@ Made once at start from the configuration and both `ModelSpec`s; all checks that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from nemo_oprd.bridge.artifact import open_bridge
 from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
@@ -122,6 +124,10 @@ class Objective:
             output=OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
             bridge=bridge,
         )
+
+    def on(self, device: torch.device) -> Objective:
+        """The same with its bridge's tensors on `device`."""
+        return self if self.bridge is None else replace(self, bridge=self.bridge.to(device))
 
     @property
     def trains_head(self) -> bool:

@@ -6,20 +6,24 @@ table; sequences go through one by one. Slow on purpose, and meant to be read ag
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from nemo_oprd.config import Config, RepresentationLossConfig
+from nemo_oprd.teacher.layermap import layer_map
 from nemo_oprd.types import Rollout
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Losses and gradients of the representation objective.
+    """Losses and gradients of the objective.
 
     Returns:
-        {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float},
-         "gradients": {HF name: tensor}}; parameters that no loss reaches are absent.
+        {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float where there
+         is an output-space term, "gradients": {HF name: tensor}}; parameters that no loss reaches are absent.
     """
     student, teacher = (_load(str(model.hf_path), dtype) for model in (config.student, config.teacher))
     loss = config.loss.representation
@@ -28,6 +32,8 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     active = sum(1 for tokens in supervised if tokens)
     rows = sum(map(len, supervised))
     per_layer = dict.fromkeys(layers, 0.0)
+    maps = _bridge(config, layers, student.config, teacher.config, dtype)
+    output = _Output(config, rollouts, min(student.config.vocab_size, teacher.config.vocab_size))
     for rollout, tokens in zip(rollouts, supervised, strict=True):
         if not tokens:
             continue
@@ -39,18 +45,114 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             theirs = _hidden_states(teacher, rollout, final_norm=loss.final_norm)
         total = torch.zeros((), dtype=dtype)
         for layer in layers:
-            term = weight * _distance(ours[layer][where], theirs[layer][where], loss).sum()
+            teacher_layer, of_student, of_teacher = maps[layer]
+            compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][where])
+            term = weight * _distance(*compared, loss).sum()
             per_layer[layer] += float(term.detach())
             total = total + loss.weight * term / len(layers)
+        total = total + output.term(student, teacher, rollout)
         total.backward()
     gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
     rep_loss = sum(per_layer.values()) / len(layers)
     return {
-        "loss/total": loss.weight * rep_loss,
+        **({} if output.loss is None else {"output/loss": output.loss}),
+        "loss/total": loss.weight * rep_loss + output.config.weight * (output.loss or 0.0),
         "rep/loss": rep_loss,
         "rep/loss_per_layer": per_layer,
         "gradients": gradients,
     }
+
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _bridge(
+    config: Config, layers: list[int], student: Any, teacher: Any, dtype: torch.dtype
+) -> dict[int, tuple[int, Map, Map]]:
+    """Student layer -> teacher layer, and what is compared of each side: P_S h + b and P_T (h - mu) with a bridge."""
+    if config.bridge.path == "none":
+        depths = student.num_hidden_layers, teacher.num_hidden_layers
+        return {s: (t, lambda h: h, lambda h: h) for s, t in layer_map(layers, *depths).items()}
+    tensors = load_file(Path(config.bridge.path) / "bridge.safetensors")
+    found = {}
+    for key in {name.rpartition(".")[0] for name in tensors}:
+        student_layer, teacher_layer = (int(part[1:]) for part in key.split("."))
+        mean, basis, projector, bias = (
+            tensors[f"{key}.{name}"].to(dtype) if f"{key}.{name}" in tensors else torch.zeros((), dtype=dtype)
+            for name in ("teacher_mean", "teacher_basis", "student_projector", "student_bias")
+        )
+        found[student_layer] = (
+            teacher_layer,
+            lambda h, p=projector, b=bias: h @ p.T + b,
+            lambda h, p=basis, m=mean: (h - m) @ p.T,
+        )
+    return {layer: found[layer] for layer in layers}
+
+
+class _Output:
+    """The output-space term on whole distributions, derivatives by autograd."""
+
+    def __init__(self, config: Config, rollouts: list[Rollout], vocab_size: int) -> None:
+        self.config, self.vocab_size = config.loss.output, vocab_size
+        self.loss: float | None = None if self.config.kind == "none" else 0.0
+        counts = [sum(rollout.mask) for rollout in rollouts]
+        self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
+
+    def term(self, student: Any, teacher: Any, rollout: Rollout) -> torch.Tensor | float:
+        """One response's part of `output.weight * output/loss`."""
+        if self.loss is None:
+            return 0.0
+        masked_in = [t for t, m in enumerate(rollout.mask) if m]
+        where = torch.tensor([len(rollout.prompt_ids) + t - 1 for t in masked_in])
+        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        log_p = self._log_probabilities(student, ids, where)
+        with torch.no_grad():
+            log_q = self._log_probabilities(teacher, ids, where)
+        value, differentiable = self._divergence(log_p, log_q, torch.tensor([rollout.response_ids])[0][masked_in])
+        weight = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
+        self.loss += weight * float(value.sum().detach())
+        return self.config.weight * weight * differentiable.sum()
+
+    def _log_probabilities(self, model: Any, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[0, where, : self.vocab_size]
+        return (logits / self.config.temperature).log_softmax(-1)
+
+    def _divergence(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Values [n], something [n] with the right derivative): the same but for sampled tokens."""
+        if self.config.kind == "sampled_token":
+            at = torch.arange(len(tokens)), tokens
+            value = log_p[at] - log_q[at]
+            return value, value.detach() * log_p[at]
+        if self.config.kind == "top_k":
+            log_p, log_q, inside = self._on_support(log_p, log_q)
+            reverse = self.config.support_weight == "student"
+            a, b = (log_p, log_q) if reverse else (log_q, log_p)
+            value = (a.exp() * (a - b) * inside).sum(-1)
+        elif self.config.kind == "jsd":
+            beta = self.config.jsd_beta
+            log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+            value = beta * (log_q.exp() * (log_q - log_m)).sum(-1) + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(
+                -1
+            )
+        else:
+            a, b = (log_p, log_q) if self.config.kind == "full_vocab" else (log_q, log_p)
+            value = (a.exp() * (a - b)).sum(-1)
+        return value, value
+
+    def _on_support(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        k = min(self.config.k, self.vocab_size)
+        tops = [torch.zeros_like(x).scatter(1, x.detach().topk(k).indices, 1.0) > 0 for x in (log_p, log_q)]
+        inside = {
+            "student": tops[0],
+            "teacher": tops[1],
+            "union": tops[0] | tops[1],
+            "intersection": tops[0] & tops[1],
+        }[self.config.support]
+        if self.config.normalizer == "renormalized":
+            log_p, log_q = (x - x.masked_fill(~inside, -1e300).logsumexp(-1, keepdim=True) for x in (log_p, log_q))
+        return log_p, log_q, inside
 
 
 def agreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.model import build_chunks
-from nemo_oprd.megatron.parallel import Role, init_distributed, make_role, seed_everything
+from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.megatron.torch_dist import hf_directory
 from nemo_oprd.megatron.weights import HFCheckpoint, load_hf
@@ -171,6 +171,7 @@ def make_system(config: Config) -> System:
     check_recompute(config, student_layout, student_spec.num_layers)
     read_student, read_teacher = open_model(config.student, student_spec), open_model(config.teacher, teacher_spec)
     init_distributed()
+    objective = objective.on(device())
     student_role = make_role("student", student_layout)
     teacher_role = make_role("teacher", teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)

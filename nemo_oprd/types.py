@@ -48,8 +48,8 @@ class TeacherTargets:
 
     `hidden[l]` is the target of student layer l (1-based): [n, H] in the run's precision, its rows in the order of the
     rank's microbatches; with a bridge [n, r] in float32. A rank that owns no supervised layer holds nothing. `output`
-    is what the last stage's output-space term needs: the teacher's final hidden states of its rows, or for sampled_token
-    log-probability and entropy, float32 [n, 2]. `bytes_received` counts what came from other ranks.
+    is what the last stage's output-space term needs: the teacher's final hidden states of its rows, or for
+    sampled_token log-probability and entropy, float32 [n, 2]. `bytes_received` counts what came from other ranks.
     """
 
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -78,8 +78,10 @@ def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: di
 def loss_report(result: StepResult, system: System, rollouts: list[Rollout]) -> dict:
     """The contents of losses.json."""
     table = system.objective.rows(rollouts)
+    output = {} if result.output_loss is None else {"output/loss": result.output_loss}
     return {
         "loss/total": result.loss,
+        **output,
         "rep/loss": result.rep_loss,
         "rep/loss_per_layer": {str(layer): loss for layer, loss in result.rep_loss_per_layer.items()},
         "counts": {

@@ -56,8 +56,8 @@ def check_output_passes(count: int, plans: list[BatchPlan]) -> None:
     if count != expected:
         raise CaptureError(
             f"the output-space term went back {count} time(s) in this step, expected {expected}: the last stage's "
-            "final norm was bypassed or its output detached. Check what replaces the model's forward; without this the term "
-            "would train nothing"
+            "final norm was bypassed or its output detached. Check what replaces the model's forward; without this the "
+            "term would train nothing"
         )
 
 

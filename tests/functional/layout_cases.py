@@ -274,10 +274,10 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     rollouts = read_rollouts(str(config.rollout.replay), VOCABULARY)
     student_plan = system.plan(rollouts)
     targets = system.teach(rollouts, student_plan)
-    table, budget = student_plan.table, config.train.tokens_per_microbatch
+    table, budget = student_plan.hidden.table, config.train.tokens_per_microbatch
     teacher_plan = student_plan.for_layout(system.teacher.role.layout, len(rollouts), budget)
     rank = dist.get_rank()
-    transfers = plan_transfers(teacher_plan, student_plan, system.objective.layers, LAYERS, LAYERS, rank)
+    transfers = plan_transfers(teacher_plan.hidden, student_plan.hidden, system.objective.layers, LAYERS, LAYERS, rank)
     mine = [
         ((t.source, rank), [(layer, row) for layer in t.layers for row in t.rows.tolist()])
         for t in transfers

@@ -14,8 +14,14 @@ from nemo_oprd.reference import agreement
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
-KEYS = {"k", "layers", "positions", "position", "final_norm", "aggregation", "kind", "dim_reduction"}
-CASES = [name for name, case in EXPECTED.items() if case["teacher"] == "teacher" and set(case["options"]) <= KEYS]
+CASES = list(EXPECTED)
+# the golden program's names -> ours; the others are those of loss.representation
+NAMES = {
+    "w_rep": "loss.representation.weight",
+    "w_out": "loss.output.weight",
+    "out": "loss.output.kind",
+    "topk": "loss.output.k",
+}
 LAYOUTS = {
     "TP1": (1, []),
     "TP2": (2, ["student.parallel.tensor=2"]),
@@ -31,7 +37,8 @@ def check(output: Path, case: str) -> None:
     """Compares a verify result with a golden case."""
     expected = EXPECTED[case]
     losses = json.loads((output / "losses.json").read_text())
-    for name in ("loss/total", "rep/loss"):
+    assert ("output/loss" in losses) == ("output/loss" in expected)
+    for name in {"loss/total", "rep/loss", "output/loss"} & set(losses):
         assert losses[name] == pytest.approx(expected[name], rel=TOLERANCE)
     per_layer = losses["rep/loss_per_layer"]
     assert per_layer == pytest.approx(expected["rep/loss_per_layer"], rel=TOLERANCE)
@@ -43,11 +50,14 @@ def check(output: Path, case: str) -> None:
 def overrides(case: str, output: Path) -> list[str]:
     """A golden case as configuration overrides."""
     options = [
-        f"loss.representation.{name}={value}".replace(" ", "") for name, value in EXPECTED[case]["options"].items()
+        f"{NAMES.get(name, f'loss.representation.{name}')}={value}".replace(" ", "")
+        for name, value in EXPECTED[case]["options"].items()
     ]
+    if case.startswith("bridge_"):
+        options.append(f"bridge.path={GOLDEN}")
     return [
         f"student.hf_path={GOLDEN / 'student'}",
-        f"teacher.hf_path={GOLDEN / 'teacher'}",
+        f"teacher.hf_path={GOLDEN / EXPECTED[case]['teacher']}",
         f"rollout.replay={GOLDEN / 'rollouts.jsonl'}",
         f"output={output}",
         *options,

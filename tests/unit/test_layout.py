@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_oprd.batch import BatchPlan
+from nemo_oprd.batch import BatchPlan, StepPlan
 from nemo_oprd.data.packing import Pack, fill_microbatches, make_packs, partition_by_length
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.rows import make_rows
@@ -196,8 +196,8 @@ def test_nothing_is_computed_that_no_row_depends_on() -> None:
     batch = [Rollout([1, 2], [3, 4, 5, 6]), Rollout([1], [2], [0]), Rollout([1], [2, 3, 4], [0, 1, 0])]
     table = make_rows(batch, positions="first_k", k=2, position="token", aggregation="token_mean")
     assert table.needed_tokens(3) == [4, 0, 3]
-    plan = BatchPlan.of(table, [4, 0, 3], Layout(), token_budget=100)
-    (pack,) = plan.packs[0]
+    plan = StepPlan.of(table, None, 3, Layout(), token_budget=100)
+    (pack,) = plan.hidden.packs[0]
     assert (pack.sequences, pack.lengths) == ((0, 2), (4, 3))
     moved = plan.for_layout(Layout(context=2), 3, 4)
-    assert [pack.sequences for pack in moved.packs[0]] == [(0,), (2,)]
+    assert [pack.sequences for pack in moved.hidden.packs[0]] == [(0,), (2,)]
