@@ -328,7 +328,7 @@ _category = "Output"
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """Temporary files go to the device that is always full."""
-    with mock.patch("tempfile.TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0)):
+    with mock.patch("tempfile.TemporaryFile", return_value=open("/dev/full", "r+b", buffering=0)):
         yield
 
 
@@ -394,8 +394,8 @@ case("directory of checkpoints", "a directory of checkpoints", "checkpoints: no 
 case("checkpoint without a config", "a checkpoint without config.json", "no hf/config.json there | copy config.json", MEGATRON, prepare=lambda p: shutil.rmtree(p.converted / "hf"))
 case("checkpoint format", "a checkpoint of another format", "format 'zarr' | expected 'torch_dist' | --ckpt-format torch_dist", MEGATRON, prepare=lambda p: p.edit(p.converted / "metadata.json", sharded_backend="zarr"))
 case("checkpoint and config", "a checkpoint with another model's config", "but hf/config.json asks for | different models", MEGATRON, prepare=lambda p: [p.edit(f, intermediate_size=40) for f in (p.converted / "hf" / "config.json", p.teacher / "config.json")])
-case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink())
-case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000))
+case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink(), library=r"missing, expected (\d+)")
+case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000), library=r"bytes, expected (\d+)")
 case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | remove it to start over", prepare=lambda p: p.checkpoint("garbage"))
 case("half-written", "a checkpoint that is not complete", "names iter_0000002, which is missing or incomplete | remove it to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
 case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40))
@@ -495,7 +495,7 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
     with contextlib.ExitStack() as stack:
         for target in expensive:
             stack.enter_context(mock.patch(target, started))
-        stack.enter_context(mock.patch("torch.distributed.is_initialized", lambda: False))
+        stack.enter_context(mock.patch("torch.distributed.is_initialized", return_value=False))
         stack.enter_context(mock.patch.dict(os.environ, {"WORLD_SIZE": str(case.ranks), "RANK": "0"}))
         stack.enter_context(case.wrap())
         if not case.arguments:
@@ -535,7 +535,8 @@ def document(messages: dict[str, str]) -> str:
         for case in CASES:
             if case.category == category:
                 text = messages[case.name].replace("|", "\\|")
-                lines.append(f"| {case.what} | `{text}` |")
+                code = f"`` {text} ``" if "`" in text else f"`{text}`"
+                lines.append(f"| {case.what} | {code} |")
     return "\n".join(lines) + "\n"
 
 

@@ -66,3 +66,12 @@ def run_broken_verify(overrides: list[str], breakage: str) -> None:
         run_verify(overrides)
     finally:
         Supervision._supervise = supervise  # type: ignore[method-assign]
+
+
+def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> None:
+    """`train` with secrets in the environment."""
+    import os
+    from unittest import mock
+
+    with mock.patch.dict(os.environ, secrets):
+        run_train(overrides)
