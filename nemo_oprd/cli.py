@@ -17,8 +17,9 @@ from pathlib import Path
 
 from nemo_oprd import __version__
 
-# more than ranks of one job differ in the time that imports take them
-_RANK_0_SPEAKS_FIRST_S = 6
+# How long another rank waits before it says what rank 0 may say as well, in seconds: before the process group is joined,
+# ranks differ by the time that imports take on a busy machine; afterwards they are in step.
+_WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S = 30, 3
 
 _CONFIGURED = {
     "train": "distil the student on its own rollouts",
@@ -90,7 +91,7 @@ def _report(message: str) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(_RANK_0_SPEAKS_FIRST_S)
+        time.sleep(_WAIT_AFTER_JOINING_S if _joined() else _WAIT_BEFORE_JOINING_S)
     print(f"error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
 
 
@@ -136,6 +137,10 @@ def _quiet_megatron() -> None:
 
 def _leave() -> None:
     """Leaves the process group, where one was joined."""
+    if _joined():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _joined() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -161,7 +161,7 @@ case("evaluation of nothing", "evaluation without a set", "evaluation.every=5 ne
 case("ranks of a colocated teacher", "ranks for a teacher that shares them", "teacher.ranks=2 is for | set it to null", "teacher.ranks=2")
 case("no teacher ranks", "a dedicated teacher without ranks", "teacher.ranks=0 | expected at least 1", "teacher.ranks=0", "teacher.placement=dedicated")
 case("recompute settings without recompute", "layers to recompute where nothing is recomputed", "student.recompute_num_layers=2 | student.recompute=full, but it is none | leave them out", "student.recompute_num_layers=2")
-case("recompute too much", "more layers to recompute than a stage has", "student.recompute_num_layers=9 | at most the 3 layer(s) | choose", "student.recompute=full", "student.recompute_num_layers=9")
+case("recompute too much", "more layers to recompute than there are", "student.recompute_num_layers=9 | at most the model's 3 layers | choose 1 to 3", "student.recompute=full", "student.recompute_num_layers=9")
 case("not there yet", "a setting of a later version", "loss.output.kind=top_k | supports only loss.output.kind=none", "loss.output.kind=top_k")
 case("deletion", "a deletion", "~train.lr | expected key=value | give one value", "~train.lr")
 case("sweep", "a sweep over values", "train.lr=1,2 | expected key=value | not supported", "train.lr=1,2")
