@@ -17,8 +17,8 @@ from pathlib import Path
 
 from nemo_oprd import __version__
 
-# How long another rank waits before it says what rank 0 may say as well, in seconds: before the process group is joined,
-# ranks differ by the time that imports take on a busy machine; afterwards they are in step.
+# Seconds that another rank waits before it says what rank 0 may say as well. Before the process group is joined, ranks
+# differ by the time that imports take on a busy machine; afterwards they are in step.
 _WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S = 30, 3
 
 _CONFIGURED = {
