@@ -90,6 +90,7 @@ class Run:
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
         replay = config.rollout.replay
+        check_replay(config)
         recorded = ReplayEngine(replay, spec.vocab_size, spec.max_positions) if replay is not None else None
         if recorded is None:
             if config.data.train is None:
@@ -191,6 +192,17 @@ class Run:
         if self.evaluator is not None and dist.get_rank() == 0:
             print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
         self.log.close()
+
+
+def check_replay(config: Config) -> None:
+    """Raises ValueError for settings that recorded rollouts would silently leave without effect."""
+    asked = {"evaluation.every": (config.evaluation.every, 0), "rollout.save": (config.rollout.save, False)}
+    for key, (value, off) in asked.items():
+        if config.rollout.replay is not None and value != off:
+            raise ValueError(
+                f"{key}={value} samples the student, which rollout.replay={config.rollout.replay} does not; expected "
+                f"one of the two: set {key}={str(off).lower()}, or rollout.replay=null"
+            )
 
 
 def check_sources_stay(config: Config) -> None:

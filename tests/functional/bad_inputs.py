@@ -163,6 +163,8 @@ case("no teacher ranks", "a dedicated teacher without ranks", "teacher.ranks=0 |
 case("recompute settings without recompute", "layers to recompute where nothing is recomputed", "student.recompute_num_layers=2 | student.recompute=full, but it is none | leave them out", "student.recompute_num_layers=2")
 case("recompute too much", "more layers to recompute than there are", "student.recompute_num_layers=9 | at most the model's 3 layers | choose 1 to 3", "student.recompute=full", "student.recompute_num_layers=9")
 case("not there yet", "a setting of a later version", "loss.output.kind=top_k | supports only loss.output.kind=none", "loss.output.kind=top_k")
+case("evaluation of a replay", "evaluation in a run that does not sample", "evaluation.every=1 samples the student | rollout.replay={root}/rollouts.jsonl | set evaluation.every=0", "evaluation.every=1", "rollout.replay={root}/rollouts.jsonl", "data.validation.held={root}/prompts.jsonl")
+case("saving a replay", "saving rollouts that are recorded ones", "rollout.save=True samples the student | set rollout.save=false", "rollout.save=true", "rollout.replay={root}/rollouts.jsonl")
 case("deletion", "a deletion", "~train.lr | expected key=value | give one value", "~train.lr")
 case("sweep", "a sweep over values", "train.lr=1,2 | expected key=value | not supported", "train.lr=1,2")
 case("verify without rollouts", "`verify` without rollouts", "rollout.replay | set rollout.replay=FILE", command="verify", arguments=("no replay",))
