@@ -18,8 +18,9 @@ from pathlib import Path
 
 from nemo_oprd import __version__
 
-# more than ranks of one job differ in the time that imports take them
-_RANK_0_SPEAKS_FIRST_S = 6
+# Seconds that another rank waits before it says what rank 0 may say as well. Before the process group is joined, ranks
+# differ by the time that imports take on a busy machine; afterwards they are in step.
+_WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S = 30, 3
 
 _CONFIGURED = {
     "train": "distil the student on its own rollouts",
@@ -112,7 +113,7 @@ def _report(error: Exception) -> int:
     if os.environ.get("NEMO_OPRD_TRACEBACK"):
         message = None
     # a collective breaks when another rank dies: what that rank says is the reason
-    patience = 0 if rank == "0" and message is not None else _RANK_0_SPEAKS_FIRST_S
+    patience = 0.0 if rank == "0" and message is not None else _patience()
     if watch is not None:
         if watch.failure(patience) is not None:
             return 1
@@ -176,6 +177,15 @@ def _leave() -> None:
 
         watch.close()
         dist.barrier()  # nobody's store disappears before everybody has stopped watching
+    if _joined():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _patience() -> float:
+    """Seconds in which the rank that found a mistake first has said so."""
+    return _WAIT_AFTER_JOINING_S if _joined() else _WAIT_BEFORE_JOINING_S
+
+
+def _joined() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -391,9 +391,8 @@ def _build(hint: Any, value: Any, key: str) -> Any:
     """`value` as an object of type `hint`; every mismatch is a ValueError that names `key`."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise ValueError(
-                f"{key}={value!r}: expected a group of keys, e.g. {key}.{next(iter(_fields(typing.cast(type, hint))))}"
-            )
+            first = next(iter(_fields(typing.cast(type, hint))))
+            raise ValueError(f"{key}={value!r}: expected a group of keys; give one of them, e.g. {key}.{first}")
         prefix = f"{key}." if key else ""
         for name in value:
             if name not in _fields(typing.cast(type, hint)):
@@ -409,7 +408,7 @@ def _build(hint: Any, value: Any, key: str) -> Any:
                 return _build(option, value, key)
             except ValueError:
                 continue
-        raise ValueError(f"{key}={value!r}: expected {_describe(hint)}")
+        raise ValueError(f"{key}={value!r}: expected {_describe(hint)}; give one")
     if origin is Literal and isinstance(value, str) and value in arguments:
         return value
     if origin is list and isinstance(value, list):
@@ -424,7 +423,7 @@ def _build(hint: Any, value: Any, key: str) -> Any:
         return float(value)
     if hint in (int, str, bool, types.NoneType) and type(value) is hint:
         return value
-    raise ValueError(f"{key}={value!r}: expected {_describe(hint)}")
+    raise ValueError(f"{key}={value!r}: expected {_describe(hint)}; give one")
 
 
 def _describe(hint: Any) -> str:

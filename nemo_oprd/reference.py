@@ -133,9 +133,8 @@ class _Output:
         elif self.config.kind == "jsd":
             beta = self.config.jsd_beta
             log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
-            value = beta * (log_q.exp() * (log_q - log_m)).sum(-1) + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(
-                -1
-            )
+            of_teacher, of_student = ((x.exp() * (x - log_m)).sum(-1) for x in (log_q, log_p))
+            value = beta * of_teacher + (1 - beta) * of_student
         else:
             a, b = (log_p, log_q) if self.config.kind == "full_vocab" else (log_q, log_p)
             value = (a.exp() * (a - b)).sum(-1)

@@ -168,7 +168,7 @@ def make_system(config: Config) -> System:
         layout.layers_per_stage(spec.num_layers)
     student_spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, student_layout.size)
-    check_recompute(config, student_layout, student_spec.num_layers)
+    check_recompute(config, student_spec.num_layers)
     read_student, read_teacher = open_model(config.student, student_spec), open_model(config.teacher, teacher_spec)
     init_distributed()
     objective = objective.on(device())
@@ -205,13 +205,12 @@ def check_rollout_ranks(config: Config, ranks: int) -> None:
         )
 
 
-def check_recompute(config: Config, layout: Layout, num_layers: int) -> None:
-    """Raises ValueError where more layers are to be recomputed at a time than a model chunk has."""
-    chunk = min(layout.layers_per_stage(num_layers)) // layout.virtual_pipeline
-    if config.student.recompute == "full" and config.student.recompute_num_layers > chunk:
+def check_recompute(config: Config, num_layers: int) -> None:
+    """Raises ValueError where more layers are to be recomputed at a time than the model has."""
+    if config.student.recompute_num_layers > num_layers:
         raise ValueError(
-            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the {chunk} "
-            f"layer(s) of a pipeline stage; choose 1 to {chunk}"
+            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
+            f"{num_layers} layers; choose 1 to {num_layers}"
         )
 
 

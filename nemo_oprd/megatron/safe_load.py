@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -80,17 +81,16 @@ def _read_metadata(self: FileSystemReader, *_: Any, **kwargs: Any) -> Metadata:
     return metadata
 
 
-_load_bytes = DefaultLoadPlanner.load_bytes
-
-
-def _load_bytes_safely(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    """torch's own method reads the bytes with `weights_only=False`; they are read strictly first."""
-    torch.load(value, weights_only=True)
-    value.seek(0)
-    _load_bytes(self, read_item, value)
+def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    """torch's own method, with `weights_only=True`."""
+    loaded, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+    else:
+        self.state_dict[name] = loaded
 
 
 def install() -> None:
     """From here on this process reads no checkpoint in any other way."""
     FileSystemReader.read_metadata = _read_metadata
-    DefaultLoadPlanner.load_bytes = _load_bytes_safely
+    DefaultLoadPlanner.load_bytes = _load_bytes

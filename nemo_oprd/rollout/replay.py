@@ -50,7 +50,7 @@ def read_rollouts(path: str | Path, vocab_size: int, max_positions: int | None =
         raise ValueError(f"rollout.replay={path}: the file holds no rollouts; expected one JSON object per line")
     if not any(any(rollout.mask) for rollout in rollouts):
         raise ValueError(
-            f"rollout.replay={path}: none of the {len(rollouts)} rollouts has a supervised token; expected at least "
+            f"rollout.replay={path}: none of the {len(rollouts)} responses has a supervised token; expected at least "
             "one response token whose mask is 1: check response_ids and response_mask"
         )
     return rollouts

@@ -115,6 +115,6 @@ def test_a_mistake_is_one_line(project: Path) -> None:
     }
     result = subprocess.run(command.split(), cwd=project, env=environment, capture_output=True, text=True, timeout=60)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert errors == ["error: override train.lrr=1: unknown key 'train.lrr'; did you mean 'train.lr'?"]
+    assert errors == ["error: command line: unknown key 'train.lrr'; did you mean 'train.lr'?"]
     assert "Traceback (most recent call last):\n  File" not in result.stderr.split("error:")[0]
     assert not (project / "runs" / "none").exists()

@@ -161,7 +161,7 @@ case("evaluation of nothing", "evaluation without a set", "evaluation.every=5 ne
 case("ranks of a colocated teacher", "ranks for a teacher that shares them", "teacher.ranks=2 is for | set it to null", "teacher.ranks=2")
 case("no teacher ranks", "a dedicated teacher without ranks", "teacher.ranks=0 | expected at least 1", "teacher.ranks=0", "teacher.placement=dedicated")
 case("recompute settings without recompute", "layers to recompute where nothing is recomputed", "student.recompute_num_layers=2 | student.recompute=full, but it is none | leave them out", "student.recompute_num_layers=2")
-case("recompute too much", "more layers to recompute than a stage has", "student.recompute_num_layers=9 | at most the 3 layer(s) | choose", "student.recompute=full", "student.recompute_num_layers=9")
+case("recompute too much", "more layers to recompute than there are", "student.recompute_num_layers=9 | at most the model's 3 layers | choose 1 to 3", "student.recompute=full", "student.recompute_num_layers=9")
 case("not there yet", "a setting of a later version", "loss.output.kind=top_k | supports only loss.output.kind=none", "loss.output.kind=top_k")
 case("deletion", "a deletion", "~train.lr | expected key=value | give one value", "~train.lr")
 case("sweep", "a sweep over values", "train.lr=1,2 | expected key=value | not supported", "train.lr=1,2")
@@ -319,7 +319,7 @@ rollouts("mask of another length", "a mask of another length", "response_mask ha
 rollouts("mask of other values", "a mask of other values", "response_mask=[1, 2] | expected a list of 0 and 1", {**ROLLOUT, "response_mask": [1, 2]})
 rollouts("mask a number", "a mask that is no list", "response_mask=1 | expected a list of 0 and 1", {**ROLLOUT, "response_mask": 1})
 rollouts("no tokens", "a rollout without tokens", "both empty | remove the line", {"prompt_ids": [], "response_ids": []})
-rollouts("empty responses", "only empty responses", "none of the 2 rollouts has a supervised token | check response_ids", *[{**ROLLOUT, "response_ids": []}] * 2)
+rollouts("empty responses", "only empty responses", "none of the 2 responses has a supervised token | check response_ids", *[{**ROLLOUT, "response_ids": []}] * 2)
 rollouts("longer than the model", "more tokens than the model has positions", "rollouts.jsonl:1: 70 tokens | 64 positions | remove the line", {"prompt_ids": [5] * 60, "response_ids": [6] * 10})
 
 _category = "Output"
@@ -328,7 +328,7 @@ _category = "Output"
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """Temporary files go to the device that is always full."""
-    with mock.patch("tempfile.TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0)):
+    with mock.patch("tempfile.TemporaryFile", return_value=open("/dev/full", "r+b", buffering=0)):
         yield
 
 
@@ -394,8 +394,8 @@ case("directory of checkpoints", "a directory of checkpoints", "checkpoints: no 
 case("checkpoint without a config", "a checkpoint without config.json", "no hf/config.json there | copy config.json", MEGATRON, prepare=lambda p: shutil.rmtree(p.converted / "hf"))
 case("checkpoint format", "a checkpoint of another format", "format 'zarr' | expected 'torch_dist' | --ckpt-format torch_dist", MEGATRON, prepare=lambda p: p.edit(p.converted / "metadata.json", sharded_backend="zarr"))
 case("checkpoint and config", "a checkpoint with another model's config", "but hf/config.json asks for | different models", MEGATRON, prepare=lambda p: [p.edit(f, intermediate_size=40) for f in (p.converted / "hf" / "config.json", p.teacher / "config.json")])
-case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink())
-case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000))
+case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink(), library=r"missing, expected (\d+)")
+case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000), library=r"bytes, expected (\d+)")
 case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | remove it to start over", prepare=lambda p: p.checkpoint("garbage"))
 case("half-written", "a checkpoint that is not complete", "names iter_0000002, which is missing or incomplete | remove it to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
 case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40))
@@ -495,7 +495,7 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
     with contextlib.ExitStack() as stack:
         for target in expensive:
             stack.enter_context(mock.patch(target, started))
-        stack.enter_context(mock.patch("torch.distributed.is_initialized", lambda: False))
+        stack.enter_context(mock.patch("torch.distributed.is_initialized", return_value=False))
         stack.enter_context(mock.patch.dict(os.environ, {"WORLD_SIZE": str(case.ranks), "RANK": "0"}))
         stack.enter_context(case.wrap())
         if not case.arguments:
@@ -535,7 +535,8 @@ def document(messages: dict[str, str]) -> str:
         for case in CASES:
             if case.category == category:
                 text = messages[case.name].replace("|", "\\|")
-                lines.append(f"| {case.what} | `{text}` |")
+                code = f"`` {text} ``" if "`" in text else f"`{text}`"
+                lines.append(f"| {case.what} | {code} |")
     return "\n".join(lines) + "\n"
 
 

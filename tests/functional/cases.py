@@ -139,3 +139,12 @@ def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
     with mock.patch.object(runner, "run_schedule", spy):
         system.teach(rollouts, system.plan(rollouts))
     return {**sizes, "after": size()}
+
+
+def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> None:
+    """`train` with secrets in the environment."""
+    import os
+    from unittest import mock
+
+    with mock.patch.dict(os.environ, secrets):
+        run_train(overrides)
