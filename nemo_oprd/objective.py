@@ -195,5 +195,6 @@ def _check_same_shape(student: ModelSpec, teacher: ModelSpec, layers: list[int])
         raise ValueError(
             f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
             f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
-            "between models of the same depth and width: fit a bridge and set bridge.path"
+            "between models of the same depth and width: fit a bridge and set bridge.path, or choose a teacher of the "
+            "student's shape"
         )

@@ -27,7 +27,7 @@ from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.pending import Pending
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import Clock, check_vocabulary, make_system, model_directory, open_model
+from nemo_oprd.setup import Clock, check_vocabulary, make_plan, make_system, model_directory, open_model
 from nemo_oprd.survival.checkpoints import find_checkpoint
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
@@ -65,11 +65,12 @@ class Run:
         recorded = ReplayEngine(replay, spec.vocab_size, spec.max_positions) if replay is not None else None
         if recorded is None:
             self._read_data(spec)
-        self.lock = RunLock(self.output) if is_first_rank() else None
-        self.system = make_system(config)
-        student = self.system.student
+        plan = make_plan(config)
         if self.first_step:
-            check_continuity(self.checkpoints, self.first_step, config, self.system.objective)
+            check_continuity(self.checkpoints, self.first_step, config, plan.objective)
+        self.lock = RunLock(self.output) if is_first_rank() else None
+        self.system = make_system(config, plan)
+        student = self.system.student
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
         self.engine: RolloutEngine = recorded or MegatronEngine(config, spec, student.role.layout, eos_ids)
         if self.first_step:

@@ -124,9 +124,12 @@ def model_directory(model: ModelConfig) -> Path:
 
 
 def same_tokenizer(config: Config) -> bool:
-    """Whether both models come with the same tokenizer."""
+    """Whether both models come with a tokenizer, the same one."""
     directories = [model_directory(model) for model in (config.student, config.teacher)]
-    return len({Tokenizer.load(directory).fingerprint() for directory in directories}) == 1
+    try:
+        return len({Tokenizer.load(directory).fingerprint() for directory in directories}) == 1
+    except ValueError:  # there is none
+        return False
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -153,8 +156,19 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     )
 
 
-def make_system(config: Config) -> System:
-    """Joins the process group and builds both models. Every check that needs no weights comes first.
+@dataclass(frozen=True)
+class Plan:
+    """What a run will build, found to be possible: nothing is loaded, no other rank was asked, no file written."""
+
+    objective: Objective
+    student_layout: Layout
+    teacher_layout: Layout
+    read_student: Callable[[str], torch.Tensor]
+    read_teacher: Callable[[str], torch.Tensor]
+
+
+def make_plan(config: Config) -> Plan:
+    """Every check of models, layouts and weights that is possible before models are built.
 
     Raises:
         ValueError: bad configuration, models or weights.
@@ -170,13 +184,23 @@ def make_system(config: Config) -> System:
     check_rollout_ranks(config, student_layout.size)
     check_recompute(config, student_spec.num_layers)
     read_student, read_teacher = open_model(config.student, student_spec), open_model(config.teacher, teacher_spec)
+    return Plan(objective, student_layout, teacher_layout, read_student, read_teacher)
+
+
+def make_system(config: Config, plan: Plan | None = None) -> System:
+    """Joins the process group and builds both models.
+
+    Raises:
+        ValueError: as `make_plan`, which is done here unless it was before.
+    """
+    plan = plan or make_plan(config)
     init_distributed()
-    objective = objective.on(device())
-    student_role = make_role("student", student_layout)
-    teacher_role = make_role("teacher", teacher_layout)
+    objective = plan.objective.on(device())
+    student_role = make_role("student", plan.student_layout)
+    teacher_role = make_role("teacher", plan.teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)
-    student = Student(config, student_role, objective, read_student, read_teacher)
-    teacher = make_teacher(config, teacher_spec, teacher_role, objective, read_teacher)
+    student = Student(config, student_role, objective, plan.read_student, plan.read_teacher)
+    teacher = make_teacher(config, objective.teacher, teacher_role, objective, plan.read_teacher)
     return System(config, objective, student, teacher)
 
 

@@ -78,11 +78,27 @@ class Place:
         change(tensors)
         save_file(tensors, file)
 
+    def seal(self, directory: Path | None = None) -> None:
+        """Writes state.json for the files that a checkpoint has now."""
+        directory = directory or self.output / "checkpoints" / "iter_0000002"
+        files = {str(f.relative_to(directory)): f.stat().st_size for f in directory.rglob("*") if f.is_file()}
+        files.pop("state.json", None)
+        state = {
+            "step": 2,
+            "seed": 0,
+            "precision": "fp32",
+            "train.distributed_optimizer": True,
+            "deepest supervised layer": 3,
+            "final norm is trained": True,
+            "files": files,
+        }
+        (directory / "state.json").write_text(json.dumps(state))
+
     def checkpoint(self, tracker: str = "2\n") -> Path:
         """A run directory with a checkpoint after two steps, made of the converted student."""
         directory = self.output / "checkpoints" / "iter_0000002"
         shutil.copytree(self.converted, directory)
-        (directory / "state.json").write_text('{"step": 2, "seed": 0}\n')
+        self.seal(directory)
         (directory.parent / "latest_checkpointed_iteration.txt").write_text(tracker)
         return directory
 
@@ -162,7 +178,11 @@ case("ranks of a colocated teacher", "ranks for a teacher that shares them", "te
 case("no teacher ranks", "a dedicated teacher without ranks", "teacher.ranks=0 | expected at least 1", "teacher.ranks=0", "teacher.placement=dedicated")
 case("recompute settings without recompute", "layers to recompute where nothing is recomputed", "student.recompute_num_layers=2 | student.recompute=full, but it is none | leave them out", "student.recompute_num_layers=2")
 case("recompute too much", "more layers to recompute than there are", "student.recompute_num_layers=9 | at most the model's 3 layers | choose 1 to 3", "student.recompute=full", "student.recompute_num_layers=9")
-case("not there yet", "a setting of a later version", "loss.output.kind=top_k | supports only loss.output.kind=none", "loss.output.kind=top_k")
+case("not there yet", "a setting of a later version", "rollout.engine=vllm | supports only rollout.engine=megatron", "rollout.engine=vllm")
+case("weight without a kind", "a weight for an output-space term that there is none of", "loss.output.weight=1.0 with loss.output.kind=none | choose a kind, or weight 0", "loss.output.weight=1")
+case("top-1", "a renormalised top-1", "k=1 | identically zero | kind=sampled_token", "loss.output.kind=top_k", "loss.output.k=1", "loss.output.weight=1")
+case("unlikely best", "a best checkpoint by something that is not measured", "train.keep_best=val/x/avg@4 | expected null, or one of", "train.keep_best=val/x/avg@4")
+case("no bridge there", "a bridge that does not exist", "nowhere/bridge.safetensors: no such file | expected a bridge made by nemo-oprd fit-bridge", "bridge.path={root}/nowhere")
 case("deletion", "a deletion", "~train.lr | expected key=value | give one value", "~train.lr")
 case("sweep", "a sweep over values", "train.lr=1,2 | expected key=value | not supported", "train.lr=1,2")
 case("verify without rollouts", "`verify` without rollouts", "rollout.replay | set rollout.replay=FILE", command="verify", arguments=("no replay",))
@@ -204,7 +224,7 @@ case("quantized", "quantized weights", "'gptq' | expected unquantized | original
 case("code in the model", "a model that brings its own code", "auto_map={{'AutoModel': 'm.M'}} | never run | remove auto_map", prepare=lambda p: p.config(auto_map={"AutoModel": "m.M"}))
 case("another width", "a wider teacher", "width 32 | width 48 | same depth and width", "teacher.hf_path=" + str(GOLDEN / "wide_teacher"), command="verify")
 case("another depth", "a deeper teacher", "student (3 layers | teacher (4 layers | choose a teacher of the student's shape", prepare=lambda p: p.config("teacher", num_hidden_layers=4, layer_types=None))
-case("another vocabulary", "a teacher with other ids", "vocabularies of 61 and 60 ids | must share a vocabulary", prepare=lambda p: p.config("teacher", vocab_size=60))
+case("another vocabulary", "a teacher with other ids", "vocabularies of 61 and 60 ids | choose a teacher with the student's tokenizer", command="verify", prepare=lambda p: [p.config("teacher", vocab_size=60), (p.teacher / "tokenizer.json").unlink(), (p.teacher / "tokenizer.model").unlink()])
 case("layer out of range", "a layer that the model does not have", "layers=[1, 9] | expected distinct layers in 1..3 | [9]", "loss.representation.layers=[1,9]")
 case("layer zero", "layer 0", "layers=[0] | in 1..3", "loss.representation.layers=[0]")
 case("layer twice", "a layer named twice", "layers=[2, 2] | expected distinct layers", "loss.representation.layers=[2,2]")
@@ -371,12 +391,14 @@ class Malicious:
 
 def malicious_index(place: Place) -> None:
     (place.checkpoint() / ".metadata").write_bytes(pickle.dumps(Malicious(place.root / "pwned")))
+    place.seal()
 
 
 def malicious_common(place: Place) -> None:
     import torch
 
     torch.save(Malicious(place.root / "pwned"), place.checkpoint() / "common.pt")
+    place.seal()
 
 
 def outside_index(place: Place) -> None:
@@ -386,6 +408,7 @@ def outside_index(place: Place) -> None:
     info = next(iter(content.storage_data.values()))
     info.relative_path = "../../../rollouts.jsonl"
     file.write_bytes(pickle.dumps(content))
+    place.seal()
 
 
 MEGATRON = "student.checkpoint={root}/student-megatron"
@@ -396,10 +419,10 @@ case("checkpoint format", "a checkpoint of another format", "format 'zarr' | exp
 case("checkpoint and config", "a checkpoint with another model's config", "but hf/config.json asks for | different models", MEGATRON, prepare=lambda p: [p.edit(f, intermediate_size=40) for f in (p.converted / "hf" / "config.json", p.teacher / "config.json")])
 case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink(), library=r"missing, expected (\d+)")
 case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000), library=r"bytes, expected (\d+)")
-case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | remove it to start over", prepare=lambda p: p.checkpoint("garbage"))
-case("half-written", "a checkpoint that is not complete", "names iter_0000002, which is missing or incomplete | remove it to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
-case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40))
-case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: cut(p.checkpoint() / ".metadata", 100), library=r"read \((.*?)\); expected")
+case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | write that of one of [2]", prepare=lambda p: p.checkpoint("garbage"))
+case("half-written", "a checkpoint that is not complete", "iter_0000002 is incomplete (state.json is missing) | expected one to go on from | remove {root}/run/checkpoints to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
+case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: [p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40), p.seal()])
+case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: [cut(p.checkpoint() / ".metadata", 100), p.seal()], library=r"read \((.*?)\); expected")
 case("program in the index", "an index that would run a program", ".metadata can't be read (asks for pathlib.Path.write_text | expected the index of a torch_dist checkpoint and nothing else | a source that you trust", prepare=malicious_index)
 case("program in common.pt", "a common.pt that would run a program", "common.pt can't be read | expected plain values and tensors | copy", prepare=malicious_common, library=r"read \((.*?)\); expected")
 case("index that points outside", "an index that points outside its checkpoint", "names the file '../../../rollouts.jsonl' | expected one inside | don't use it", prepare=outside_index)

@@ -107,8 +107,6 @@ def test_saved_configuration_loads_again(tmp_path: Path) -> None:
         ("train.lr=1,2", "not supported"),
         ("rollout.engine=vllm2", "expected megatron | vllm"),
         ("rollout.engine=vllm", "supports only rollout.engine=megatron"),
-        ("loss.output.kind=top_k", "supports only loss.output.kind=none"),
-        ("bridge.path=dir", "supports only bridge.path=none"),
         ("logging.every=0", "more than 0"),
         ("evaluation.limit=0", "more than 0"),
         ("seed=-1", "0 or more"),
