@@ -3,6 +3,7 @@
 nemo-oprd toy --output DIR                                  a small model pair and its prompts
 torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
 torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients of one recorded batch
+torchrun ... -m nemo_oprd fit-bridge --config-name NAME [k=v]  projectors between models of different shape
 torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
 nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
 """
@@ -25,6 +26,7 @@ _WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S = 30, 3
 _CONFIGURED = {
     "train": "distil the student on its own rollouts",
     "verify": "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
+    "fit-bridge": "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
     "evaluate": "sample the student on the validation sets and grade it",
 }
 
@@ -150,6 +152,10 @@ def _run_configured(options: argparse.Namespace) -> None:
         from nemo_oprd.train import train
 
         train(config)
+    elif options.command == "fit-bridge":
+        from nemo_oprd.fit_bridge import fit_bridge
+
+        fit_bridge(config)
     elif options.command == "evaluate":
         from nemo_oprd.evaluate import evaluate
 

@@ -139,7 +139,8 @@ class LossConfig:
 class BridgeConfig:
     """The bridge between models of different shape or origin: `path` is a directory that `fit-bridge` made.
 
-    `rank`, `fit`, `center_student` and `held_out` (the share of responses kept for testing) are for fit-bridge.
+    The others are for fit-bridge: `prompts` are sampled (each `rollout.per_prompt` times), of whose responses
+    `held_out` is kept for testing and as much for choices.
     """
 
     path: str = "none"
@@ -147,6 +148,7 @@ class BridgeConfig:
     fit: Literal["ridge", "adamw"] = "ridge"
     center_student: bool = False
     held_out: float = 0.1
+    prompts: int = 512
 
 
 @dataclass
@@ -474,6 +476,8 @@ def check(config: Config) -> None:
         "loss.representation.k": config.loss.representation.k,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
         "rollout.per_prompt": config.rollout.per_prompt,
+        "bridge.prompts": config.bridge.prompts,
+        "bridge.rank": 1 if config.bridge.rank == "auto" else config.bridge.rank,
         "train.stop_after_skipped": config.train.stop_after_skipped,
         "rollout.tensor": config.rollout.tensor,
         "rollout.max_batch": config.rollout.max_batch,

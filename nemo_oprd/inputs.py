@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from nemo_oprd.bridge.maps import Bridge
 from nemo_oprd.config import Config
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.families import ModelSpec
@@ -73,3 +74,14 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
             f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise it"
         )
     return requests
+
+
+def check_bridge_tokenizer(bridge: Bridge | None, tokenizer: Tokenizer | None) -> None:
+    """Raises ValueError where a bridge was fitted on the text of another tokenizer."""
+    if bridge is None or tokenizer is None or bridge.student.tokenizer is None:
+        return
+    if bridge.student.tokenizer != tokenizer.fingerprint():
+        raise ValueError(
+            f"bridge.path: the bridge was made with another tokenizer than that of {tokenizer.path}; expected the same: "
+            "fit a bridge with these models"
+        )

@@ -89,12 +89,18 @@ class Objective:
 
     @staticmethod
     def of(
-        config: Config, student: ModelSpec, teacher: ModelSpec, same_tokenizer: Callable[[], bool] = lambda: False
+        config: Config,
+        student: ModelSpec,
+        teacher: ModelSpec,
+        same_tokenizer: Callable[[], bool] = lambda: False,
+        *,
+        fitting: bool = False,
     ) -> Objective:
         """Raises ValueError where the two models can't be compared as asked for.
 
         Args:
             same_tokenizer: asked where the models know different numbers of ids, which may be padding.
+            fitting: a bridge between the two is to be made: shapes may differ, and all response tokens count.
         """
         loss = config.loss.representation
         if student.vocab_size != teacher.vocab_size and not same_tokenizer():
@@ -103,9 +109,10 @@ class Objective:
                 "of one tokenizer mean nothing to a model of another: choose a teacher with the student's tokenizer"
             )
         layers = supervised_layers(loss.layers, student.num_layers)
-        bridge = _bridge(config, student, teacher, layers)
+        bridge = None if fitting else _bridge(config, student, teacher, layers)
         if bridge is None:
-            _check_same_shape(student, teacher, layers)
+            if not fitting:
+                _check_same_shape(student, teacher)
             pairs = layer_map(layers, student.num_layers, teacher.num_layers)
         else:
             pairs = {layer: bridge.layers[layer] for layer in layers}
@@ -115,13 +122,15 @@ class Objective:
             row_loss=ROW_LOSSES[loss.kind],
             dim_reduction=loss.dim_reduction,
             final_norm=loss.final_norm,
-            positions=loss.positions,
+            positions="all" if fitting else loss.positions,
             k=loss.k,
             position=loss.position,
             aggregation=loss.aggregation,
             student=student,
             teacher=teacher,
-            output=OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
+            output=None
+            if fitting
+            else OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
             bridge=bridge,
         )
 
@@ -172,9 +181,9 @@ class Objective:
         )
 
 
-def identity(spec: ModelSpec, name: str = "") -> ModelIdentity:
-    """What of a model must agree with a bridge."""
-    return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, name=name)
+def identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> ModelIdentity:
+    """What of a model must agree with a bridge; `tokenizer` is its fingerprint."""
+    return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, tokenizer, name=name)
 
 
 def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, layers: list[int]) -> Bridge | None:
@@ -190,7 +199,7 @@ def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, layers: list
     )
 
 
-def _check_same_shape(student: ModelSpec, teacher: ModelSpec, layers: list[int]) -> None:
+def _check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:
     if student.hidden_size != teacher.hidden_size or student.num_layers != teacher.num_layers:
         raise ValueError(
             f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "

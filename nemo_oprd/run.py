@@ -11,12 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.bridge.artifact import save_bridge
 from nemo_oprd.config import Config
 from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
 from nemo_oprd.families import read_model_spec
-from nemo_oprd.inputs import check_same_architecture, check_sources_stay, check_tokenizers, encode_prompts
+from nemo_oprd.inputs import (
+    check_bridge_tokenizer,
+    check_same_architecture,
+    check_sources_stay,
+    check_tokenizers,
+    encode_prompts,
+)
 from nemo_oprd.megatron.checkpoint import check_checkpoint, check_continuity, load_checkpoint, save_checkpoint
 from nemo_oprd.megatron.export import export_hf
 from nemo_oprd.megatron.measure import StepResult
@@ -68,6 +75,7 @@ class Run:
         plan = make_plan(config)
         if self.first_step:
             check_continuity(self.checkpoints, self.first_step, config, plan.objective)
+        check_bridge_tokenizer(plan.objective.bridge, self.tokenizer)
         self.lock = RunLock(self.output) if is_first_rank() else None
         self.system = make_system(config, plan)
         student = self.system.student
@@ -84,6 +92,7 @@ class Run:
             self.log.say(note)
         if self.first_step:
             self.log.say(f"resumed from {self.checkpoints} after {self.first_step} of {config.train.steps} steps")
+        self._show_bridge()
         if self.system.objective.weight > 0:
             self.log.say(self.system.check_gradients())
         self.engine.update_weights(student)
@@ -102,6 +111,16 @@ class Run:
         self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
         if config.evaluation.every:
             self.evaluator = Evaluator(config, self.tokenizer, spec.max_positions)
+
+    def _show_bridge(self) -> None:
+        """Says what is matched to what, and keeps the frozen maps with the run."""
+        bridge, layers = self.system.objective.bridge, self.system.objective.layers
+        if bridge is None:
+            return
+        pairs = "  ".join(f"{student}:{teacher}" for student, teacher in layers.items())
+        self.log.say(f"bridge of rank {bridge.rank}, student layer:teacher layer  {pairs}")
+        if dist.get_rank() == 0:
+            save_bridge(bridge, self.output / "bridge")
 
     def __enter__(self) -> Run:
         self.signals.__enter__()

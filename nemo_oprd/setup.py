@@ -167,15 +167,18 @@ class Plan:
     read_teacher: Callable[[str], torch.Tensor]
 
 
-def make_plan(config: Config) -> Plan:
+def make_plan(config: Config, *, fitting: bool = False) -> Plan:
     """Every check of models, layouts and weights that is possible before models are built.
+
+    Args:
+        fitting: a bridge between the two models is to be made, so their shapes may differ.
 
     Raises:
         ValueError: bad configuration, models or weights.
     """
     student_spec = read_model_spec(model_directory(config.student))
     teacher_spec = read_model_spec(model_directory(config.teacher))
-    objective = Objective.of(config, student_spec, teacher_spec, lambda: same_tokenizer(config))
+    objective = Objective.of(config, student_spec, teacher_spec, lambda: same_tokenizer(config), fitting=fitting)
     student_layout, teacher_layout = make_layouts(config, world_size())
     for role, spec, layout in (("student", student_spec, student_layout), ("teacher", teacher_spec, teacher_layout)):
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
@@ -187,8 +190,12 @@ def make_plan(config: Config) -> Plan:
     return Plan(objective, student_layout, teacher_layout, read_student, read_teacher)
 
 
-def make_system(config: Config, plan: Plan | None = None) -> System:
+def make_system(config: Config, plan: Plan | None = None, *, trainable: bool = True) -> System:
     """Joins the process group and builds both models.
+
+    Args:
+        plan: from `make_plan`, if that was done before.
+        trainable: the student gets gradients and an optimizer.
 
     Raises:
         ValueError: as `make_plan`, which is done here unless it was before.
@@ -199,7 +206,7 @@ def make_system(config: Config, plan: Plan | None = None) -> System:
     student_role = make_role("student", plan.student_layout)
     teacher_role = make_role("teacher", plan.teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)
-    student = Student(config, student_role, objective, plan.read_student, plan.read_teacher)
+    student = Student(config, student_role, objective, plan.read_student, plan.read_teacher, trainable=trainable)
     teacher = make_teacher(config, objective.teacher, teacher_role, objective, plan.read_teacher)
     return System(config, objective, student, teacher)
 

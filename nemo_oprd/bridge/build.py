@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_oprd.bridge.adamw import fit_adamw
 from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PairFit, fit_ridge
-from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
-from nemo_oprd.bridge.rank import choose_rank, crossing_rank, layer_report, optimal_rank
+from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.rank import choose_rank, crossing_rank, layer_report, normalized_curve, optimal_rank
 
 
 def build_bridge(
@@ -41,24 +41,35 @@ def build_bridge(
         if progress is not None:
             progress(line)
 
-    ridge: list[PairFit] = []
-    for stats in statistics:
-        ridge.append(fit_ridge(stats, center_student=center_student))
-        say(f"{stats.pair.key}: r* {optimal_rank(ridge[-1])}, rho^2 crosses 1/2 after {crossing_rank(ridge[-1])}")
-    chosen = choose_rank(ridge) if rank == "auto" else rank
+    ridge = [fit_ridge(stats, center_student=center_student) for stats in statistics]
+    for each in ridge:
+        say(f"{each.pair.key}: r* {optimal_rank(each)}, rho^2 crosses 1/2 after {crossing_rank(each)}")
+    chosen = choose_rank([normalized_curve(each) for each in ridge]) if rank == "auto" else rank
     for each in ridge:
         each.check_rank(chosen)
     pairs, layers = {}, {}
     for stats, whole in zip(statistics, ridge, strict=True):
-        final = whole
-        if fit == "adamw":
-            epochs = partial(_say_epoch, say, stats.pair.key)
-            final = fit_adamw(stats, whole, chosen, seed=seed, progress=epochs)
-        pairs[stats.pair] = final.bridge(chosen)
-        layers[stats.pair.key] = layer_report(final, whole, stats, chosen, seed)
-        say(f"{stats.pair.key}: rank {chosen}, held-out cosine {layers[stats.pair.key]['held_out_cosine']:.4f}")
+        pairs[stats.pair], layers[stats.pair.key] = finish_pair(stats, whole, chosen, fit=fit, seed=seed, say=say)
     report = {"fit": fit, "center_student": center_student, "rank_asked_for": rank, "layers": layers}
     return Bridge(chosen, pairs, student, teacher, capture, report)
+
+
+def finish_pair(
+    statistics: PairStatistics,
+    ridge: PairFit,
+    rank: int,
+    *,
+    fit: Literal["ridge", "adamw"],
+    seed: int,
+    say: Callable[[str], None],
+) -> tuple[LayerBridge, dict[str, Any]]:
+    """The maps of one layer pair at the chosen rank, and what the manifest says of them."""
+    key, final = statistics.pair.key, ridge
+    if fit == "adamw":
+        final = fit_adamw(statistics, ridge, rank, seed=seed, progress=partial(_say_epoch, say, key))
+    report = layer_report(final, ridge, statistics, rank, seed)
+    say(f"{key}: rank {rank}, held-out cosine {report['held_out_cosine']:.4f}")
+    return final.bridge(rank), report
 
 
 def _say_epoch(say: Callable[[str], None], key: str, epoch: int, cosine: float) -> None:

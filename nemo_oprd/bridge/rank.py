@@ -60,16 +60,23 @@ def crossing_rank(fit: PairFit) -> int:
     return int(below[0]) if len(below) else fit.largest_rank
 
 
-def choose_rank(fits: Sequence[PairFit]) -> int:
+def normalized_curve(fit: PairFit) -> torch.Tensor:
+    """E(r) / E_test||h_T - mu_T||^2 for r = 0..largest_rank."""
+    return error_curve(fit) / fit.signal_K.sum()
+
+
+def choose_rank(curves: Sequence[torch.Tensor]) -> int:
     """`bridge.rank: auto`: the r >= 1 that minimises the mean over layers of E(r) / E_test||h_T - mu_T||^2.
+
+    Args:
+        curves: `normalized_curve` of every layer pair.
 
     An artifact has one rank. Each layer's curve is measured in units of the layer's variance, so that the late layers'
     large norms don't decide alone; for one layer, or layers that agree, this is r*. Not a median of the layers' r*:
     layers with massive activations have r* = 1 or 2 on a curve that is almost flat, and should not outvote others.
     """
-    largest = min(fit.largest_rank for fit in fits)
-    curves = [error_curve(fit)[: largest + 1] / fit.signal_K.sum() for fit in fits]
-    return 1 + int(torch.stack(curves).mean(0)[1:].argmin())
+    shortest = min(len(curve) for curve in curves)
+    return 1 + int(torch.stack([curve[:shortest] for curve in curves]).mean(0)[1:].argmin())
 
 
 def powers_of_two(largest: int) -> list[int]:
@@ -102,7 +109,7 @@ def layer_report(fit: PairFit, ridge: PairFit, statistics: PairStatistics, rank:
         fit: what goes into the artifact, with `rank` coordinates or more.
         ridge: the fit with all coordinates, from which E(r) and the baselines are computed; may be the same.
     """
-    curve = (error_curve(ridge) / ridge.signal_K.sum()).tolist()
+    curve = normalized_curve(ridge).tolist()
     table = compare(ridge, statistics, seed)
     return {
         **fit.report(rank),

@@ -114,6 +114,7 @@ _GROUPS = {
     "mp": ["tp", "pp"],
     "tp_cp": ["tp", "cp"],
     "tp_ep_pp": ["tp", "pp", "cp"],
+    "tp_dp_cp": ["tp", "cp", "dp"],  # a pipeline stage
     "intra_dist_opt": ["tp", "cp", "dp", "pp"],
 }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nemo_oprd.batch import BatchPlan, StepPlan
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
-from nemo_oprd.megatron.capture import LayerTerm, Supervision, profile_bins
+from nemo_oprd.megatron.capture import Capture, LayerTerm, Supervision, profile_bins
 from nemo_oprd.megatron.guard import check_injections, check_output_passes
 from nemo_oprd.megatron.head import OutputTerm, rows_of, vocab_shard
 from nemo_oprd.megatron.measure import StepResult, Tally
@@ -62,12 +62,15 @@ class Student:
         objective: Objective,
         read: Callable[[str], torch.Tensor],
         read_teacher: Callable[[str], torch.Tensor],
+        *,
+        trainable: bool = True,
     ) -> None:
         """Builds, loads and wraps this rank's part.
 
         Args:
             read: gives HF tensors by name to start from.
             read_teacher: the same of the teacher, whose head the last stage needs for some output-space terms.
+            trainable: False leaves out gradients and optimizer, for `hidden_states` alone.
 
         Raises:
             ValueError: the layout does not fit the model, or the weights don't fit its config.
@@ -78,10 +81,16 @@ class Student:
         self.ddp: list[Any] = []
         self.optimizer: Any = None
         if not role.here:
-            join_optimizer_creation()
+            if trainable:
+                join_optimizer_creation()
             return
         self.chunks = build_chunks(self.spec, role, self.dtype, **_recompute(config))
         load_hf(self.chunks, self.spec, role, read, str(config.student.hf_path))
+        if not trainable:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+                chunk.eval()
+            return
         reached = objective.student_final is not None or objective.trains_head
         freeze_unreached(self.chunks, objective.trained_depth, final_norm=reached, head=objective.trains_head)
         self.teacher_head = self._load_teacher_head(read_teacher)
@@ -201,6 +210,27 @@ class Student:
         dist.all_gather_object(parts, mine, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
         names = sorted({name for part in parts for name in part})
         return f"that of {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    @torch.no_grad()
+    def hidden_states(self, rollouts: list[Rollout], plan: BatchPlan) -> dict[int, torch.Tensor]:
+        """Layer -> [n, H] of this rank's rows in the order of its microbatches, for its supervised layers."""
+        at, objective = self.role.at, self.objective
+        if at is None:
+            return {}
+        owned = plan.layout.owned_layers(at.pipeline, self.spec.num_layers)
+        layers = [layer for layer in sorted(objective.layers) if layer in owned]
+        observers = [
+            Capture(
+                torch.from_numpy(held.local).to(device()), {layer: [layer] for layer in layers}, objective.student_final
+            )
+            for held in plan.held(at)
+        ]
+        microbatches = [
+            make_microbatch(pack, rollouts, self.role, observer, objective.depth)
+            for pack, observer in zip(plan.packs[at.data], observers, strict=True)
+        ]
+        run_schedule(self.chunks, self.role, microbatches, forward_only=True)
+        return {layer: torch.cat([observer.captured[layer] for observer in observers]) for layer in layers}
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, whole tensor) on every student rank."""

@@ -20,6 +20,7 @@ from nemo_oprd.bridge.rank import (
     crossing_rank,
     error_curve,
     mean_cosines,
+    normalized_curve,
     optimal_rank,
     powers_of_two,
 )
@@ -112,7 +113,7 @@ def test_known_gaussian_pair() -> None:
     np.testing.assert_allclose(fit.rho2_K, RHO2, atol=0.04)
     expected = [(LAMBDAS * RHO2)[r:].sum() + (LAMBDAS * (1 - RHO2))[:r].sum() for r in range(12)]
     np.testing.assert_allclose(error_curve(fit)[:12], expected, rtol=0.05)
-    assert optimal_rank(fit) == crossing_rank(fit) == choose_rank([fit]) == 6
+    assert optimal_rank(fit) == crossing_rank(fit) == choose_rank([normalized_curve(f) for f in [fit]]) == 6
     cosine = compare(fit, stats)["bridge"]["cosine"]
     assert list(cosine) == [1, 2, 4, 8]
 
@@ -124,7 +125,7 @@ def test_the_first_crossing_is_not_the_minimum_without_monotone_alignment() -> N
     stats = collected(*gaussian_pair(lambdas, rho2, 8, 20000))
     fit = fit_ridge(stats, center_student=True)
     assert crossing_rank(fit) == 0
-    assert optimal_rank(fit) == choose_rank([fit]) == 5
+    assert optimal_rank(fit) == choose_rank([normalized_curve(f) for f in [fit]]) == 5
 
 
 def test_one_rank_for_layers_that_differ() -> None:
@@ -133,7 +134,7 @@ def test_one_rank_for_layers_that_differ() -> None:
     lambdas, rho2 = LAMBDAS * np.array([1e4] + [1] * 11), np.array([0.99] + [0.49] * 11)
     massive = fit_ridge(collected(*gaussian_pair(lambdas, rho2, 16, 40000)), center_student=True)
     assert optimal_rank(massive) < 6
-    assert choose_rank([massive, needs_six, massive]) == 6
+    assert choose_rank([normalized_curve(f) for f in [massive, needs_six, massive]]) == 6
 
 
 def test_mean_cosines() -> None:

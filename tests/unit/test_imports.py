@@ -18,7 +18,7 @@ ORDER = [
     ("megatron",),
     ("teacher", "rollout"),
     ("reference", "setup", "inputs", "evaluation", "runlog", "run_directory", "report", "report_figures", "toy"),
-    ("run", "train", "verify", "evaluate"),
+    ("run", "train", "verify", "evaluate", "fit_bridge"),
     ("cli", "__main__"),
 ]
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}

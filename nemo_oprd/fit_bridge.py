@@ -1,0 +1,229 @@
+"""`fit-bridge`: stage 1 of OPRD-Bridge. The student's rollouts, one pass of both models over them, a closed form.
+
+Both models keep their own layouts. Teacher states travel to the student rank that has the same rows, which adds both to
+running moments in float64; nothing grows with the number of tokens. At the end the moments are summed over the ranks of
+each pipeline stage, and the stage's layer pairs are fitted on different ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.bridge.artifact import MANIFEST, TENSORS, save_bridge
+from nemo_oprd.bridge.build import finish_pair
+from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
+from nemo_oprd.bridge.fit import fit_ridge
+from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.rank import choose_rank, crossing_rank, normalized_curve, optimal_rank
+from nemo_oprd.bridge.sampling import assign_parts
+from nemo_oprd.config import Config
+from nemo_oprd.data.prompts import prompt_order
+from nemo_oprd.disk import check_output
+from nemo_oprd.evaluation.sample import TRAINING_STREAM
+from nemo_oprd.families import read_model_spec
+from nemo_oprd.inputs import check_tokenizers, encode_prompts
+from nemo_oprd.megatron.parallel import device
+from nemo_oprd.objective import Objective, identity
+from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.rollout.megatron import MegatronEngine
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.setup import System, check_vocabulary, make_plan, make_system, model_directory
+from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.types import Rollout
+
+OURS = {TENSORS, MANIFEST, "rollouts"}
+
+
+def fit_bridge(config: Config) -> None:
+    """Writes the bridge between `config.student` and `config.teacher` into the directory `config.output`.
+
+    The rollouts are sampled from `data.train`, or recorded ones (`rollout.replay`). Sampled ones are kept in
+    `output/rollouts`: started again, the command takes up those that are there.
+
+    Raises:
+        ValueError: bad configuration, models or data, states that are not finite, fewer rows than the rank needs.
+    """
+    output = Path(config.output)
+    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= OURS):
+        raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
+    check_output(output)
+    source = _Rollouts(config)
+    system = make_system(config, make_plan(config, fitting=True), trainable=False)
+    say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
+    statistics = _collect(config, system, source, say)
+    bridge = _fit(config, system, statistics, source.fingerprint, say)
+    if bridge is not None:
+        save_bridge(bridge, output)
+        say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
+    dist.barrier()
+
+
+class _Rollouts:
+    """Batches of rollouts: recorded ones in one file, or sampled step by step."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.source = config, model_directory(config.student)
+        self.spec = read_model_spec(self.source)
+        self.recorded: list[Rollout] | None = None
+        self.fingerprint: str | None = None  # of the tokenizer, which recorded rollouts don't need
+        if config.rollout.replay is not None:
+            self.recorded = read_rollouts(config.rollout.replay, self.spec.vocab_size, self.spec.max_positions)
+            self.count = len(self.recorded)
+            return
+        if config.data.train is None:
+            raise ValueError(
+                "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
+            )
+        self.tokenizer = Tokenizer.load(self.source)
+        self.fingerprint = self.tokenizer.fingerprint()
+        check_vocabulary(self.tokenizer, self.spec, self.source)
+        check_tokenizers(self.tokenizer, model_directory(config.teacher))
+        self.prompts = encode_prompts(config, self.tokenizer, self.spec.max_positions)
+        self.count = config.bridge.prompts * config.rollout.per_prompt
+
+    def batches(self, system: System) -> Iterator[list[Rollout]]:
+        """All of them, `train.prompts_per_step` prompts at a time; the same on every rank."""
+        size = self.config.train.prompts_per_step * self.config.rollout.per_prompt
+        if self.recorded is not None:
+            yield from (self.recorded[start : start + size] for start in range(0, self.count, size))
+            return
+        layout = system.student.role.layout
+        engine = MegatronEngine(self.config, self.spec, layout, self.tokenizer.eos_ids)
+        loaded = False
+        for step, start in enumerate(range(0, self.count, size)):
+            file = Path(self.config.output) / "rollouts" / f"step_{step + 1:07d}.jsonl"
+            requests = self._requests(start, min(size, self.count - start))
+            kept = _kept(file, requests, self.spec.vocab_size)
+            if kept is None:
+                if not loaded:
+                    engine.update_weights(system.student)
+                    loaded = True
+                rollout = self.config.rollout
+                key = (self.config.seed, TRAINING_STREAM, step)
+                kept = engine.generate(
+                    requests, Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
+                )
+                if dist.get_rank() == 0:
+                    write_rollouts(file, kept)
+            yield kept
+
+    def _requests(self, start: int, count: int) -> list[Request]:
+        per_prompt = self.config.rollout.per_prompt
+        chosen = prompt_order(len(self.prompts), self.config.seed, start // per_prompt, count // per_prompt)
+        return [self.prompts[index] for index in chosen for _ in range(per_prompt)]
+
+
+def _kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
+    """The rollouts that an interrupted fit had sampled; the same answer on every rank."""
+    answer: list[list[Rollout] | None] = [None]
+    if dist.get_rank() == 0 and file.is_file():
+        rollouts = read_rollouts(file, vocab_size)
+        if [r.prompt_ids for r in rollouts] == [request.prompt_ids for request in requests]:
+            answer[0] = rollouts
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+def _collect(
+    config: Config, system: System, source: _Rollouts, say: Callable[[str], None]
+) -> dict[int, PairStatistics]:
+    """One pass; student layer -> statistics, summed over the ranks of the stage that owns it."""
+    parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
+    student, objective = system.student, system.objective
+    at, statistics, first, rows = student.role.at, dict[int, PairStatistics](), 0, 0
+    if at is not None:
+        for layer in student.role.layout.owned_layers(at.pipeline, objective.student.num_layers):
+            if layer in objective.layers:
+                pair = LayerPair(layer, objective.layers[layer])
+                widths = objective.teacher.hidden_size, objective.student.hidden_size
+                statistics[layer] = PairStatistics(pair, *widths, seed=config.seed, device=device())
+    for rollouts in source.batches(system):
+        plan = system.plan(rollouts)
+        for wave in plan.waves(config.teacher.resident_microbatches):
+            targets, held = system.teach(rollouts, wave), wave.hidden
+            states = student.hidden_states(rollouts, held)
+            if at is None or (held.replicated and at.tensor):
+                continue
+            row = np.concatenate([microbatch.row for microbatch in held.held(at)])
+            response = held.table.response[row] + first
+            part = np.array([parts[i] for i in response.tolist()], dtype=np.int64)
+            for layer, stats in statistics.items():
+                stats.update(targets.hidden[layer], states[layer], response, held.table.token[row], part)
+        first += len(rollouts)
+        rows += len(plan.hidden.table)
+        say(f"{first}/{source.count} responses, {rows} rows")
+    for stats in statistics.values():
+        stats.all_reduce(student.role.groups.tp_dp_cp)  # type: ignore[attr-defined]
+    return statistics
+
+
+def _fit(
+    config: Config,
+    system: System,
+    statistics: dict[int, PairStatistics],
+    tokenizer: str | None,
+    say: Callable[[str], None],
+) -> Bridge | None:
+    """The bridge on rank 0; each rank fits some of its stage's layer pairs."""
+    settings, role, objective = config.bridge, system.student.role, system.objective
+    group = role.groups.tp_dp_cp if role.here else None  # type: ignore[attr-defined]
+    mine = list(statistics.values())[dist.get_rank(group) :: dist.get_world_size(group)] if role.here else []
+    ridge = [fit_ridge(stats, center_student=settings.center_student) for stats in mine]
+    curves = {fit.pair: normalized_curve(fit).cpu() for fit in ridge}
+    everywhere: dict[LayerPair, torch.Tensor] = {}
+    for part in _everyone(curves):
+        everywhere.update(part)
+    ordered = [everywhere[pair] for pair in sorted(everywhere)]
+    rank = choose_rank(ordered) if settings.rank == "auto" else settings.rank
+    pairs: dict[LayerPair, LayerBridge] = {}
+    layers: dict[str, Any] = {}
+    for stats, fit in zip(mine, ridge, strict=True):
+        fit.check_rank(rank)
+        pairs[stats.pair], layers[stats.pair.key] = finish_pair(
+            stats, fit, rank, fit=settings.fit, seed=config.seed, say=say
+        )
+        layers[stats.pair.key] |= {"optimal_rank": optimal_rank(fit), "crossing_rank": crossing_rank(fit)}
+    for other_pairs, other_layers in _everyone((pairs, layers)):
+        pairs.update(other_pairs)
+        layers.update(other_layers)
+    if dist.get_rank() != 0:
+        return None
+    layers = {pair.key: layers[pair.key] for pair in sorted(pairs)}
+    say(_table(layers))
+    report = {
+        "fit": settings.fit,
+        "center_student": settings.center_student,
+        "rank_asked_for": settings.rank,
+        "layers": layers,
+    }
+    student, teacher = _identities(config, objective, tokenizer)
+    capture = Capture(objective.position, objective.final_norm)
+    return Bridge(rank, dict(sorted(pairs.items())), student, teacher, capture, report)
+
+
+def _everyone(mine: Any) -> list[Any]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return parts
+
+
+def _identities(config: Config, objective: Objective, tokenizer: str | None) -> tuple[ModelIdentity, ModelIdentity]:
+    student, teacher = config.student, config.teacher
+    return (
+        identity(objective.student, str(student.hf_path or student.checkpoint), tokenizer),
+        identity(objective.teacher, str(teacher.hf_path or teacher.checkpoint), tokenizer),
+    )
+
+
+def _table(layers: dict[str, Any]) -> str:
+    lines = ["pair        r*  crossing  held-out cosine"]
+    for key, report in layers.items():
+        cosine = report["held_out_cosine"]
+        lines.append(f"{key:<9} {report['optimal_rank']:>4}  {report['crossing_rank']:>8}  {cosine:>15.4f}")
+    return "\n".join(lines)
