@@ -82,6 +82,6 @@ def check_bridge_tokenizer(bridge: Bridge | None, tokenizer: Tokenizer | None) -
         return
     if bridge.student.tokenizer != tokenizer.fingerprint():
         raise ValueError(
-            f"bridge.path: the bridge was made with another tokenizer than that of {tokenizer.path}; expected the same: "
-            "fit a bridge with these models"
+            f"bridge.path: the bridge was made with another tokenizer than that of {tokenizer.path}; expected the "
+            "same: fit a bridge with these models"
         )

@@ -116,6 +116,11 @@ class Objective:
             pairs = layer_map(layers, student.num_layers, teacher.num_layers)
         else:
             pairs = {layer: bridge.layers[layer] for layer in layers}
+            if bridge.rank == 1 and loss.kind != "mse":
+                raise ValueError(
+                    f"loss.representation.kind={loss.kind} with a bridge of rank 1 compares signs of single numbers, "
+                    "which have no gradient; expected rank 2 or more: fit again with a larger bridge.rank, or use mse"
+                )
         return Objective(
             layers=pairs,
             weight=loss.weight,

@@ -173,6 +173,8 @@ def _load(path: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
+    # a rollout's ids are all meant; the embedding would give the padding id no gradient
+    model.get_input_embeddings().padding_idx = None
     return model.eval()
 
 

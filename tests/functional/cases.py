@@ -148,3 +148,10 @@ def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> Non
 
     with mock.patch.dict(os.environ, secrets):
         run_train(overrides)
+
+
+def run_fit_bridge(overrides: list[str]) -> None:
+    """The command `nemo-oprd fit-bridge`, in this process."""
+    from nemo_oprd.fit_bridge import fit_bridge
+
+    fit_bridge(load_config("verify", overrides))

@@ -1,0 +1,148 @@
+"""`fit-bridge` under different layouts of both models: its tensors against numpy and plain Hugging Face models, and the
+bridge it makes used by `verify`."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layout_cases import read_result
+from pool import Pools, WorkerError
+from safetensors.torch import load_file
+
+from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
+from nemo_oprd.bridge.fit import fit_ridge
+from nemo_oprd.bridge.sampling import TRAIN, assign_parts
+from nemo_oprd.config import load_config
+from nemo_oprd.reference import agreement, reference
+from nemo_oprd.rollout.replay import write_rollouts
+from nemo_oprd.types import Rollout
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MODELS = {"student": GOLDEN / "student", "teacher": GOLDEN / "wide_teacher"}
+RANK = 4
+PAIRS = {1: 1, 2: 3, 3: 5}  # by the paper's rule
+LAYOUTS = [
+    (1, []),
+    (2, ["student.parallel.tensor=2", "teacher.parallel.pipeline=2"]),
+    (2, ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.resident_microbatches=1"]),
+    (2, ["student.parallel.pipeline=2", "teacher.parallel.tensor=2"]),
+    (2, ["teacher.parallel.context=2", "train.prompts_per_step=7"]),
+    (3, ["student.parallel.pipeline=2", "teacher.placement=dedicated", "teacher.offload=true"]),
+]
+
+
+def make_rollouts() -> list[Rollout]:
+    draw = random.Random(0)
+
+    def ids(low: int, high: int) -> list[int]:
+        return [draw.randrange(61) for _ in range(draw.randint(low, high))]
+
+    made = [Rollout(ids(1, 9), ids(3, 30)) for _ in range(40)]
+    return [Rollout(r.prompt_ids, r.response_ids, [int(draw.random() < 0.8) for _ in r.response_ids]) for r in made]
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("fit") / "rollouts.jsonl"
+    write_rollouts(file, make_rollouts())
+    return file
+
+
+@pytest.fixture(scope="module")
+def states() -> dict[str, dict[int, torch.Tensor]]:
+    """Role -> layer -> float64 states of all response tokens with mask 1."""
+    from transformers import AutoModelForCausalLM
+
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for role, path in MODELS.items():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+        rows: dict[int, list[torch.Tensor]] = {}
+        for rollout in make_rollouts():
+            where = [len(rollout.prompt_ids) + t for t, m in enumerate(rollout.mask) if m]
+            ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+            with torch.no_grad():
+                hidden = model.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+            for layer in range(1, len(hidden)):
+                rows.setdefault(layer, []).append(hidden[layer][0, where])
+        found[role] = {layer: torch.cat(parts) for layer, parts in rows.items()}
+    return found
+
+
+def ids_of_rows() -> tuple[np.ndarray, np.ndarray]:
+    """Response and token of every row."""
+    pairs = [(i, t) for i, rollout in enumerate(make_rollouts()) for t, m in enumerate(rollout.mask) if m]
+    return np.array([i for i, _ in pairs]), np.array([t for _, t in pairs])
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_tensors(
+    pools: Pools, tmp_path: Path, rollouts: Path, states: dict[str, dict[int, torch.Tensor]], ranks: int, layout: list
+) -> None:
+    output = tmp_path / "bridge"
+    overrides = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
+    settings = [f"bridge.rank={RANK}", "bridge.center_student=true", "train.tokens_per_microbatch=100"]
+    pools[ranks].run("cases:run_fit_bridge", overrides=[*overrides, *settings, *layout, f"output={output}"])
+    tensors = load_file(output / "bridge.safetensors")
+    manifest = json.loads((output / "bridge.json").read_text())
+    assert manifest["layer_pairs"] == [list(pair) for pair in PAIRS.items()]
+
+    response, token = ids_of_rows()
+    parts = assign_parts(range(40), 0.1, 0)
+    part = np.array([parts[i] for i in response.tolist()])
+    for student_layer, teacher_layer in PAIRS.items():
+        key = f"s{student_layer}.t{teacher_layer}"
+        teacher, student = states["teacher"][teacher_layer], states["student"][student_layer]
+        # mean and basis: numpy alone
+        train = teacher.numpy()[part == TRAIN]
+        np.testing.assert_allclose(tensors[f"{key}.teacher_mean"], train.mean(0), rtol=1e-4, atol=1e-5)
+        vectors = np.linalg.eigh(np.cov(train.T))[1][:, ::-1][:, :RANK].T
+        overlap = np.abs(np.sum(tensors[f"{key}.teacher_basis"].numpy() * vectors, axis=1))
+        np.testing.assert_allclose(overlap, 1.0, atol=1e-4)
+        # projector: the closed form (tests/unit/test_bridge_fit.py has it against numpy) on the plain models' rows
+        statistics = PairStatistics(LayerPair(student_layer, teacher_layer), teacher.shape[1], student.shape[1])
+        statistics.update(teacher, student, response, token, part)
+        expected = fit_ridge(statistics, center_student=True).bridge(RANK)
+        for name, value in expected.tensors().items():
+            # states in fp32 against float64, and a regression that is little regularised
+            torch.testing.assert_close(tensors[f"{key}.{name}"], value, rtol=1e-2, atol=1e-3, msg=f"{key}.{name}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_bridge_is_used(pools: Pools, tmp_path: Path, rollouts: Path, ranks: int) -> None:
+    """`verify` with it: losses and gradients equal the plain computation with the same tensors."""
+    base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
+    bridge = tmp_path / "bridge"
+    pools[ranks].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={bridge}"])
+    settings = [f"bridge.path={bridge}", "loss.representation.kind=normalized_mse", "loss.output.kind=full_vocab"]
+    more = ["loss.representation.dim_reduction=sum", "loss.output.weight=0.5", "loss.output.chunk_tokens=50"]
+    layout = ["student.parallel.pipeline=2", "teacher.parallel.tensor=2"] if ranks == 2 else []
+    overrides = [*base, *settings, *more, *layout, f"output={tmp_path / 'out'}"]
+    pools[ranks].run("cases:run_verify", overrides=overrides)
+    losses, gradients = read_result(tmp_path / "out")
+    expected = reference(load_config("verify", overrides), make_rollouts())
+    for name in ("loss/total", "rep/loss", "output/loss"):
+        assert losses[name] == pytest.approx(expected[name], rel=1e-5)
+    assert max(agreement(gradients, expected["gradients"]).values()) < 1e-5
+
+
+def test_mistakes(pools: Pools, tmp_path: Path, rollouts: Path) -> None:
+    base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
+    bridge = tmp_path / "bridge"
+    with pytest.raises(WorkerError, match=r"rank 40.*expected"):
+        pools[1].run("cases:run_fit_bridge", overrides=[*base, "bridge.rank=40", f"output={bridge}"])
+    pools[1].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={bridge}"])
+    (bridge / "notes.txt").write_text("mine")
+    with pytest.raises(WorkerError, match="is not a bridge; choose another directory"):
+        pools[1].run("cases:run_fit_bridge", overrides=[*base, f"output={bridge}"])
+    pools[1].run("cases:run_fit_bridge", overrides=[*base, "bridge.rank=1", f"output={tmp_path / 'one'}"])
+    flat = [*base, f"bridge.path={tmp_path / 'one'}", "loss.representation.kind=cosine", f"output={tmp_path / 'o'}"]
+    with pytest.raises(WorkerError, match="loss.representation.kind=cosine with a bridge of rank 1"):
+        pools[1].run("cases:run_verify", overrides=flat)
+    wrong = [*base, f"bridge.path={bridge}", "loss.representation.position=predicting", f"output={tmp_path / 'o'}"]
+    with pytest.raises(WorkerError, match="position=token, this run has loss.representation.position=predicting"):
+        pools[1].run("cases:run_verify", overrides=wrong)
