@@ -93,11 +93,14 @@ class TeacherConfig(ModelConfig):
 
 @dataclass
 class RepresentationLossConfig:
-    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu."""
+    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu.
+
+    `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
+    """
 
     weight: float = 1.0
     kind: Literal["mse", "normalized_mse", "cosine"] = "mse"
-    layers: Literal["all", "last", "even", "odd"] | list[int] = "all"
+    layers: Literal["all", "last", "even", "odd", "none"] | list[int] = "all"
     positions: Literal["all", "last_k", "first_k"] = "last_k"
     k: int = 2000
     position: Literal["token", "predicting"] = "token"
@@ -529,6 +532,11 @@ def check(config: Config) -> None:
             "such as 0.03"
         )
     output = config.loss.output
+    if config.loss.representation.layers == "none" and output.kind == "none":
+        raise ValueError(
+            "loss.representation.layers=none and loss.output.kind=none: expected something to learn; choose layers or "
+            "a kind"
+        )
     if output.weight > 0 and output.kind == "none":
         raise ValueError(f"loss.output.weight={output.weight} with loss.output.kind=none; choose a kind, or weight 0")
     if not all(0 <= beta < 1 for beta in config.train.betas):

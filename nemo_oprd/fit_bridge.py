@@ -54,7 +54,13 @@ def fit_bridge(config: Config) -> None:
         raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
     check_output(output)
     source = _Rollouts(config)
-    system = make_system(config, make_plan(config, fitting=True), trainable=False)
+    plan = make_plan(config, fitting=True)
+    narrow = min(plan.objective.student.hidden_size, plan.objective.teacher.hidden_size)
+    if config.bridge.rank != "auto" and config.bridge.rank > narrow:
+        raise ValueError(
+            f"bridge.rank={config.bridge.rank}: expected at most {narrow}, the narrower model's width; lower it"
+        )
+    system = make_system(config, plan, trainable=False)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
     statistics = _collect(config, system, source, say)
     bridge = _fit(config, system, statistics, source.fingerprint, say)

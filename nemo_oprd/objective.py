@@ -156,7 +156,7 @@ class Objective:
     @property
     def trained_depth(self) -> int:
         """The deepest student layer that a gradient reaches."""
-        return self.student.num_layers if self.trains_head else max(self.layers)
+        return self.student.num_layers if self.trains_head else max(self.layers, default=0)
 
     @property
     def teacher_depth(self) -> int:

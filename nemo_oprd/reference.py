@@ -53,7 +53,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
         total = total + output.term(student, teacher, rollout)
         total.backward()
     gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
-    rep_loss = sum(per_layer.values()) / len(layers)
+    rep_loss = sum(per_layer.values()) / max(1, len(layers))
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
         "loss/total": loss.weight * rep_loss + output.config.weight * (output.loss or 0.0),
@@ -200,6 +200,7 @@ def _layers(layers: Any, depth: int) -> list[int]:
     if isinstance(layers, list):
         return sorted(layers)
     return {
+        "none": [],
         "all": list(range(1, depth + 1)),
         "last": [depth],
         "even": list(range(2, depth + 1, 2)),

@@ -64,6 +64,9 @@ def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: di
     """A table of deviations from the plain Hugging Face computation: per layer, then the worst parameters."""
     expected = reference(config, rollouts)
     lines = ["", "against the plain Hugging Face computation (float64, one process):"]
+    if "output/loss" in expected:
+        ours, theirs = losses["output/loss"], expected["output/loss"]
+        lines.append(f"  output     loss {ours:.8g}  relative deviation {abs(ours / theirs - 1):.1e}")
     for layer, value in expected["rep/loss_per_layer"].items():
         ours = losses["rep/loss_per_layer"][str(layer)]
         deviation = abs(ours / value - 1) if value else abs(ours)
@@ -78,12 +81,15 @@ def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: di
 def loss_report(result: StepResult, system: System, rollouts: list[Rollout]) -> dict:
     """The contents of losses.json."""
     table = system.objective.rows(rollouts)
+    representation = {
+        "rep/loss": result.rep_loss,
+        "rep/loss_per_layer": {str(layer): loss for layer, loss in result.rep_loss_per_layer.items()},
+    }
     output = {} if result.output_loss is None else {"output/loss": result.output_loss}
     return {
         "loss/total": result.loss,
         **output,
-        "rep/loss": result.rep_loss,
-        "rep/loss_per_layer": {str(layer): loss for layer, loss in result.rep_loss_per_layer.items()},
+        **(representation if result.rep_loss_per_layer else {}),
         "counts": {
             "responses": table.num_responses,
             "supervised_tokens": len(table),

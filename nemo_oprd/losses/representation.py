@@ -42,8 +42,10 @@ def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
     """The distilled layers (1-based, ascending) of a model with `num_layers` blocks.
 
     Raises:
-        ValueError: a layer outside 1..num_layers, a repeated one, or a selection that leaves none.
+        ValueError: a layer outside 1..num_layers, a repeated one, or a selection that leaves none by mistake.
     """
+    if layers == "none":
+        return []
     every = range(1, num_layers + 1)
     named = {"all": list(every), "last": [num_layers], "even": list(every)[1::2], "odd": list(every)[::2]}
     chosen = named[layers] if isinstance(layers, str) else sorted(layers)

@@ -152,9 +152,9 @@ class StepResult:
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
         per_layer = tally.column("loss")
-        rep_loss = sum(per_layer.values()) / len(per_layer)
+        rep_loss = sum(per_layer.values()) / max(1, len(per_layer))
         first, last = (
-            _cumulative(sums, numbers) if positions in ("all", complete) else {}
+            _cumulative(sums, numbers) if per_layer and positions in ("all", complete) else {}
             for sums, numbers, complete in zip(
                 tally.profile.numpy(), (table.from_start, table.from_end), ("first_k", "last_k"), strict=True
             )
@@ -181,12 +181,9 @@ class StepResult:
 
     def metrics(self) -> dict[str, float]:
         """Metric names as in metrics.jsonl (docs/runs.md)."""
-        cosines = self.cosine_per_layer.values()
-        named = {
-            "loss/total": self.loss,
-            "rep/loss": self.rep_loss,
-            "rep/cosine_similarity": sum(cosines) / len(cosines),
-        }
+        named = {"loss/total": self.loss}
+        if cosines := self.cosine_per_layer.values():
+            named |= {"rep/loss": self.rep_loss, "rep/cosine_similarity": sum(cosines) / len(cosines)}
         for name, values in (
             ("loss_layer", self.rep_loss_per_layer),
             ("cosine_similarity_layer", self.cosine_per_layer),

@@ -252,7 +252,7 @@ class Student:
         assert at is not None
         terms_of_output = self._output_terms(rollouts, step.output, targets)
         weight, response = torch.from_numpy(plan.table.weight).float(), torch.from_numpy(plan.table.response)
-        scale = self.objective.weight / len(self.objective.layers)
+        scale = self.objective.weight / max(1, len(self.objective.layers))
         observers, microbatches, start = [], [], 0
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))

@@ -39,6 +39,7 @@ OBJECTIVES = {
     "sampled_token": ("qwen3", ["loss.representation.weight=0", *REPRESENTATION, *output("sampled_token")]),
     "top_k": ("qwen3", [*REPRESENTATION, *output("top_k", "k=5", "support=union", "aggregation=token_mean")]),
     "forward_kl, tied": ("qwen2", [*REPRESENTATION, *output("forward_kl")]),
+    "alone": ("qwen3", ["loss.representation.layers=none", *output("full_vocab", "k=5")]),
     "jsd": ("qwen3", ["loss.representation.weight=3", *REPRESENTATION, *output("jsd", "jsd_beta=0.3", "k=5")]),
 }
 CASES = [
@@ -58,6 +59,7 @@ CASES = [
     Case("tp2 cp2", "pp4", objective="sampled_token", tokens=SMALL),
     Case("tp2 sp", "pp2 dedicated", objective="top_k", tokens=SMALL, extra=WAVES),
     Case("pp2", "tp2 dedicated", objective="sampled_token"),
+    Case("tp2 sp", "pp2", objective="alone", tokens=SMALL),
 ]
 
 
@@ -113,7 +115,8 @@ def test_output_terms(pools: Pools, bench: Bench, tmp_path: Path, case: Case) ->
     metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
     losses, gradients = read_result(tmp_path / "out")
     expected = bench.expected(case.objective)
-    for name in ("loss/total", "rep/loss", "output/loss"):
+    assert ("rep/loss" in losses) == ("rep/loss" in metrics) == (case.objective != "alone")
+    for name in {"loss/total", "rep/loss", "output/loss"} & set(losses):
         assert losses[name] == pytest.approx(expected[name], rel=TOLERANCE), name
     deviations = agreement(gradients, expected["gradients"])
     worst = max(deviations, key=deviations.__getitem__)
