@@ -61,21 +61,33 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
 
 
 def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: dict[str, torch.Tensor]) -> str:
-    """A table of deviations from the plain Hugging Face computation: per layer, then the worst parameters."""
+    """A table of deviations from the plain Hugging Face computation.
+
+    Per layer that of its loss, and the largest one of its parameters' gradients with the parameter's name.
+    """
     expected = reference(config, rollouts)
-    lines = ["", "against the plain Hugging Face computation (float64, one process):"]
-    if "output/loss" in expected:
-        ours, theirs = losses["output/loss"], expected["output/loss"]
-        lines.append(f"  output     loss {ours:.8g}  relative deviation {abs(ours / theirs - 1):.1e}")
-    for layer, value in expected["rep/loss_per_layer"].items():
-        ours = losses["rep/loss_per_layer"][str(layer)]
-        deviation = abs(ours / value - 1) if value else abs(ours)
-        lines.append(f"  layer {layer:>3}  loss {ours:.8g}  relative deviation {deviation:.1e}")
     deviations = agreement(gradients, expected["gradients"])
-    worst = sorted(deviations, key=deviations.__getitem__, reverse=True)[:10]
-    lines += [f"  {deviations[name]:.1e}  {name}" for name in worst]
-    lines.append(f"largest gradient deviation over {len(deviations)} parameters: {deviations[worst[0]]:.1e}")
+    blocks: dict[str, list[str]] = {}
+    for name in deviations:
+        parts = name.split(".")
+        blocks.setdefault(f"layer {int(parts[2]) + 1:>3}" if parts[1] == "layers" else "others   ", []).append(name)
+    lines = ["", "against the plain Hugging Face computation (float64, one process), relative deviations:"]
+    lines.append("           loss     gradient  largest at")
+    theirs = {f"layer {layer:>3}": (str(layer), value) for layer, value in expected["rep/loss_per_layer"].items()}
+    for block in sorted({*blocks, *theirs}):
+        layer, value = theirs.get(block, ("", None))
+        loss = "" if value is None else f"{_relative(losses['rep/loss_per_layer'][layer], value):.1e}"
+        worst = max(blocks.get(block, []), key=deviations.__getitem__, default=None)
+        lines.append(f"{block}  {loss:<7}  {f'{deviations[worst]:.1e}   {worst}' if worst else 'no gradient'}")
+    if "output/loss" in expected:
+        lines.append(f"output     {_relative(losses['output/loss'], expected['output/loss']):.1e}")
+    largest = max(deviations.values())
+    lines.append(f"largest gradient deviation over {len(deviations)} parameters: {largest:.1e}")
     return "\n".join(lines)
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours / theirs - 1) if theirs else abs(ours)
 
 
 def loss_report(result: StepResult, system: System, rollouts: list[Rollout]) -> dict:
