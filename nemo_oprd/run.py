@@ -259,6 +259,8 @@ class Run:
             save_checkpoint(
                 self.checkpoints, done, self.system.student, self.source, train.keep_checkpoints, best=best_now
             )
+            if not stop:  # asked while it saved: the next step could be a long one
+                (stop,) = agree(device(), self.signals.received is not None)
         if stop and not last:
             raise Stopped(
                 f"stopped by {self.signals.received or 'a signal to another rank'} after step {done} of {train.steps}, "
