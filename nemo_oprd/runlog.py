@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_oprd.config import Config, to_yaml
+from nemo_oprd.disk import naming
 
 # what the progress line shows, in order: (metric, label, format)
 _SHOWN = (
@@ -67,7 +68,7 @@ class RunLog:
         """Appends one line."""
         if not self.writes:
             return
-        with self.path.open("a") as file:
+        with naming(self.path), self.path.open("a") as file:
             # JSON has no NaN and no infinity: they are null
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             file.write(json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False) + "\n")

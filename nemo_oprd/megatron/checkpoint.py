@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.config import Config
+from nemo_oprd.disk import naming
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.megatron.torch_dist import hf_directory, open_torch_dist
@@ -76,14 +77,20 @@ def save_checkpoint(
         remove_leftovers(root)
         partial.mkdir(parents=True)
     dist.barrier()
-    with in_process_writer():
-        dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
-    if dist.get_rank() == 0:
-        (partial / "hf").mkdir()
-        shutil.copy(source / "config.json", partial / "hf")
-        copy_tokenizer_files(source, partial / "hf")
-        seal(root, {"step": step, **continuity(student.config, student.objective)}, best)
-        prune(root, keep, step)
+    try:
+        with naming(partial), in_process_writer():
+            dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
+        if dist.get_rank() == 0:
+            with naming(partial):
+                (partial / "hf").mkdir()
+                shutil.copy(source / "config.json", partial / "hf")
+                copy_tokenizer_files(source, partial / "hf")
+                seal(root, {"step": step, **continuity(student.config, student.objective)}, best)
+            prune(root, keep, step)
+    except Exception:
+        if dist.get_rank() == 0:  # what fills the disk should not also keep the run from starting again
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     dist.barrier()
 
 

@@ -16,21 +16,40 @@ from unittest import mock
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 @contextmanager
 def in_process_writer() -> Iterator[None]:
-    """Within it, `dist_checkpointing.save` starts no process."""
+    """Within it, `dist_checkpointing.save` starts no process.
+
+    Raises:
+        OSError, RuntimeError: what this rank could not write; on other ranks, that another one could not.
+    """
     results: queue.Queue[Any] = queue.Queue()
+    failures: list[Exception] = []
+
+    def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
+        """In place of Megatron's function of this signature."""
+        answer = _write(transforms, buckets, use_msc)
+        if isinstance(answer, Exception):
+            failures.append(answer)
+        results.put(answer)
+
     with (
         mock.patch.object(filesystem_async, "_get_write_results_queue", return_value=results),
-        mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(_write)),
+        mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(write)),
     ):
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # no Exception, and on most ranks without a reason
+            if failures:
+                raise failures[0] from None
+            raise RuntimeError(f"another rank could not write its part of the checkpoint: {error}") from error
 
 
-def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-    """In place of Megatron's function of this signature: bucket by bucket, through its own code for one bucket."""
+def _write(transforms: list[Any], buckets: list[Any], use_msc: bool) -> dict[int, Any] | Exception:
+    """Bucket by bucket, through Megatron's own code for one bucket; what was written, or why it wasn't."""
     written: dict[int, Any] = {}
     for number, bucket in enumerate(buckets):
         answers: queue.Queue[Any] = queue.Queue()
@@ -39,6 +58,5 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], 
         FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, answers, waiting, True, use_msc=use_msc)
         _, written[number] = answers.get_nowait()
         if isinstance(written[number], Exception):
-            results.put(written[number])
-            return
-    results.put(written)
+            return written[number]
+    return written

@@ -82,14 +82,15 @@ class Driver:
         before = files()
         second = self.start("locked")
         code = os.waitstatus_to_exitcode(os.waitpid(second.ranks[0], 0)[1])
-        untouched = files() == before
+        now = files()
+        touched = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         os.kill(second.ranks[1], signal.SIGKILL)  # what a launcher does; it waits for its first rank
         os.waitpid(second.ranks[1], 0)
         refused = self.said()
         holder.kill()
         after = self.start("locked").wait()
         return {
-            "code": code, "untouched": untouched, "said": refused, "holder": holder.ranks[0], "after": after,
+            "code": code, "touched": touched, "said": refused, "holder": holder.ranks[0], "after": after,
             "same": metrics(directory) == metrics(self.bench.directory / "whole"),
         }  # fmt: skip
 

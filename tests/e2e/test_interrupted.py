@@ -70,7 +70,7 @@ def test_a_directory_in_use_is_refused_and_a_crash_leaves_no_lock(results: dict[
     assert found["code"] == 2
     assert len(errors(found["said"])) == 1
     assert f"is in use by process {found['holder']} on " in errors(found["said"])[0]
-    assert found["untouched"]
+    assert found["touched"] == []
     assert found["after"] == 0
     assert found["same"]
 
@@ -94,6 +94,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(results: dic
     found = results["full_disk"]
     assert max(found["codes"]) == 2
     assert len(errors(found["said"])) == 1
+    assert "iter_000000" in errors(found["said"])[0]
     assert "free some space" in errors(found["said"])[0]
     assert found["orphans"] == []
     assert 1 <= found["done"] < 6
