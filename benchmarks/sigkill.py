@@ -114,8 +114,8 @@ class Bench:
             f"student.hf_path={toy / 'student'}", f"teacher.hf_path={toy / 'teacher'}",
             f"data.train={toy / 'prompts' / 'train.jsonl'}",
             f"data.validation.heldout={toy / 'prompts' / 'heldout.jsonl'}", f"train.steps={steps}",
-            "train.prompts_per_step=4", "rollout.max_new_tokens=16", "train.save_every=2", "evaluation.every=2", "evaluation.limit=2",
-            "evaluation.teacher=false", "logging.tensorboard=false", *overrides,
+            "train.prompts_per_step=4", "rollout.max_new_tokens=16", "train.save_every=2", "evaluation.every=2",
+            "evaluation.limit=2", "evaluation.teacher=false", "logging.tensorboard=false", *overrides,
         ]  # fmt: skip
         self.log = directory / "log.txt"
         import_everything()
@@ -195,35 +195,47 @@ class Attempt:
             port = probe.getsockname()[1]
         self.ranks = [_fork_rank(rank, port, overrides, log, target, writer) for rank in range(RANKS)]
         os.close(writer)
-        self._pipe = os.fdopen(reader)
-        self.code: int | None = None
+        self._pipe, self._unread = reader, b""
 
     def wait_for_target(self) -> int:
         """Blocks until the target is reached; returns the step. Raises RuntimeError if the run ends before."""
         while True:
-            ready, _, _ = select.select([self._pipe], [], [], ATTEMPT_S)
-            words = self._pipe.readline().split() if ready else []
-            if words[:1] == ["reached"]:
-                return int(words[1])
-            if not words:
+            line = self._line()
+            if line.startswith("reached"):
+                return int(line.split()[1])
+            if not line:
                 self.kill()
                 raise RuntimeError("the run ended, or hung, before it came to where it was to be killed")
 
     def wait(self) -> int:
         """Lets the run end; the largest exit status of its ranks."""
-        for line in self._pipe:
-            kind, seconds, name = line.rstrip("\n").split(" ", 2)
+        while line := self._line():
+            kind, seconds, name = line.split(" ", 2)
             if kind == "left":
                 self.durations.setdefault(name, []).append(float(seconds))
-        return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.ranks)
+        return max(self.codes())
+
+    def codes(self) -> list[int]:
+        """Waits for the ranks to end; their exit status, that of a signal negative."""
+        os.close(self._pipe)
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.ranks]
+
+    def _line(self) -> str:
+        """What the first rank says next; nothing if it has ended, or is silent for too long."""
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._pipe], [], [], ATTEMPT_S)
+            said = os.read(self._pipe, 4096) if ready else b""
+            if not said:
+                return ""
+            self._unread += said
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
 
     def kill(self) -> None:
         """SIGKILL to every rank."""
         for pid in self.ranks:
             os.kill(pid, signal.SIGKILL)
-        for pid in self.ranks:
-            os.waitpid(pid, 0)
-        self._pipe.close()
+        self.codes()
 
     def orphans(self) -> list[str]:
         """Command lines of processes of this attempt that don't end in time; each rank began a session of its own."""

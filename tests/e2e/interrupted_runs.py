@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -18,11 +19,6 @@ from benchmarks.sigkill import PHASES, Attempt, Bench, Target, metrics
 
 PHASE = {phase.name: phase for phase in PHASES}
 STEPS = 6
-
-
-def codes(attempt: Attempt) -> list[int]:
-    """Exit status of every rank."""
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in attempt.ranks]
 
 
 class Driver:
@@ -52,7 +48,7 @@ class Driver:
             attempt.wait_for_target()
             for pid in attempt.ranks[-ranks:]:
                 os.kill(pid, number)
-            got = codes(attempt)
+            got = attempt.codes()
             said = [line for line in self.said() if "stopped by" in line]
             done = self.bench.done(self.bench.directory / "killed")
             found["starts"].append({"codes": got, "said": said, "done": done, "orphans": attempt.orphans()})
@@ -68,7 +64,7 @@ class Driver:
             for pid in attempt.ranks:
                 os.kill(pid, signal.SIGINT)
             time.sleep(0.5)  # two signals of a kind at once are one
-        return {"codes": codes(attempt), "seconds": time.monotonic() - began, "orphans": attempt.orphans()}
+        return {"codes": attempt.codes(), "seconds": time.monotonic() - began, "orphans": attempt.orphans()}
 
     def lock(self) -> dict[str, Any]:
         """A second start while a run is held; then SIGKILL to the first, and another start."""
@@ -114,6 +110,21 @@ class Driver:
             "same_rollouts": sampled[0] == sampled[1], "steps": len(sampled[1]),
         }  # fmt: skip
 
+    def pending(self) -> dict[str, Any]:
+        """Killed with the rollouts of step 3 kept; gone on with from copies of the run, as it was and changed."""
+        attempt = self.start("kept", "rollouts kept", 2)
+        attempt.wait_for_target()
+        attempt.kill()
+        prompts = self.bench.directory / "toy" / "prompts" / "tune.jsonl"
+        changes = {"same": (), "temperature": ("rollout.temperature=0.9",), "prompts": (f"data.train={prompts}",)}
+        found: dict[str, Any] = {}
+        for name, change in changes.items():
+            shutil.copytree(self.bench.directory / "kept", self.bench.directory / name)
+            attempt = self.start(name, extra=("train.steps=3", "evaluation.every=0", "train.export_hf=false", *change))
+            code = attempt.wait()
+            found[name] = {"code": code, "said": self.said(), "sampled": len(attempt.durations.get("rollout", []))}
+        return found
+
     def full_disk(self, disk: Path) -> dict[str, Any]:
         """All checkpoints kept on a small disk until it is full; then space is made, and the same command again."""
         output, extra = disk / "run", ("train.keep_checkpoints=0", "train.save_every=1", "evaluation.every=0")
@@ -125,7 +136,7 @@ class Driver:
         # what is left at a start must do for the check at its beginning, and not for all that is saved
         filler.write_bytes(bytes(free - (1 << 20) - checkpoint // 2))
         attempt = self.start(str(output), extra=extra)
-        stopped = {"codes": codes(attempt), "said": self.said(), "orphans": attempt.orphans()}
+        stopped = {"codes": attempt.codes(), "said": self.said(), "orphans": attempt.orphans()}
         stopped["done"] = self.bench.done(output)
         filler.unlink()
         code = self.start(str(output), extra=(*extra, "train.keep_checkpoints=1")).wait()
@@ -136,7 +147,7 @@ def main() -> None:
     """Runs all scenarios."""
     directory = Path(sys.argv[1])
     driver = Driver(directory)
-    scenarios = {name: getattr(driver, name) for name in ("signals", "second_interrupt", "lock", "layouts")}
+    scenarios = {name: getattr(driver, name) for name in ("signals", "second_interrupt", "lock", "layouts", "pending")}
     if len(sys.argv) > 2:
         scenarios["full_disk"] = lambda: driver.full_disk(Path(sys.argv[2]))
     results: dict[str, Any] = {}

@@ -88,6 +88,14 @@ def test_one_run_in_three_layouts(results: dict[str, Any]) -> None:
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
+def test_rollouts_of_an_interrupted_step_are_taken_up(results: dict[str, Any]) -> None:
+    """Killed after sampling: not sampled again, unless temperature or prompts are others."""
+    same, *changed = (results["pending"][name] for name in ("same", "temperature", "prompts"))
+    line = "step 3 goes on with the 4 rollouts sampled before the interruption"
+    assert (same["code"], same["sampled"], same["said"].count(line)) == (0, 0, 1)
+    assert [(found["code"], found["sampled"], found["said"].count(line)) for found in changed] == [(0, 1, 0)] * 2
+
+
 def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(results: dict[str, Any]) -> None:
     if "full_disk" not in results:
         pytest.skip("no tmpfs could be mounted (needs root)")
