@@ -62,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. A user's mistake ends with one line on stderr (from one rank) and exit code 2.
 
-    A run that was asked to stop and has saved ends with `STOPPED_EXIT_CODE`. What is unexpected: traceback and 1.
+    A run that was asked to stop and has saved ends with `STOPPED_EXIT_CODE`, one that was interrupted by a second
+    Ctrl-C with 130. What is unexpected: one traceback and 1; other ranks end with 1 and say nothing.
     """
     from nemo_oprd.survival import watchdog
 
@@ -73,14 +74,16 @@ def main(arguments: list[str] | None = None) -> None:
         _leave()
     except Exception as error:
         code = _report(error)
-        if watchdog.current() is None:
-            sys.exit(code)
-        # others may have died in the middle of a collective; tearing the communicators down would wait for them
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    else:
+        return
+    if watchdog.current() is None:
+        sys.exit(code)
+    # others may have died in the middle of a collective; tearing the communicators down would wait for them
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _users_mistake(error: Exception) -> str | None:
@@ -114,19 +117,24 @@ def _report(error: Exception) -> int:
     message = _users_mistake(error)
     if os.environ.get("NEMO_OPRD_TRACEBACK"):
         message = None
+
+    def say() -> None:
+        if message is None:
+            traceback.print_exception(error)
+        else:
+            print(f"error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
+
     # a collective breaks when another rank dies: what that rank says is the reason
     patience = 0.0 if rank == "0" and message is not None else _patience()
     if watch is not None:
         if watch.failure(patience) is not None:
             return 1
-        watch.fail(message or repr(error))
-    elif rank != "0":
-        time.sleep(patience)
-    if message is None:
-        traceback.print_exception(error)
-        return 1
-    print(f"error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
-    return 2
+        watch.fail(message or repr(error), say)
+    else:
+        if rank != "0":
+            time.sleep(patience)
+        say()
+    return 1 if message is None else 2
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # what is written and read back to learn whether there is room at all; a run needs far more
@@ -44,6 +47,21 @@ def describe(error: OSError, path: str | Path | None = None) -> str:
     fix = fixes.get(error.errno or 0, "check the path, or choose another")
     place = f"{where}: " if where else ""
     return f"{place}can't be read or written ({error.strerror or error}), expected files to be possible there; {fix}"
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Within it, errors of the disk name `path`, where they name nothing; torch's among them become OSErrors."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and is_about_files(error):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    except RuntimeError as error:
+        if no_space(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
 
 
 def is_about_files(error: BaseException) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import statistics
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from nemo_oprd.config import Config
 from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
-from nemo_oprd.families import read_model_spec
+from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.inputs import (
     check_bridge_tokenizer,
     check_same_architecture,
@@ -34,7 +34,7 @@ from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.pending import Pending
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import Clock, check_vocabulary, make_plan, make_system, model_directory, open_model
+from nemo_oprd.setup import Clock, Plan, check_vocabulary, make_plan, make_system, model_directory, open_model
 from nemo_oprd.survival.checkpoints import find_checkpoint
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
@@ -61,10 +61,6 @@ class Run:
         self.source = model_directory(config.student)
         spec = read_model_spec(self.source)
         check_sources_stay(config)
-        found, passed_over = find_checkpoint(self.checkpoints)
-        self.first_step = found or 0
-        if self.first_step:
-            check_checkpoint(self.checkpoints, self.first_step, spec)
         self.tokenizer: Tokenizer | None = None
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
@@ -73,31 +69,54 @@ class Run:
         if recorded is None:
             self._read_data(spec)
         plan = make_plan(config)
-        if self.first_step:
-            check_continuity(self.checkpoints, self.first_step, config, plan.objective)
         check_bridge_tokenizer(plan.objective.bridge, self.tokenizer)
+        self._find_checkpoint(spec, plan)  # what is wrong with it is said before anything is written
+        # before anything is read for good that another run might be about to replace
         self.lock = RunLock(self.output) if is_first_rank() else None
+        try:
+            self._prepare(spec, plan, recorded)
+        except BaseException:
+            if self.lock is not None:
+                self.lock.release()
+            raise
+
+    def _find_checkpoint(self, spec: ModelSpec, plan: Plan) -> tuple[int | None, list[str]]:
+        found, passed_over = find_checkpoint(self.checkpoints)
+        if found is not None:
+            check_checkpoint(self.checkpoints, found, spec)
+            check_continuity(self.checkpoints, found, self.config, plan.objective)
+        return found, passed_over
+
+    def _prepare(self, spec: ModelSpec, plan: Plan, recorded: ReplayEngine | None) -> None:
+        config = self.config
+        found, passed_over = self._find_checkpoint(spec, plan)
         self.system = make_system(config, plan)
         student = self.system.student
+        self.first_step = self._agree_on_first_step(found) or 0
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
         self.engine: RolloutEngine = recorded or MegatronEngine(config, spec, student.role.layout, eos_ids)
         if self.first_step:
             load_checkpoint(self.checkpoints, self.first_step, student)
         self.log = RunLog(config, self.first_step)
-        self.pending = Pending(self.output / "rollouts")
-        self.skipped_in_a_row = 0
+        self.pending = Pending(self.output / "rollouts", {"student": str(self.source), "precision": config.precision})
+        self.skipped_in_a_row = _last_in_a_row(list(self.log.history("train/skipped_update").values()))
         self.best_value: float | None = None
-        self.recent_losses: list[float] = self.log.history("loss/total")[-SPIKE_WINDOW:]
+        self.recent_losses: list[float] = list(self.log.history("loss/total").values())[-SPIKE_WINDOW:]
         for note in passed_over:
             self.log.say(note)
         if self.first_step:
             self.log.say(f"resumed from {self.checkpoints} after {self.first_step} of {config.train.steps} steps")
         self._show_bridge()
-        if self.system.objective.weight > 0:
-            self.log.say(self.system.check_gradients())
+        self.log.say(self.system.check_gradients())
         self.engine.update_weights(student)
 
-    def _read_data(self, spec: Any) -> None:
+    def _agree_on_first_step(self, found: int | None) -> int | None:
+        """The first rank's answer. Others may have looked before it held the lock, or at a file system's old answer."""
+        agreed = [found]
+        dist.broadcast_object_list(agreed, src=0)
+        return agreed[0]
+
+    def _read_data(self, spec: ModelSpec) -> None:
         config = self.config
         if config.data.train is None:
             raise ValueError(
@@ -199,7 +218,7 @@ class Run:
             write_rollouts(file, self._with_text([rollouts[i] for i in order]), loss_share=losses)
             usual_loss = f"; its median was {usual:.4g}" if usual is not None else ""
             self.log.say(f"step {done}: the loss is {measured.loss:.4g}{usual_loss}; its rollouts are in {file}")
-        if not measured.trouble:
+        if math.isfinite(measured.loss):
             self.recent_losses = [*self.recent_losses, measured.loss][-SPIKE_WINDOW:]
 
     def _with_text(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -229,12 +248,13 @@ class Run:
         if self.evaluator is None or not (last or done % every == 0):
             return
         metrics = self.evaluator.evaluate(self.engine)
-        before = self.log.history(str(self.config.train.keep_best)) if self.config.train.keep_best else []
+        before = self.log.history(str(self.config.train.keep_best))
+        before.pop(0, None)  # the start is no checkpoint
         self.log.write(done, metrics)
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
         self.log.say(f"step {done}/{self.config.train.steps}  " + "  ".join(shown))
         value = metrics.get(str(self.config.train.keep_best))
-        if dist.get_rank() == 0 and value is not None and value > max(before, default=float("-inf")):
+        if dist.get_rank() == 0 and value is not None and value > max(before.values(), default=float("-inf")):
             self.best_value = value
 
     def save_after(self, done: int, update: Update | None) -> None:
@@ -262,6 +282,8 @@ class Run:
             save_checkpoint(
                 self.checkpoints, done, self.system.student, self.source, train.keep_checkpoints, best=best_now
             )
+            if not stop:  # asked while it saved: the next step could be a long one
+                (stop,) = agree(device(), self.signals.received is not None)
         if stop and not last:
             raise Stopped(
                 f"stopped by {self.signals.received or 'a signal to another rank'} after step {done} of {train.steps}, "
@@ -276,6 +298,12 @@ class Run:
             self.log.say(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
+
+
+def _last_in_a_row(flags: list[float]) -> int:
+    """How many of the last flags are set, without a gap."""
+    unset = [i for i, flag in enumerate(flags) if not flag]
+    return len(flags) - 1 - unset[-1] if unset else len(flags)
 
 
 def is_first_rank() -> bool:

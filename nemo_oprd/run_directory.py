@@ -109,8 +109,11 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "time" not in row:
         raise ValueError(f"{where}: expected an object with an integer `step` and a `time`; remove or mend the line")
     wrong = {
-        name: value for name, value in row.items() if isinstance(value, bool) or not isinstance(value, int | float)
+        name: value
+        for name, value in row.items()
+        if isinstance(value, bool) or not isinstance(value, int | float | None)
     }
     if wrong:
         raise ValueError(f"{where}: {wrong!r:.80} among the values, expected numbers; remove or mend the line")
-    return row
+    # null stands for a number that was not finite, of an update that was skipped
+    return {name: value for name, value in row.items() if value is not None}

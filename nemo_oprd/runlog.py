@@ -7,6 +7,7 @@ update, or of an evaluation after it. A resumed run drops the lines it is about 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_oprd.config import Config, to_yaml
+from nemo_oprd.disk import naming
 
 # what the progress line shows, in order: (metric, label, format)
 _SHOWN = (
@@ -66,8 +68,10 @@ class RunLog:
         """Appends one line."""
         if not self.writes:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        with naming(self.path), self.path.open("a") as file:
+            # JSON has no NaN and no infinity: they are null
+            plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            file.write(json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False) + "\n")
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -75,12 +79,12 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
-    def history(self, metric: str) -> list[float]:
-        """All values of a metric so far, those from before a resume included; only on the world's first rank."""
+    def history(self, metric: str) -> dict[int, float]:
+        """Step -> finite value of a metric so far, before a resume included; only on the world's first rank."""
         if not self.writes or not self.path.exists():
-            return []
+            return {}
         records = [json.loads(line) for line in self.path.read_text().splitlines()]
-        return [record[metric] for record in records if metric in record]
+        return {record["step"]: record[metric] for record in records if record.get(metric) is not None}
 
     def progress(self, done: int, metrics: dict[str, float]) -> None:
         """One line after update `done`, with the time left."""

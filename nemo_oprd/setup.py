@@ -93,13 +93,20 @@ class System:
                 f"{result.trouble}, on random tokens before the first step: expected finite numbers; the weights of "
                 "student or teacher are damaged, or too large for this precision"
             )
-        layers = len(self.objective.layers)
-        if result is None or not result.identical_layers:
-            return f"guard: each of the {layers} supervised layers received its gradient once, on its own stage"
-        return (
-            f"guard: student and teacher are identical at {len(result.identical_layers)} of the {layers} supervised "
-            "layers, where a gradient of zero is right; the others received theirs once, on their own stage"
-        )
+        return "guard: " + "; ".join(self._found(result) or ["no term has a weight above 0, so nothing is trained"])
+
+    def _found(self, result: StepResult | None) -> list[str]:
+        found, layers = [], len(self.objective.layers)
+        if self.objective.weight > 0 and layers and (result is None or not result.identical_layers):
+            found.append(f"each of the {layers} supervised layers received its gradient once, on its own stage")
+        elif self.objective.weight > 0 and layers and result is not None:
+            found.append(
+                f"student and teacher are identical at {len(result.identical_layers)} of the {layers} supervised "
+                "layers, where a gradient of zero is right; the others received theirs once, on their own stage"
+            )
+        if self.objective.trains_head:
+            found.append("the output-space term went back through the head once per microbatch")
+        return found
 
     def plan(self, rollouts: list[Rollout]) -> StepPlan:
         """The batch packed for the student. What no supervised row depends on is not computed."""

@@ -20,10 +20,12 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_S = 10  # the slowest pair of MATH-500 takes well under one second
 MEMORY_LIMIT_BYTES = 4 * 2**30  # huge integers end in a MemoryError of the child, not in the machine's
 MAX_CHARACTERS = 1_000  # the longest reference answer of MATH-500 has 53; longer boxes hold prose
@@ -153,7 +155,13 @@ class _Child:
         if self._process is None or self._owner != os.getpid():
             # -P keeps this folder off the import path, where metrics.py would hide other modules of that name.
             command = [sys.executable, "-P", __file__, str(TIME_LIMIT_S)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            # A signal to the whole job must not end the child before it has said that it ignores them: it starts with
+            # them blocked, and unblocks them there.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+            try:
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._owner = os.getpid()
         return self._process
 
@@ -172,13 +180,13 @@ atexit.register(_CHILD.close)
 def _serve(time_limit_s: int) -> None:
     """The child's loop: a line `[answer, given]` in, a line `true` or `false` out; ends when its input closes."""
     import resource
-    import signal
 
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a scheduler's signal to the job is the parent's to answer
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the timeouts that are off on purpose
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler's signal to the job is the parent's to answer
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -9,7 +9,6 @@ How a checkpoint is found, kept and recognised as whole is in `survival/checkpoi
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -19,11 +18,20 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.config import Config
+from nemo_oprd.disk import naming
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.megatron.torch_dist import hf_directory, open_torch_dist
 from nemo_oprd.objective import Objective
-from nemo_oprd.survival.checkpoints import BEST, LATEST, iteration_directory, prune, read_state, seal, write_whole
+from nemo_oprd.survival.checkpoints import (
+    LATEST,
+    iteration_directory,
+    partial_directory,
+    prune,
+    read_state,
+    remove_leftovers,
+    seal,
+)
 
 
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
@@ -61,23 +69,28 @@ def save_checkpoint(
     """
     from megatron.core import dist_checkpointing
 
+    from nemo_oprd.megatron.plain_writer import in_process_writer
     from nemo_oprd.tokens.tokenizer import copy_tokenizer_files
 
-    final = iteration_directory(root, step)
-    partial = root / f".partial_{final.name}"
+    partial = partial_directory(root, step)
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_leftovers(root)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
-    if dist.get_rank() == 0:
-        (partial / "hf").mkdir()
-        shutil.copy(source / "config.json", partial / "hf")
-        copy_tokenizer_files(source, partial / "hf")
-        seal(partial, final, {"step": step, **continuity(student.config, student.objective)})
-        if best is not None:
-            write_whole(root / BEST, json.dumps(best) + "\n")
-        prune(root, keep, step)
+    try:
+        with naming(partial), in_process_writer():
+            dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
+        if dist.get_rank() == 0:
+            with naming(partial):
+                (partial / "hf").mkdir()
+                shutil.copy(source / "config.json", partial / "hf")
+                copy_tokenizer_files(source, partial / "hf")
+                seal(root, {"step": step, **continuity(student.config, student.objective)}, best)
+            prune(root, keep, step)
+    except Exception:
+        if dist.get_rank() == 0:  # what fills the disk should not also keep the run from starting again
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     dist.barrier()
 
 
@@ -88,8 +101,9 @@ def continuity(config: Config, objective: Objective) -> dict[str, Any]:
         "precision": config.precision,
         "train.distributed_optimizer": config.train.distributed_optimizer,
         # which parameters have optimizer state
-        "deepest supervised layer": objective.depth,
-        "final norm is trained": objective.student_final is not None,
+        "deepest trained layer": objective.trained_depth,
+        "final norm is trained": objective.student_final is not None or objective.trains_head,
+        "head is trained": objective.trains_head,
     }
 
 

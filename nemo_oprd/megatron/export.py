@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from nemo_oprd.disk import naming
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.tokens.tokenizer import copy_tokenizer_files
 
@@ -79,7 +80,8 @@ def export_hf(student: Student, source: Path, target: Path) -> None:
     if student.role.here:
         stream = student.hf_weights()
         if dist.get_rank() == 0:
-            write_hf_model(stream, source, target, student.spec.torch_dtype)
+            with naming(target):
+                write_hf_model(stream, source, target, student.spec.torch_dtype)
         else:
             for _ in stream:  # takes part in the gathering
                 pass

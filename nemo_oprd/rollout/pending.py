@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,11 +23,14 @@ class Pending:
     """`pending.jsonl` holds the rollouts, `pending.json` for which step and how they were sampled.
 
     A step's weights are those after as many updates, so the step says which weights sampled: the file of any other step
-    than the checkpoint's is of weights that will be made again, and is not used.
+    than the checkpoint's is of weights that will be made again, and is not used. Both files are overwritten with every
+    step, so a run that goes back has no file of the later weights by the time it reaches their step again.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, weights: dict[str, str]) -> None:
+        """`weights` names what the weights after no update are, and how they are computed with."""
         self.rollouts, self.about = directory / "pending.jsonl", directory / "pending.json"
+        self.weights = weights
 
     def put(self, step: int, rollouts: list[Rollout], sampling: Sampling) -> None:
         """Keeps the rollouts of a step in place of the last one's. Only the world's first rank writes."""
@@ -35,7 +39,7 @@ class Pending:
         # what they are is said last and taken back first: rollouts are never taken for another step's
         self.about.unlink(missing_ok=True)
         write_rollouts(self.rollouts, rollouts)
-        write_whole(self.about, json.dumps(_about(step, sampling, len(rollouts))) + "\n")
+        write_whole(self.about, json.dumps(self._about(step, sampling, len(rollouts))) + "\n")
 
     def take(self, step: int, requests: list[Request], sampling: Sampling) -> list[Rollout] | None:
         """The kept rollouts, if they are those that the step would sample; the same answer on every rank."""
@@ -50,14 +54,16 @@ class Pending:
             about = json.loads(self.about.read_text())
         except (FileNotFoundError, ValueError):
             return None
-        if about != json.loads(json.dumps(_about(step, sampling, len(requests)))):
+        if about != json.loads(json.dumps(self._about(step, sampling, len(requests)))):
             return None
-        rollouts = read_rollouts(self.rollouts, 1 << 62)
+        try:
+            rollouts = read_rollouts(self.rollouts, 1 << 62)
+        except ValueError:  # a disk that lost it with the power; it is sampled anew
+            return None
         same = len(rollouts) == len(requests) and all(
             rollout.prompt_ids == request.prompt_ids for rollout, request in zip(rollouts, requests, strict=True)
         )
         return rollouts if same else None
 
-
-def _about(step: int, sampling: Sampling, count: int) -> dict:
-    return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling)}
+    def _about(self, step: int, sampling: Sampling, count: int) -> dict[str, Any]:
+        return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from nemo_oprd.disk import naming
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.types import Rollout
@@ -17,7 +18,7 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
     """One JSON object per line; absent fields are left out. `columns` are further fields, a value per rollout."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial_{path.name}")
-    with partial.open("w", encoding="utf-8") as file:
+    with naming(path), partial.open("w", encoding="utf-8") as file:
         for i, rollout in enumerate(rollouts):
             record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
             record.update({name: values[i] for name, values in columns.items()})

@@ -18,11 +18,17 @@ from typing import Any
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best.json"
+_PARTIAL, _REMOVED = ".partial_", ".removed_"
 
 
 def iteration_directory(root: Path, step: int) -> Path:
     """Where the checkpoint after `step` updates lies."""
     return root / f"iter_{step:07d}"
+
+
+def partial_directory(root: Path, step: int) -> Path:
+    """Where it is written before it is whole."""
+    return root / f"{_PARTIAL}{iteration_directory(root, step).name}"
 
 
 def find_checkpoint(root: Path) -> tuple[int | None, list[str]]:
@@ -89,20 +95,35 @@ def read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def seal(partial: Path, final: Path, state: dict[str, Any]) -> None:
-    """Makes a written checkpoint the newest one: sizes recorded, everything on the disk, then renamed.
+def seal(root: Path, state: dict[str, Any], best: dict[str, Any] | None = None) -> None:
+    """Makes the checkpoint that was written beside its place the newest one: sizes, flushed to the disk, renamed.
+
+    Killed anywhere in here, a run goes on from this checkpoint or from the one before, and best.json tells the truth.
 
     Args:
-        partial: the directory it was written into.
-        state: what it says of itself, without "files".
+        state: what the checkpoint says of itself: "step" and whatever else, without "files".
+        best: what best.json is to say if this is the best checkpoint so far.
     """
+    partial, final = partial_directory(root, state["step"]), iteration_directory(root, state["step"])
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
     write_whole(partial / "state.json", json.dumps({**state, "files": files}, indent=1) + "\n")
     for path in [*partial.rglob("*"), partial]:
         _flush(path)
-    shutil.rmtree(final, ignore_errors=True)  # a run that went back writes the same step again
+    known = read_best(root)
+    if known is not None and known["step"] == state["step"]:
+        (root / BEST).unlink()  # said of the checkpoint that is replaced
+    _remove(final)  # a run that went back writes the same step again
     partial.rename(final)
-    write_whole(final.parent / LATEST, f"{state['step']}\n")
+    if best is not None:
+        write_whole(root / BEST, json.dumps(best) + "\n")
+    write_whole(root / LATEST, f"{state['step']}\n")
+
+
+def remove_leftovers(root: Path) -> None:
+    """Removes what a killed run left half-written or half-removed."""
+    for prefix in (_PARTIAL, _REMOVED):
+        for path in root.glob(f"{prefix}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -123,11 +144,15 @@ def prune(root: Path, keep: int, newest: int) -> None:
     line = [step for step in sorted(_steps(root)) if step <= newest]
     for step in line[:-keep] if keep else []:
         if best is None or step != best["step"]:
-            # renamed first, so that a half-removed one is not taken for a checkpoint
-            removed = root / f".removed_{iteration_directory(root, step).name}"
-            shutil.rmtree(removed, ignore_errors=True)
-            iteration_directory(root, step).rename(removed)
-            shutil.rmtree(removed)
+            _remove(iteration_directory(root, step))
+
+
+def _remove(directory: Path) -> None:
+    """Removes a checkpoint, if there is one; renamed first, so that a half-removed one is not taken for one."""
+    if directory.exists():
+        removed = directory.with_name(f"{_REMOVED}{directory.name}")
+        directory.rename(removed)
+        shutil.rmtree(removed)
 
 
 def read_best(root: Path) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import IO
 
@@ -31,13 +32,15 @@ class RunLock:
             ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
             self._file.close()
             raise ValueError(
                 f"output={directory} is in use by {holder}; wait until it has ended, or choose another output"
             ) from None
+        except OSError as error:  # some network file systems are mounted without locks
+            print(f"{path} can't be locked ({error.strerror}): start no second run in {directory}", file=sys.stderr)
         job = os.environ.get("SLURM_JOB_ID")
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
@@ -45,5 +48,6 @@ class RunLock:
 
     def release(self) -> None:
         """Lets go of the lock before the process ends."""
-        self._file.truncate(0)
-        self._file.close()
+        if not self._file.closed:
+            self._file.truncate(0)
+            self._file.close()

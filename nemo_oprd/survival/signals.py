@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave. Asked a second time by Ctrl-C, leave at once.
+"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave. Ctrl-C after any of them ends the process at once.
 
 Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted.
 """
@@ -40,9 +40,9 @@ class Signals:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received is not None:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
+        # The next Ctrl-C is the kernel's to answer: Python would wait until the main thread is back from a collective.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def agree(device: torch.device, *flags: bool) -> list[bool]:

@@ -1,22 +1,27 @@
 """Ends all ranks within seconds when one of them dies, and says why once.
 
 A rank that fails leaves the others waiting in a collective: with NCCL until its timeout, hours later. So each rank has
-a thread that talks to the job's key-value store over a connection of its own: it reports that its process is alive, and
-ends the process when another rank has failed, or has been silent for too long.
+a thread that talks to the job's key-value store over a connection of its own, and ends the process when another rank
+has failed. A rank that fails says so itself. One that was killed cannot: the kernel tells the ranks of the same machine
+(a file descriptor of its process), and a whole machine that is gone is noticed by its silence.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 INTERVAL_S = 1.0
 # A process this silent is taken for dead. The thread needs the interpreter for moments only, so a long computation does
 # not silence it.
 SILENT_S = 30.0
+_STORE_GONE = "the process that holds the job's key-value store is gone"
 
 # set by the command line: a process that runs one command and ends may be ended by its watchdog, a test's may not
 enabled = False
@@ -55,19 +60,38 @@ class Watchdog:
         # a restarted job may meet the store of the attempt before it
         self._prefix = f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._ended = threading.Event()
+        # rank -> file descriptor of its process, readable once that has ended; the ranks of this machine
+        self._neighbours: dict[int, int] = {}
+        self._died_early: list[int] = []
+        self._store.set(f"{self._prefix}/process/{rank}", f"{_machine()} {os.getpid()}")
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def fail(self, message: str) -> None:
-        """Tells the others that this rank ends because of `message`. The first failure is the one that counts."""
+    def fail(self, message: str, say: Callable[[], None]) -> None:
+        """Says why this rank ends, unless another rank has said why it does; then lets the others end.
+
+        Waits until they know of it, some seconds at most: they could take the end of this process for a death.
+        """
         self._ended.set()
-        if self.failure() is None:
+        try:
+            if not self._claim():
+                return
+        except RuntimeError:  # torch.distributed's errors: nobody is left to be told
+            say()
+            return
+        say()  # first: a launcher ends this rank as soon as the others have ended
+        try:
             self._store.set(f"{self._prefix}/failed", f"rank {self.rank}: {message}")
+            deadline = time.monotonic() + 3 * INTERVAL_S
+            while self._store.add(f"{self._prefix}/heard", 0) < self.world - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except RuntimeError:
+            pass
 
     def failure(self, wait_s: float = 0.0) -> str | None:
         """The job's first failure, in its rank's words; waits for one for up to `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while True:
-            found = self._read(f"{self._prefix}/failed")
+            found = self._read("failed")
             if found is not None or time.monotonic() >= deadline:
                 return found
             time.sleep(0.1)
@@ -78,37 +102,94 @@ class Watchdog:
             self._ended.set()
             self._store.set(f"{self._prefix}/alive/{self.rank}", "done")
 
-    def _read(self, key: str) -> str | None:
+    def _claim(self) -> bool:
+        """Whether this rank is the one to say what the job ends of: the first that asks is."""
+        return self._store.compare_set(f"{self._prefix}/speaker", "", str(self.rank)).decode() == str(self.rank)
+
+    def _read(self, name: str) -> str | None:
+        key = f"{self._prefix}/{name}"
         try:
             return self._store.get(key).decode() if self._store.check([key]) else None
         except RuntimeError:  # torch.distributed's errors
-            return "the process that holds the job's key-value store is gone"
+            return _STORE_GONE
 
     def _watch(self) -> None:
-        # the first rank listens to all others; they listen to it by the store, which goes when it goes
-        heard = {rank: ("", time.monotonic()) for rank in range(1, self.world)} if self.rank == 0 else {}
-        beat = 0
-        while not self._ended.wait(INTERVAL_S):
-            beat += 1
-            failure = self.failure()
-            if failure is None:
-                self._store.set(f"{self._prefix}/alive/{self.rank}", str(beat))
-                failure = self._silent(heard)
-            if failure is not None and not self._ended.is_set():
-                # the main thread may hang in a collective for ever: there is nothing to unwind
-                # a rank that failed has said so itself; one that was killed could not
-                if self.rank == (1 if "is gone" in failure else 0) and not failure.startswith("rank "):
-                    print(f"error: {failure}; all ranks end", file=sys.stderr, flush=True)
-                os._exit(1)
+        failure, ours = None, False
+        try:
+            self._find_neighbours()
+            # the first rank listens to all others; they listen to it by the store, which goes when it goes
+            heard = {rank: ("", time.monotonic()) for rank in range(1, self.world)} if self.rank == 0 else {}
+            beat = 0
+            while failure is None and not self._ended.wait(INTERVAL_S):
+                gone = self._gone()  # before asking whether somebody failed: who fails says so, and ends then
+                failure = self._read("failed")
+                if failure is None:
+                    beat += 1
+                    self._store.set(f"{self._prefix}/alive/{self.rank}", str(beat))
+                    failure = gone or self._silent(heard)
+                    ours = failure is not None and self._claim()
+            if ours:
+                self._say(str(failure))
+                ours = False
+                self._store.set(f"{self._prefix}/failed", failure)
+            elif failure not in (None, _STORE_GONE):
+                self._store.add(f"{self._prefix}/heard", 1)
+        except RuntimeError:
+            failure = failure or _STORE_GONE
+        if failure is None or self._ended.is_set():
+            return
+        if failure == _STORE_GONE:  # one rank per machine says so: there is no store to agree by
+            dead = self._dead()
+            ours = self.rank == min({self.rank, *self._neighbours} - set(dead))
+            failure = _gone_message(dead) if dead else failure
+            if ours:
+                self._say(failure)
+        os._exit(1)  # the main thread may hang in a collective for ever: there is nothing to unwind
+
+    def _say(self, failure: str) -> None:
+        print(f"error: {failure}; all ranks end", file=sys.stderr, flush=True)
+
+    def _find_neighbours(self) -> None:
+        for rank in range(self.world):
+            if rank != self.rank:
+                machine, pid = self._store.get(f"{self._prefix}/process/{rank}").decode().rsplit(" ", 1)
+                if machine == _machine():
+                    try:
+                        self._neighbours[rank] = os.pidfd_open(int(pid))
+                    except ProcessLookupError:
+                        self._died_early.append(rank)
+                    except OSError:  # a kernel, or a sandbox, without: left to the silence
+                        return
+
+    def _dead(self) -> list[int]:
+        """Ranks of this machine whose process has ended."""
+        poll = select.poll()
+        for descriptor in self._neighbours.values():
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(0)}
+        return self._died_early + [rank for rank, descriptor in self._neighbours.items() if descriptor in ready]
+
+    def _gone(self) -> str | None:
+        """What to say of neighbours that ended without being done."""
+        dead = [rank for rank in self._dead() if self._read(f"alive/{rank}") != "done"]
+        return _gone_message(dead) if dead else None
 
     def _silent(self, heard: dict[int, tuple[str, float]]) -> str | None:
-        """Notes who was heard of; tells the others if somebody was silent for too long."""
+        """Notes who was heard of; what to say if somebody was silent for too long."""
         for rank, (value, since) in heard.items():
-            now = self._read(f"{self._prefix}/alive/{rank}") or ""
+            now = self._read(f"alive/{rank}") or ""
             if now not in (value, "done"):
                 heard[rank] = (now, time.monotonic())
             elif now != "done" and time.monotonic() - since > self.silent_s:
-                message = f"nothing was heard of rank {rank} for {self.silent_s:.0f} s: it has died"
-                self._store.set(f"{self._prefix}/failed", message)
-                return message
+                return f"nothing was heard of rank {rank} for {self.silent_s:.0f} s: it has died"
         return None
+
+
+def _gone_message(ranks: list[int]) -> str:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{who} on {socket.gethostname()} died without a word (killed, or out of memory?)"
+
+
+def _machine() -> str:
+    """Names the machine and the namespace of process ids in which this process's own has its meaning."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -88,8 +88,9 @@ class Place:
             "seed": 0,
             "precision": "fp32",
             "train.distributed_optimizer": True,
-            "deepest supervised layer": 3,
+            "deepest trained layer": 3,
             "final norm is trained": True,
+            "head is trained": False,
             "files": files,
         }
         (directory / "state.json").write_text(json.dumps(state))

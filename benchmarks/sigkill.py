@@ -1,0 +1,417 @@
+"""Kills one toy run again and again with SIGKILL and starts it with the same command until it ends; then compares.
+
+    python -m benchmarks.sigkill [--kills 20] [--seed 0] [--steps 16]
+
+Every rank of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
+CPU) is killed at once: at a random moment within a phase of a step, or held at a point that is too short to hit
+(between the renaming of a checkpoint and its tracker, half a line of metrics.jsonl). At the end metrics (all but time,
+timing/ and perf/) and exported weights must be those of a run that was never interrupted, bit by bit, and no process
+may be left.
+
+A start costs seconds of imports, so this process imports everything once and forks the ranks, which run the real
+command line. Left out: the launcher (tests/e2e/test_launchers.py has torchrun), and machines that lose power.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+RANKS = 2
+ORPHANS_GONE_S = 5.0
+ATTEMPT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where a run can be killed: `during` a call at a random moment; held `before`, `after` or `inside` it.
+
+    `only` is part of the repr of the call's arguments; `once`: it comes at the run's start or end, not in every step.
+    """
+
+    name: str
+    call: str
+    how: Literal["during", "before", "after", "inside"] = "during"
+    only: str = ""
+    once: Literal["", "start", "end"] = ""
+
+
+PHASES = (
+    Phase("reading the checkpoint", "nemo_oprd.run:load_checkpoint", once="start"),
+    Phase("rollout", "nemo_oprd.rollout.megatron:MegatronEngine.generate"),
+    Phase("rollouts kept", "nemo_oprd.rollout.pending:Pending.put", "after"),
+    Phase("teacher", "nemo_oprd.teacher.runner:Teacher.targets"),
+    Phase("backward", "nemo_oprd.megatron.student:Student.forward_backward"),
+    Phase("optimizer", "nemo_oprd.megatron.student:Student.update"),
+    Phase("weight sync", "nemo_oprd.rollout.megatron:MegatronEngine.update_weights"),
+    Phase("half a log line", "nemo_oprd.runlog:RunLog.write", "inside"),
+    Phase("evaluation", "nemo_oprd.evaluation.sample:Evaluator.evaluate"),
+    Phase("save", "nemo_oprd.run:save_checkpoint"),
+    Phase("save: shards written", "nemo_oprd.megatron.checkpoint:seal", "before"),
+    Phase("save: renamed", "nemo_oprd.survival.checkpoints:write_whole", "before", only="latest_checkpointed"),
+    Phase("save: tracker written", "nemo_oprd.megatron.checkpoint:prune", "before"),
+    Phase("save: pruning", "nemo_oprd.survival.checkpoints:_remove", "during"),
+    Phase("export", "nemo_oprd.run:export_hf", once="end"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Kill in `phase`, from step `step` (updates done before it) on; held or not, as the phase says."""
+
+    phase: Phase
+    step: int
+
+
+@dataclass
+class Kill:
+    """One line of the table."""
+
+    phase: str
+    step: int
+    resumed_from: int | None
+    after_ms: float
+
+
+@dataclass
+class Result:
+    """What became of the killed run."""
+
+    kills: list[Kill] = field(default_factory=list)
+    starts: int = 0
+    seconds: float = 0.0
+
+
+class Bench:
+    """One directory with the toy pair, the uninterrupted run `whole` and the killed run `killed`.
+
+    Args:
+        overrides: added to the configuration of both.
+    """
+
+    def __init__(self, directory: Path, steps: int = 16, overrides: tuple[str, ...] = ()) -> None:
+        from nemo_oprd.toy.pair import make_tiny_pair
+
+        self.directory, self.steps, toy = directory, steps, directory / "toy"
+        make_tiny_pair(toy, steps=10, log=lambda _: None)
+        self.overrides = [
+            *(f"{role}.{kind}" for role in ("student", "teacher") for kind in ("checkpoint=null",)),
+            f"student.hf_path={toy / 'student'}", f"teacher.hf_path={toy / 'teacher'}",
+            f"data.train={toy / 'prompts' / 'train.jsonl'}",
+            f"data.validation.heldout={toy / 'prompts' / 'heldout.jsonl'}", f"train.steps={steps}",
+            "train.prompts_per_step=4", "rollout.max_new_tokens=16", "train.save_every=2", "evaluation.every=2",
+            "evaluation.limit=2", "evaluation.teacher=false", "logging.tensorboard=false", *overrides,
+        ]  # fmt: skip
+        self.log = directory / "log.txt"
+        import_everything()
+
+    def whole(self) -> dict[str, float]:
+        """The uninterrupted run; returns how long its phases took (median, in seconds)."""
+        attempt = self.start("whole")
+        code = attempt.wait()
+        if code:
+            raise RuntimeError(f"the uninterrupted run ended with {code}:\n{self.log.read_text()[-4000:]}")
+        return {name: statistics.median(times) for name, times in attempt.durations.items()}
+
+    def start(self, output: str, target: Target | None = None) -> Attempt:
+        """Starts the run, to be killed at `target`."""
+        return Attempt(["output=" + str(self.directory / output), *self.overrides], self.log, target)
+
+    def kill_and_finish(self, phases: list[Phase], durations: dict[str, float], draw: random.Random) -> Result:
+        """Kills the run in each of `phases` in turn, then lets it end.
+
+        Raises:
+            RuntimeError: the run ended by itself before it was killed, a process outlived it, or it did not end well.
+        """
+        result, began = Result(), time.monotonic()
+        output = self.directory / "killed"
+        for number, phase in enumerate(phases):
+            done = self.done(output)
+            # an attempt may get over a checkpoint (of every second step) where the run lags behind the kills
+            lags = done < (self.steps - 4) * number / len(phases)
+            reach = draw.choice((1, 2, 3)) if lags else 1
+            target = Target(phase, 0 if phase.once else done + reach - 1)
+            attempt = self.start("killed", target)
+            step = attempt.wait_for_target()
+            after = draw.uniform(0, durations.get(phase.name, 0.0)) if phase.how == "during" else 0.0
+            time.sleep(after)  # the random moment
+            attempt.kill()
+            left = attempt.orphans()
+            if left:
+                raise RuntimeError(f"{ORPHANS_GONE_S} s after the kill in {phase.name!r} there still are: {left}")
+            result.kills.append(Kill(phase.name, step, done or None, 1e3 * after))
+            result.starts += 1
+        last = self.start("killed")
+        code = last.wait()
+        result.starts += 1
+        if code or last.orphans():
+            raise RuntimeError(f"the last start ended with {code}:\n{self.log.read_text()[-4000:]}")
+        result.seconds = time.monotonic() - began
+        return result
+
+    def done(self, output: Path) -> int:
+        """Updates in the checkpoint that the next start goes on from."""
+        from nemo_oprd.survival.checkpoints import find_checkpoint
+
+        return find_checkpoint(output / "checkpoints")[0] or 0
+
+    def differences(self) -> list[str]:
+        """What is not the same in both runs: metrics but for times, and exported weights."""
+        one, other = (self.directory / name for name in ("whole", "killed"))
+        found = [
+            f"metrics.jsonl: {expected} in one run, {got} in the other"
+            for expected, got in zip(metrics(one), metrics(other), strict=False)
+            if expected != got
+        ]
+        lengths = [len(metrics(run)) for run in (one, other)]
+        found += [f"metrics.jsonl has {lengths} lines"] if lengths[0] != lengths[1] else []
+        files = [(run / "hf" / "model.safetensors").read_bytes() for run in (one, other)]
+        return found + (["the exported weights"] if files[0] != files[1] else [])
+
+
+class Attempt:
+    """One start of the run: its forked ranks, and what the first of them says about its phases."""
+
+    def __init__(self, overrides: list[str], log: Path, target: Target | None) -> None:
+        self.durations: dict[str, list[float]] = {}
+        reader, writer = os.pipe()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.ranks = [_fork_rank(rank, port, overrides, log, target, writer) for rank in range(RANKS)]
+        os.close(writer)
+        self._pipe, self._unread = reader, b""
+
+    def wait_for_target(self) -> int:
+        """Blocks until the target is reached; returns the step. Raises RuntimeError if the run ends before."""
+        while True:
+            line = self._line()
+            if line.startswith("reached"):
+                return int(line.split()[1])
+            if not line:
+                self.kill()
+                raise RuntimeError("the run ended, or hung, before it came to where it was to be killed")
+
+    def wait(self) -> int:
+        """Lets the run end; the largest exit status of its ranks."""
+        while line := self._line():
+            kind, seconds, name = line.split(" ", 2)
+            if kind == "left":
+                self.durations.setdefault(name, []).append(float(seconds))
+        return max(self.codes())
+
+    def codes(self) -> list[int]:
+        """Waits for the ranks to end; their exit status, that of a signal negative."""
+        os.close(self._pipe)
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.ranks]
+
+    def _line(self) -> str:
+        """What the first rank says next; nothing if it has ended, or is silent for too long."""
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._pipe], [], [], ATTEMPT_S)
+            said = os.read(self._pipe, 4096) if ready else b""
+            if not said:
+                return ""
+            self._unread += said
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def kill(self) -> None:
+        """SIGKILL to every rank."""
+        for pid in self.ranks:
+            os.kill(pid, signal.SIGKILL)
+        self.codes()
+
+    def orphans(self) -> list[str]:
+        """Command lines of processes of this attempt that don't end in time; each rank began a session of its own."""
+        deadline = time.monotonic() + ORPHANS_GONE_S
+        while (left := _in_sessions(set(self.ranks))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+
+def _in_sessions(sessions: set[int]) -> list[str]:
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
+            state, session = fields[0], int(fields[3])
+            if session in sessions and state != "Z":
+                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(f"{directory.name} {command}")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def import_everything() -> None:
+    """What a rank needs, imported before the fork; starts no thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("transformers", "nemo_oprd.train", "nemo_oprd.megatron.plain_writer", "nemo_oprd.megatron.cpu"):
+        importlib.import_module(name)
+    for phase in PHASES:
+        importlib.import_module(phase.call.split(":")[0])
+    gc.freeze()  # Megatron collects before a save: not what is shared with this process
+
+
+def _fork_rank(rank: int, port: int, overrides: list[str], log: Path, target: Target | None, pipe: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        if rank == 0:
+            Probe(pipe, target).install()
+        from nemo_oprd.cli import main
+
+        sys.argv = ["nemo-oprd", "train", "--config-name", "quickstart", *overrides]
+        main()
+        os._exit(0)
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+class Probe:
+    """In the first rank: tells of the phases through a pipe, and holds the rank where that is asked for."""
+
+    def __init__(self, pipe: int, target: Target | None) -> None:
+        self.pipe, self.target, self.step, self.said = pipe, target, 0, False
+
+    def install(self) -> None:
+        """Wraps the calls of all phases, and the one that tells the step."""
+        for phase in PHASES:
+            owner, name = _find(phase.call)
+            setattr(owner, name, self._watched(phase, getattr(owner, name)))
+        owner, name = _find("nemo_oprd.run:Run.rollouts")
+        setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(run: Any, step: int) -> Any:
+            self.step = step
+            return call(run, step)
+
+        return counted
+
+    def _watched(self, phase: Phase, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if phase.only not in repr(args):
+                return call(*args, **kwargs)
+            if phase.how in ("during", "before"):
+                self._reach(phase)
+            if phase.how == "inside" and self._aims_at(phase):
+                run_log, step = args[:2]
+                with run_log.path.open("a") as file:
+                    file.write(json.dumps({"step": step, "time": 0.0, "loss/total": 0.0})[: 10 + step])
+                self._reach(phase)
+            began = time.monotonic()
+            result = call(*args, **kwargs)
+            self._tell(f"left {time.monotonic() - began} {phase.name}")
+            if phase.how == "after":
+                self._reach(phase)
+            return result
+
+        return watched
+
+    def _aims_at(self, phase: Phase) -> bool:
+        return self.target is not None and self.target.phase == phase and self.step >= self.target.step
+
+    def _reach(self, phase: Phase) -> None:
+        if self._aims_at(phase) and not self.said:
+            self.said = True
+            self._tell(f"reached {self.step} {phase.name}")
+            if phase.how != "during":
+                time.sleep(ATTEMPT_S)  # held until it is killed
+
+    def _tell(self, line: str) -> None:
+        os.write(self.pipe, f"{line}\n".encode())
+
+
+def _find(call: str) -> tuple[Any, str]:
+    module, path = call.split(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what a clock or the machine says."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "time" and not k.startswith(("timing/", "perf/"))} for line in lines]
+
+
+def choose(kills: int, draw: random.Random) -> list[Phase]:
+    """Every phase at least once, if there are as many kills; in random order, but the run's end comes last."""
+    steps = [phase for phase in PHASES if phase.once != "end"]
+    ends = [phase for phase in PHASES if phase.once == "end"]
+    chosen = draw.sample(steps, len(steps)) + [draw.choice(steps) for _ in range(kills)]
+    chosen = chosen[: max(0, kills - len(ends))]
+    draw.shuffle(chosen)
+    chosen.sort(key=lambda phase: phase.once == "start")  # there is a checkpoint to be read by then
+    return chosen + ends[: kills - len(chosen)]
+
+
+def table(result: Result) -> str:
+    """One line per kill."""
+    lines = [f"{'kill':>4}  {'phase':<24} {'in step':>7}  {'ms into it':>10}  resumed from"]
+    for number, kill in enumerate(result.kills, start=1):
+        resumed = "nothing" if kill.resumed_from is None else f"{kill.resumed_from} updates"
+        lines.append(f"{number:>4}  {kill.phase:<24} {kill.step + 1:>7}  {kill.after_ms:>10.1f}  {resumed}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Kill a toy run with SIGKILL and compare it with an uninterrupted one")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as directory:
+        bench = Bench(Path(directory), options.steps)
+        durations = bench.whole()
+        result = bench.kill_and_finish(choose(options.kills, draw), durations, draw)
+        print(table(result))
+        differences = bench.differences()
+        lines = len(metrics(bench.directory / "whole"))
+    print(f"{len(result.kills)} kills, {result.starts} starts in {result.seconds:.0f} s; no process was left")
+    if differences:
+        sys.exit("the killed run differs: " + "; ".join(differences))
+    print(f"{lines} lines of metrics and the exported weights are those of the uninterrupted run, bit by bit")
+
+
+if __name__ == "__main__":
+    main()

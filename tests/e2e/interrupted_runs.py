@@ -1,0 +1,162 @@
+"""Interrupts runs in the ways of test_interrupted.py and prints what happened as JSON; forks ranks as
+benchmarks/sigkill.py does, in a process of its own because forking wants one without threads.
+
+    python interrupted_runs.py DIRECTORY [SMALL_DISK]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sigkill import PHASES, Attempt, Bench, Target, metrics
+
+PHASE = {phase.name: phase for phase in PHASES}
+STEPS = 6
+
+
+class Driver:
+    """The scenarios; each returns what its test looks at."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bench = Bench(directory, STEPS, ("rollout.save=true",))
+        self.bench.whole()
+
+    def start(self, output: str, phase: str | None = None, step: int = 0, extra: tuple[str, ...] = ()) -> Attempt:
+        """A start with a log of its own, which `said` reads."""
+        self.log = self.bench.directory / f"log-{time.monotonic_ns()}.txt"
+        target = Target(PHASE[phase], step) if phase else None
+        where = output if output.startswith("/") else str(self.bench.directory / output)
+        return Attempt([*self.bench.overrides, f"output={where}", *extra], self.log, target)
+
+    def said(self) -> list[str]:
+        """Lines of the last start that are the project's own."""
+        return [line for line in self.log.read_text().splitlines() if "Warning" not in line and line[:1].strip()]
+
+    def signals(self) -> dict[str, Any]:
+        """One run, asked to stop by each signal in turn (one of them reaches one rank only), then left to end."""
+        found: dict[str, Any] = {"starts": []}
+        asked = ((signal.SIGTERM, "rollout", 0, 2), (signal.SIGUSR1, "backward", 2, 1), (signal.SIGINT, "save", 3, 2))
+        for number, phase, step, ranks in asked:
+            attempt = self.start("killed", phase, step)
+            attempt.wait_for_target()
+            for pid in attempt.ranks[-ranks:]:
+                os.kill(pid, number)
+            got = attempt.codes()
+            said = [line for line in self.said() if "stopped by" in line]
+            done = self.bench.done(self.bench.directory / "killed")
+            found["starts"].append({"codes": got, "said": said, "done": done, "orphans": attempt.orphans()})
+        self.start("killed").wait()
+        return {**found, "differences": self.bench.differences()}
+
+    def second_interrupt(self) -> dict[str, Any]:
+        """Ctrl-C twice while the first rank is held in the middle of a step."""
+        attempt = self.start("twice", "rollouts kept")
+        attempt.wait_for_target()
+        began = time.monotonic()
+        for _ in range(2):
+            for pid in attempt.ranks:
+                os.kill(pid, signal.SIGINT)
+            time.sleep(0.5)  # two signals of a kind at once are one
+        return {"codes": attempt.codes(), "seconds": time.monotonic() - began, "orphans": attempt.orphans()}
+
+    def lock(self) -> dict[str, Any]:
+        """A second start while a run is held; then SIGKILL to the first, and another start."""
+        holder = self.start("locked", "rollouts kept", 3)
+        holder.wait_for_target()
+        directory = self.bench.directory / "locked"
+
+        def files() -> dict[str, Any]:
+            return {str(f): (f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(directory.rglob("*"))}
+
+        before = files()
+        second = self.start("locked")
+        code = os.waitstatus_to_exitcode(os.waitpid(second.ranks[0], 0)[1])
+        now = files()
+        touched = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        os.kill(second.ranks[1], signal.SIGKILL)  # what a launcher does; it waits for its first rank
+        os.waitpid(second.ranks[1], 0)
+        refused = self.said()
+        holder.kill()
+        after = self.start("locked").wait()
+        return {
+            "code": code, "touched": touched, "said": refused, "holder": holder.ranks[0], "after": after,
+            "same": metrics(directory) == metrics(self.bench.directory / "whole"),
+        }  # fmt: skip
+
+    def layouts(self) -> dict[str, Any]:
+        """TP2, killed; PP2, killed; TP1 with DP2 to the end."""
+        for layout, step in (((), 2), (("student.parallel.tensor=1", "student.parallel.pipeline=2"), 4)):
+            attempt = self.start("layouts", "weight sync", step, layout)
+            attempt.wait_for_target()
+            attempt.kill()
+        code = self.start("layouts", extra=("student.parallel.tensor=1",)).wait()
+        runs = [self.bench.directory / name for name in ("whole", "layouts")]
+        sampled = [
+            [
+                [(r["prompt_ids"], r["response_ids"]) for r in map(json.loads, file.read_text().splitlines())]
+                for file in sorted((run / "rollouts").glob("step_*.jsonl"))
+            ]
+            for run in runs
+        ]
+        return {
+            "code": code, "said": self.said(), "curves": [metrics(run) for run in runs],
+            "same_rollouts": sampled[0] == sampled[1], "steps": len(sampled[1]),
+        }  # fmt: skip
+
+    def pending(self) -> dict[str, Any]:
+        """Killed with the rollouts of step 3 kept; gone on with from copies of the run, as it was and changed."""
+        attempt = self.start("kept", "rollouts kept", 2)
+        attempt.wait_for_target()
+        attempt.kill()
+        prompts = self.bench.directory / "toy" / "prompts" / "tune.jsonl"
+        changes = {"same": (), "temperature": ("rollout.temperature=0.9",), "prompts": (f"data.train={prompts}",)}
+        found: dict[str, Any] = {}
+        for name, change in changes.items():
+            shutil.copytree(self.bench.directory / "kept", self.bench.directory / name)
+            attempt = self.start(name, extra=("train.steps=3", "evaluation.every=0", "train.export_hf=false", *change))
+            code = attempt.wait()
+            found[name] = {"code": code, "said": self.said(), "sampled": len(attempt.durations.get("rollout", []))}
+        return found
+
+    def full_disk(self, disk: Path) -> dict[str, Any]:
+        """All checkpoints kept on a small disk until it is full; then space is made, and the same command again."""
+        output, extra = disk / "run", ("train.keep_checkpoints=0", "train.save_every=1", "evaluation.every=0")
+        filler = disk / "filler"
+        first = self.start(str(output), extra=(*extra, "train.steps=1", "train.export_hf=false"))
+        first.wait()
+        checkpoint = sum(f.stat().st_size for f in (output / "checkpoints").rglob("*") if f.is_file())
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        # what is left at a start must do for the check at its beginning, and not for all that is saved
+        filler.write_bytes(bytes(free - (1 << 20) - checkpoint // 2))
+        attempt = self.start(str(output), extra=extra)
+        stopped = {"codes": attempt.codes(), "said": self.said(), "orphans": attempt.orphans()}
+        stopped["done"] = self.bench.done(output)
+        filler.unlink()
+        code = self.start(str(output), extra=(*extra, "train.keep_checkpoints=1")).wait()
+        return {**stopped, "after": code, "said_after": self.said(), "last": metrics(output)[-1]["step"]}
+
+
+def main() -> None:
+    """Runs all scenarios."""
+    directory = Path(sys.argv[1])
+    driver = Driver(directory)
+    scenarios = {name: getattr(driver, name) for name in ("signals", "second_interrupt", "lock", "layouts", "pending")}
+    if len(sys.argv) > 2:
+        scenarios["full_disk"] = lambda: driver.full_disk(Path(sys.argv[2]))
+    results: dict[str, Any] = {}
+    for name, scenario in scenarios.items():
+        began = time.monotonic()
+        results[name] = {**scenario(), "took_s": time.monotonic() - began}
+        print(name, f"{time.monotonic() - began:.1f} s", file=sys.stderr)
+    (directory / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

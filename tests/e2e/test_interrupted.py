@@ -1,0 +1,111 @@
+"""Runs that are interrupted: signals, a second start, other layouts, a full disk. `interrupted_runs.py` makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+DISK_MB = 8
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """A file system in memory of a few MB, None where this user may not mount one."""
+    place = tmp_path_factory.mktemp("disk")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    yield place if mounted.returncode == 0 else None
+    if mounted.returncode == 0:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("interrupted")
+    command = [sys.executable, str(Path(__file__).with_name("interrupted_runs.py")), str(directory)]
+    command += [str(small_disk)] if small_disk else []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    logs = "\n".join(f.read_text()[-1500:] for f in sorted(directory.glob("log*.txt"))[-2:])
+    assert ended.returncode == 0, f"{ended.stderr[-3000:]}\n{logs}"
+    return json.loads((directory / "results.json").read_text())
+
+
+def errors(said: list[str]) -> list[str]:
+    return [line for line in said if line.startswith(("error:", "Traceback", "RuntimeError", "OSError"))]
+
+
+def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, Any]) -> None:
+    """SIGTERM during the rollout, SIGUSR1 (to one rank) during backward, SIGINT during a save: 75, and the same end."""
+    starts = results["signals"]["starts"]
+    assert [start["codes"] for start in starts] == [[75, 75]] * 3
+    assert [start["done"] for start in starts] == [1, 3, 4]
+    assert [start["orphans"] for start in starts] == [[]] * 3
+    assert all(len(start["said"]) == 1 for start in starts)
+    assert starts[0]["said"] == ["stopped by SIGTERM after step 1 of 6, and saved; the same command goes on from there"]
+    assert "a signal to another rank" in starts[1]["said"][0]
+    assert "SIGINT" in starts[2]["said"][0]
+    assert results["signals"]["differences"] == []
+
+
+def test_a_second_interrupt_ends_it_at_once(results: dict[str, Any]) -> None:
+    found = results["second_interrupt"]
+    assert found["codes"][0] == -2  # by the signal itself
+    assert found["codes"][1] in (1, -2)  # or by the watchdog, where it waited for the first in a collective
+    assert found["seconds"] < 6
+    assert found["orphans"] == []
+
+
+def test_a_directory_in_use_is_refused_and_a_crash_leaves_no_lock(results: dict[str, Any]) -> None:
+    found = results["lock"]
+    assert found["code"] == 2
+    assert len(errors(found["said"])) == 1
+    assert f"is in use by process {found['holder']} on " in errors(found["said"])[0]
+    assert found["touched"] == []
+    assert found["after"] == 0
+    assert found["same"]
+
+
+def test_one_run_in_three_layouts(results: dict[str, Any]) -> None:
+    """TP2, PP2, then DP2: the rollouts and the curve of the run that stayed at TP2."""
+    found = results["layouts"]
+    assert found["code"] == 0
+    assert any("after 4 of 6 steps" in line for line in found["said"])
+    assert found["steps"] == 6
+    assert found["same_rollouts"]
+    whole, parts = found["curves"]
+    assert [line["step"] for line in parts] == [line["step"] for line in whole]
+    for expected, got in zip(whole, parts, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_rollouts_of_an_interrupted_step_are_taken_up(results: dict[str, Any]) -> None:
+    """Killed after sampling: not sampled again, unless temperature or prompts are others."""
+    same, *changed = (results["pending"][name] for name in ("same", "temperature", "prompts"))
+    line = "step 3 goes on with the 4 rollouts sampled before the interruption"
+    assert (same["code"], same["sampled"], same["said"].count(line)) == (0, 0, 1)
+    assert [(found["code"], found["sampled"], found["said"].count(line)) for found in changed] == [(0, 1, 0)] * 2
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(results: dict[str, Any]) -> None:
+    if "full_disk" not in results:
+        pytest.skip("no tmpfs could be mounted (needs root)")
+    found = results["full_disk"]
+    assert max(found["codes"]) == 2
+    assert len(errors(found["said"])) == 1
+    assert "iter_000000" in errors(found["said"])[0]
+    assert "free some space" in errors(found["said"])[0]
+    assert found["orphans"] == []
+    assert 1 <= found["done"] < 6
+    assert found["after"] == 0
+    assert any(f"after {found['done']} of 6 steps" in line for line in found["said_after"])
+    assert found["last"] == 6

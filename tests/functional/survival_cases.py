@@ -1,0 +1,93 @@
+"""What the pool's workers run for test_skipped_updates.py: training whose numbers go wrong in chosen steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nemo_oprd.config import load_config
+from nemo_oprd.megatron.names import named_parameters
+from nemo_oprd.megatron.student import Student
+from nemo_oprd.runlog import RunLog
+
+
+def run_poisoned_train(
+    overrides: list[str],
+    *,
+    steps: list[int],
+    response: int = 0,
+    layer: int = 2,
+    value: str | None = None,
+    factor: float | None = None,
+    parameter: str | None = None,
+) -> dict[str, Any]:
+    """`train`, with something wrong in `steps` (0-based, of this start).
+
+    Args:
+        value: "nan" or "inf" in the teacher's states of `response` at `layer`.
+        factor: those states are multiplied by it.
+        parameter: an infinite number in the gradient of this parameter (name of ours).
+
+    Returns:
+        "said": what the run said; "updates": [(weights changed, trouble)] per step, of the first rank.
+    """
+    from nemo_oprd.train import train
+
+    passes = -2  # the guard's pass comes first
+    said: list[str] = []
+    updates: list[tuple[bool, str | None]] = []
+    start_step, make_microbatches, update = Student.start_step, Student._microbatches, Student.update
+
+    def start(student: Student, *args: Any) -> None:
+        nonlocal passes
+        passes += 1
+        start_step(student, *args)
+
+    def poison_targets(student: Student, rollouts: Any, plan: Any, targets: Any) -> Any:
+        if passes in steps and (value or factor):
+            at, begin = student.role.at, 0
+            for held in plan.held(at):
+                rows = torch.from_numpy(plan.table.response[held.row]) == response
+                end = begin + len(held.row)
+                if layer in targets.hidden:
+                    part = targets.hidden[layer][begin:end]
+                    part[rows] = part[rows] * factor if factor else float(str(value))
+                begin = end
+        return make_microbatches(student, rollouts, plan, targets)
+
+    def watched_update(student: Student, step: int, measured: Any) -> Any:
+        if passes in steps and parameter:
+            named = named_parameters(student.chunks)
+            if parameter in named:
+                named[parameter].main_grad.view(-1)[0] = float("inf")
+        before = weights(student)
+        result = update(student, step, measured)
+        if result is not None:
+            changed = any(not torch.equal(before[name], now) for name, now in weights(student).items())
+            updates.append((changed, result.trouble))
+        return result
+
+    with (
+        mock.patch.object(Student, "start_step", start),
+        mock.patch.object(Student, "_microbatches", poison_targets),
+        mock.patch.object(Student, "update", watched_update),
+        mock.patch.object(RunLog, "say", _say(said)),
+    ):
+        train(load_config("verify", overrides))
+    return {"said": said, "updates": updates}
+
+
+def weights(student: Student) -> dict[str, torch.Tensor]:
+    """Copies of all whole weights; every student rank calls this."""
+    return {name: value.clone() for name, value in student.hf_weights()} if student.role.here else {}
+
+
+def _say(said: list[str]) -> Callable[[RunLog, str], None]:
+    def say(log: RunLog, text: str) -> None:
+        if log.writes:
+            said.append(text)
+
+    return say

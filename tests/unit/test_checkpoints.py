@@ -1,0 +1,186 @@
+"""The checkpoint directory: the one to go on from, what is kept, and that no moment of a save is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from nemo_oprd.survival import checkpoints
+from nemo_oprd.survival.checkpoints import find_checkpoint, prune, read_best, remove_leftovers, seal
+
+
+def write(root: Path, step: int, best: float | None = None, text: str = "weights") -> None:
+    """A checkpoint as a save makes it."""
+    partial = checkpoints.partial_directory(root, step)
+    partial.mkdir(parents=True)
+    (partial / "shard").write_text(f"{text} {step}")
+    (partial / "hf").mkdir()
+    (partial / "hf" / "config.json").write_text("{}")
+    seal(root, {"step": step}, {"step": step, "metric": "val/x/avg@4", "value": best} if best is not None else None)
+
+
+def directory(root: Path, step: int) -> Path:
+    return checkpoints.iteration_directory(root, step)
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in root.glob("iter_*"))
+
+
+def test_none_and_the_newest(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "none") == (None, [])
+    for step in (2, 4, 10):
+        write(tmp_path, step)
+    assert find_checkpoint(tmp_path) == (10, [])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated shard": (lambda d: (d / "shard").write_text("we"), "shard has 2 bytes of 9"),
+    "missing shard": (lambda d: (d / "shard").unlink(), "shard is missing"),
+    "missing file below": (lambda d: (d / "hf" / "config.json").unlink(), "hf/config.json is missing"),
+    "no state.json": (lambda d: (d / "state.json").unlink(), "state.json is missing"),
+    "half a state.json": (lambda d: (d / "state.json").write_text('{"step": 4, "fi'), "state.json is damaged"),
+    "state.json of another program": (lambda d: (d / "state.json").write_text("[]"), "state.json is damaged"),
+    "empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), "state.json is missing"),
+    "directory gone": (shutil.rmtree, "state.json is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_one_is_passed_over_and_said(tmp_path: Path, kind: str) -> None:
+    for step in (2, 4):
+        write(tmp_path, step)
+    harm, reason = DAMAGE[kind]
+    harm(directory(tmp_path, 4))
+    found, notes = find_checkpoint(tmp_path)
+    assert found == 2
+    assert notes == [f"{directory(tmp_path, 4)} is incomplete ({reason}) and was passed over"]
+    if kind != "directory gone":
+        harm(directory(tmp_path, 2))
+    else:
+        shutil.rmtree(directory(tmp_path, 2))
+    with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*expected one to go on from: copy it again"):
+        find_checkpoint(tmp_path)
+
+
+def test_tracker(tmp_path: Path) -> None:
+    """An earlier number goes back; one without a directory is passed over; anything else is an error."""
+    for step in (2, 4, 6):
+        write(tmp_path, step)
+    tracker = tmp_path / checkpoints.LATEST
+    tracker.write_text("4\n")
+    assert find_checkpoint(tmp_path) == (4, [])
+    tracker.write_text("5")
+    found, notes = find_checkpoint(tmp_path)
+    assert found == 4
+    assert "iter_0000005 is incomplete" in notes[0]
+    for text in ("", "latest", "-2", "\u00b2"):
+        tracker.write_text(text)
+        with pytest.raises(ValueError, match=r"expected the number of a checkpoint.*\[6, 4, 2\]"):
+            find_checkpoint(tmp_path)
+    tracker.unlink()
+    assert find_checkpoint(tmp_path) == (6, [])
+
+
+def test_leftovers_are_neither_taken_nor_left(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    for name in (".partial_iter_0000004", ".removed_iter_0000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard").write_text("x")
+    (tmp_path / ".partial_best.json").write_text("{")
+    assert find_checkpoint(tmp_path) == (2, [])
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", checkpoints.LATEST}
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step, best in ((2, 0.1), (4, 0.5), (6, None), (8, None), (10, None)):
+        write(tmp_path, step, best)
+        prune(tmp_path, 2, step)
+    assert steps(tmp_path) == [4, 8, 10]
+    assert read_best(tmp_path) == {"step": 4, "metric": "val/x/avg@4", "value": 0.5}
+    prune(tmp_path, 0, 10)
+    assert steps(tmp_path) == [4, 8, 10]
+
+
+def test_going_back_leaves_the_other_line_and_forgets_its_best_when_replaced(tmp_path: Path) -> None:
+    for step, best in ((2, None), (4, None), (6, 0.9), (8, None)):
+        write(tmp_path, step, best)
+    (tmp_path / checkpoints.LATEST).write_text("2")
+    write(tmp_path, 4, text="another line's")
+    prune(tmp_path, 1, 4)
+    assert steps(tmp_path) == [4, 6, 8]
+    assert find_checkpoint(tmp_path) == (4, [])
+    assert (directory(tmp_path, 4) / "shard").read_text() == "another line's 4"
+    assert read_best(tmp_path) == {"step": 6, "metric": "val/x/avg@4", "value": 0.9}
+    write(tmp_path, 6, text="another line's")
+    assert read_best(tmp_path) is None
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def calls_of_a_save(root: Path) -> int:
+    """How many calls that change files a save at step 6 makes (counted on a copy)."""
+    copy = root.with_name("counted")
+    shutil.copytree(root, copy)
+    return save_and_prune(copy, killed_at=None)
+
+
+def save_and_prune(root: Path, killed_at: int | None) -> int:
+    """Saves and prunes; before file-changing call number `killed_at` nothing more happens."""
+    count = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count - 1 == killed_at:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    names = [(Path, name) for name in ("rename", "unlink", "write_text")] + [(shutil, "rmtree")]
+    with mock.patch.multiple(Path, **{n: counted(getattr(Path, n)) for o, n in names if o is Path}):  # noqa: SIM117
+        with mock.patch.object(shutil, "rmtree", counted(shutil.rmtree)):
+            remove_leftovers(root)
+            write(root, 6, best=0.7, text="new")
+            prune(root, 2, 6)
+    return count
+
+
+def test_killed_at_any_call_of_a_save(tmp_path: Path) -> None:
+    """Before: 2 (the best), 4, and a 6 of an abandoned line. After any kill: a whole checkpoint, and a second save."""
+    before = tmp_path / "before"
+    for step, best in ((2, 0.5), (4, None), (6, None)):
+        write(before, step, best, text="old")
+    (before / checkpoints.LATEST).write_text("4\n")
+    calls = calls_of_a_save(before)
+    assert calls > 10
+    for number in range(calls):
+        root = tmp_path / f"killed-{number}"
+        shutil.copytree(before, root)
+        with pytest.raises(Killed):
+            save_and_prune(root, killed_at=number)
+        found, notes = find_checkpoint(root)
+        assert (found, notes) in ((4, []), (6, [])), number
+        assert found is not None
+        best = read_best(root)
+        assert best is not None and best["step"] in (2, 6), number
+        if found == 6:
+            assert (directory(root, 6) / "shard").read_text() == "new 6", number
+            assert best["step"] == 6, number
+        shutil.rmtree(checkpoints.partial_directory(root, 6), ignore_errors=True)
+        save_and_prune(root, killed_at=None)
+        assert find_checkpoint(root) == (6, [])
+        assert steps(root) == [4, 6]
+        assert json.loads((root / checkpoints.BEST).read_text())["step"] == 6
+        assert {p.name for p in root.iterdir() if p.name.startswith(".")} <= set(), number
