@@ -312,7 +312,9 @@ def is_first_rank() -> bool:
 
 
 def _peak_memory_gb() -> float:
-    """Peak of this process: CUDA allocations, or resident memory on a machine without CUDA."""
+    """Peak of CUDA allocations since it was asked last; of this process's resident memory on a machine without CUDA."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -191,17 +191,13 @@ class SDPAttention(MegatronModule):
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> torch.Tensor:
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         k, v = cache.update(self.layer_number, k, v)
-        prefill = cache.mask is None
-        if not prefill:
+        if cache.mask is not None:
             # One query token: the query heads of a group become its queries. Nothing is expanded, and fused kernels
             # take the mask, which they don't together with grouped heads.
             batch, heads, _, channels = q.shape
             grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], channels)
-            mask = cache.mask[..., : cache.used]  # type: ignore[index]
+            mask = cache.mask[..., : cache.used]
             out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale)
             return out.reshape(batch, 1, heads * channels).transpose(0, 1)
-        mask = None if cache.mask is None else cache.mask[..., : cache.used]
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=prefill, scale=self.scale, enable_gqa=True
-        )
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
