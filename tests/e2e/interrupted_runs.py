@@ -53,6 +53,9 @@ class Driver:
             done = self.bench.done(self.bench.directory / "killed")
             found["starts"].append({"codes": got, "said": said, "done": done, "orphans": attempt.orphans()})
         self.start("killed").wait()
+        kept = self.bench.directory / "killed" / "checkpoints"
+        found["kept"] = sorted(path.name for path in kept.iterdir())
+        found["best"] = json.loads((kept / "best.json").read_text())
         return {**found, "differences": self.bench.differences()}
 
     def second_interrupt(self) -> dict[str, Any]:
