@@ -115,7 +115,8 @@ class Bench:
             f"data.train={toy / 'prompts' / 'train.jsonl'}",
             f"data.validation.heldout={toy / 'prompts' / 'heldout.jsonl'}", f"train.steps={steps}",
             "train.prompts_per_step=4", "rollout.max_new_tokens=16", "train.save_every=2", "evaluation.every=2",
-            "evaluation.limit=2", "evaluation.teacher=false", "logging.tensorboard=false", *overrides,
+            "evaluation.limit=2", "evaluation.teacher=false", "logging.tensorboard=false",
+            "train.keep_best=val/heldout/avg@2", *overrides,
         ]  # fmt: skip
         self.log = directory / "log.txt"
         import_everything()

@@ -53,6 +53,9 @@ class Driver:
             done = self.bench.done(self.bench.directory / "killed")
             found["starts"].append({"codes": got, "said": said, "done": done, "orphans": attempt.orphans()})
         self.start("killed").wait()
+        kept = self.bench.directory / "killed" / "checkpoints"
+        found["kept"] = sorted(path.name for path in kept.iterdir())
+        found["best"] = json.loads((kept / "best.json").read_text())
         return {**found, "differences": self.bench.differences()}
 
     def second_interrupt(self) -> dict[str, Any]:
@@ -117,17 +120,21 @@ class Driver:
         attempt.kill()
         prompts = self.bench.directory / "toy" / "prompts" / "tune.jsonl"
         changes = {"same": (), "temperature": ("rollout.temperature=0.9",), "prompts": (f"data.train={prompts}",)}
+        short = ("train.steps=3", "evaluation.every=0", "train.keep_best=null", "train.export_hf=false")
         found: dict[str, Any] = {}
         for name, change in changes.items():
             shutil.copytree(self.bench.directory / "kept", self.bench.directory / name)
-            attempt = self.start(name, extra=("train.steps=3", "evaluation.every=0", "train.export_hf=false", *change))
+            attempt = self.start(name, extra=(*short, *change))
             code = attempt.wait()
             found[name] = {"code": code, "said": self.said(), "sampled": len(attempt.durations.get("rollout", []))}
         return found
 
     def full_disk(self, disk: Path) -> dict[str, Any]:
         """All checkpoints kept on a small disk until it is full; then space is made, and the same command again."""
-        output, extra = disk / "run", ("train.keep_checkpoints=0", "train.save_every=1", "evaluation.every=0")
+        output, extra = (
+            disk / "run",
+            ("train.keep_checkpoints=0", "train.save_every=1", "evaluation.every=0", "train.keep_best=null"),
+        )
         filler = disk / "filler"
         first = self.start(str(output), extra=(*extra, "train.steps=1", "train.export_hf=false"))
         first.wait()

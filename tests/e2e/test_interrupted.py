@@ -57,6 +57,15 @@ def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, An
     assert results["signals"]["differences"] == []
 
 
+def test_the_newest_and_the_best_are_kept(results: dict[str, Any]) -> None:
+    """The tiny pair solves nothing, so the first evaluation (of step 2) stays the best."""
+    found = results["signals"]
+    assert found["best"] == {"step": 2, "metric": "val/heldout/avg@2", "value": 0.0}
+    assert found["kept"] == [
+        "best.json", "iter_0000002", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"
+    ]  # fmt: skip
+
+
 def test_a_second_interrupt_ends_it_at_once(results: dict[str, Any]) -> None:
     found = results["second_interrupt"]
     assert found["codes"][0] == -2  # by the signal itself

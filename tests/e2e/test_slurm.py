@@ -1,11 +1,12 @@
-"""`sbatch scripts/oprd_1p5b.sh` on a real two-node Slurm cluster (loopback): two nodes, distinct TP sizes, and a second
-submission that resumes from the checkpoint."""
+"""`sbatch scripts/oprd_1p5b.sh` on a real two-node Slurm cluster (loopback): two nodes, distinct TP sizes, a second
+submission that resumes from the checkpoint, and a job that is asked to stop and queues itself again."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,35 +27,79 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.
     cluster.stop()
 
 
-def submit(cluster: slurm_cluster.SlurmCluster, toy: Path, output: Path, log: Path, steps: int) -> None:
-    """One job on both nodes, one process per node, CPU; the README's overrides in small."""
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from nemo_oprd.toy.pair import make_tiny_pair
+
+    directory = tmp_path_factory.mktemp("pair") / "toy"
+    make_tiny_pair(directory, log=lambda _: None)
+    return directory
+
+
+def submit(cluster: slurm_cluster.SlurmCluster, toy: Path, output: Path, log: Path, *overrides: str) -> str:
+    """One job on both nodes, one task per node, CPU; the README's overrides in small. Returns the job's number."""
     cluster.environment.update(
-        PYTHON=sys.executable, PROCESSES="1", CONFIG="quickstart", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
+        PYTHON=sys.executable, CONFIG="quickstart", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
         PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore",
     )  # fmt: skip
-    overrides = [
+    settings = [
         f"output={output}", "student.checkpoint=null", f"student.hf_path={toy / 'student'}", "teacher.checkpoint=null",
         f"teacher.hf_path={toy / 'teacher'}", f"data.train={toy / 'prompts' / 'train.jsonl'}", "evaluation.every=0",
-        "train.prompts_per_step=4", f"train.steps={steps}", "train.save_every=2", "train.schedule=constant",
+        "train.prompts_per_step=4", "train.save_every=2", "train.schedule=constant", "logging.tensorboard=false",
     ]  # fmt: skip
-    command = ["sbatch", "--nodes=2", "--gpus-per-node=0", f"--output={log}", "--parsable", "scripts/oprd_1p5b.sh"]
-    submitted = cluster.run([*command, *overrides], cwd=ROOT)
+    command = ["sbatch", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--output={log}", "--parsable"]
+    submitted = cluster.run([*command, "scripts/oprd_1p5b.sh", *settings, *overrides], cwd=ROOT)
     assert submitted.returncode == 0, submitted.stderr
-    state = cluster.wait_for_job(submitted.stdout.strip(), timeout=180)
+    return submitted.stdout.strip()
+
+
+def completes(cluster: slurm_cluster.SlurmCluster, job: str, log: Path) -> None:
+    state = cluster.wait_for_job(job, timeout=180)
     assert state == "COMPLETED", f"{state}\n{log.read_text()[-4000:] if log.exists() else ''}"
 
 
-def test_two_nodes_and_requeue(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
-    from nemo_oprd.toy.pair import make_tiny_pair
+def updates(output: Path) -> list[int]:
+    file = output / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
-    make_tiny_pair(tmp_path / "toy", log=lambda _: None)
+
+def test_two_nodes_and_a_second_submission(cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "job.log"
-    submit(cluster, tmp_path / "toy", output, log, steps=2)
+    completes(cluster, submit(cluster, toy, output, log, "train.steps=2"), log)
     assert (output / "hf" / "model.safetensors").exists()
     config = (output / "config.yaml").read_text()
     assert "tensor: 2" in config.split("teacher:")[0]  # the student's, from the script
-    submit(cluster, tmp_path / "toy", output, log, steps=4)
+    completes(cluster, submit(cluster, toy, output, log, "train.steps=4"), log)
     assert "resumed from" in log.read_text()
-    steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").open()]
-    assert steps == [1, 2, 3, 4]
+    assert updates(output) == [1, 2, 3, 4]
     assert os.environ.get("SLURM_JOB_ID") is None
+
+
+def wait_for_update(output: Path, number: int, job: str, cluster: slurm_cluster.SlurmCluster, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while len(updates(output)) < number:
+        state = cluster.run(["scontrol", "show", "job", job]).stdout
+        assert time.monotonic() < deadline and "JobState=FAILED" not in state, log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
+def test_a_job_that_is_asked_to_stop_saves_and_queues_itself(
+    cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path: Path
+) -> None:
+    """SIGUSR1 as `--signal` sends it before the time limit: saved, requeued by itself, finished by the next start."""
+    output, log, steps = tmp_path / "run", tmp_path / "job.log", 20
+    job = submit(cluster, toy, output, log, f"train.steps={steps}", "train.save_every=0")
+    wait_for_update(output, 2, job, cluster, log)
+    assert cluster.run(["scancel", "--signal=USR1", job]).returncode == 0
+    deadline = time.monotonic() + 60
+    while "Restarts=1" not in (shown := cluster.run(["scontrol", "show", "job", job]).stdout):
+        assert time.monotonic() < deadline, f"{shown}\n{log.read_text()[-4000:]}"
+        time.sleep(0.3)
+    said = [line for line in log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
+    assert len(said) == 1
+    done = int(said[0].split("after step ")[1].split()[0])
+    assert 2 <= done < steps
+    cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])  # Slurm lets a requeued job wait for minutes
+    completes(cluster, job, log)
+    assert f"after {done} of {steps} steps" in log.read_text()
+    assert updates(output) == list(range(1, steps + 1))

@@ -1,0 +1,34 @@
+"""The command line, for test_launchers.py: notes each rank's process id at its second update, and fails if told to.
+
+torchrun ... launched_run.py DIRECTORY (fail | run) train ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.cli import main
+from nemo_oprd.megatron.student import Student
+
+directory, what = Path(sys.argv[1]), sys.argv[2]
+update = Student.update
+
+
+def noting(student: Student, step: int, measured: Any) -> Any:
+    """In place of `Student.update`."""
+    if step == 1:
+        rank = os.environ["RANK"]
+        partial = directory / f".pid-{rank}"
+        partial.write_text(str(os.getpid()))
+        partial.rename(directory / f"pid-{rank}")
+        if what == "fail" and rank == "1":
+            raise RuntimeError("injected failure")
+    return update(student, step, measured)
+
+
+Student.update = noting  # type: ignore[method-assign]
+del sys.argv[1:3]
+main()

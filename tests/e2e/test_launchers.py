@@ -1,0 +1,119 @@
+"""Real `torchrun`: a rank that dies or fails ends the job within seconds with one message; signals are passed on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+ENDS_WITHIN_S = 15
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from nemo_oprd.toy.pair import make_tiny_pair
+
+    directory = tmp_path_factory.mktemp("pair") / "toy"
+    make_tiny_pair(directory, log=lambda _: None)
+    return directory
+
+
+class Job:
+    """A `torchrun` of two ranks in the middle of a long run."""
+
+    def __init__(self, toy: Path, directory: Path, what: str) -> None:
+        self.directory, self.log, self.output = directory, directory / "log", directory / "run"
+        overrides = [
+            f"output={self.output}", "student.checkpoint=null", f"student.hf_path={toy / 'student'}",
+            "teacher.checkpoint=null", f"teacher.hf_path={toy / 'teacher'}", "evaluation.every=0", "train.steps=1000",
+            f"data.train={toy / 'prompts' / 'train.jsonl'}", "train.prompts_per_step=4", "logging.tensorboard=false",
+        ]  # fmt: skip
+        program = str(Path(__file__).with_name("launched_run.py"))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", program]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        with self.log.open("w") as log:
+            self.launcher = subprocess.Popen(
+                [*command, str(directory), what, "train", "--config-name", "quickstart", *overrides],
+                cwd=ROOT, env=environment, stdout=log, stderr=log,
+            )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while not all((directory / f"pid-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline and self.launcher.poll() is None, self.said()
+            time.sleep(0.05)
+        self.ranks = [int((directory / f"pid-{rank}").read_text()) for rank in range(2)]
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def ends(self) -> float:
+        """Seconds until the launcher and the ranks are gone, with what they started."""
+        began = time.monotonic()
+        self.launcher.wait(ENDS_WITHIN_S)
+        while left := [pid for pid in self.ranks if session_lives(pid)]:
+            assert time.monotonic() - began < ENDS_WITHIN_S, f"still there: {left}\n{self.said()[-3000:]}"
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def errors(self) -> list[str]:
+        """Our one-line errors, and the last lines of tracebacks; the launcher's own begin with another name."""
+        return re.findall(r"^(?:error: .*|RuntimeError: .*)$", self.said(), flags=re.MULTILINE)
+
+
+def session_lives(leader: int) -> bool:
+    """Whether any process of the session that torchrun made for a rank is there."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = file.read_text().rsplit(")", 1)[1].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) == leader and state != "Z":
+            return True
+    return False
+
+
+@contextmanager
+def job(toy: Path, directory: Path, what: str) -> Iterator[Job]:
+    started = Job(toy, directory, what)
+    yield started
+    if started.launcher.poll() is None:  # a test failed
+        started.launcher.kill()
+        for pid in started.ranks:
+            if session_lives(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_rank_ends_all_with_one_message(toy: Path, tmp_path: Path) -> None:
+    with job(toy, tmp_path, "run") as running:
+        os.kill(running.ranks[1], signal.SIGKILL)
+        assert running.ends() < ENDS_WITHIN_S
+        (error,) = running.errors()
+        assert error.startswith("error: rank 1 on ")
+        assert error.endswith("died without a word (killed, or out of memory?); all ranks end")
+        assert running.launcher.returncode == 1
+
+
+def test_a_failing_rank_ends_all_with_one_traceback(toy: Path, tmp_path: Path) -> None:
+    with job(toy, tmp_path, "fail") as running:
+        assert running.ends() < ENDS_WITHIN_S
+        assert running.errors() == ["RuntimeError: injected failure"]
+        assert running.said().count("in noting") == 1
+        assert running.launcher.returncode == 1
+
+
+def test_sigterm_to_the_launcher_saves(toy: Path, tmp_path: Path) -> None:
+    with job(toy, tmp_path, "run") as running:
+        running.launcher.send_signal(signal.SIGTERM)
+        assert running.ends() < ENDS_WITHIN_S
+        assert running.said().count("stopped by SIGTERM after step ") == 1
+        assert running.errors() == []
+        saved = (running.output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
+        assert f"after step {int(saved)} of 1000" in running.said()

@@ -1,0 +1,178 @@
+"""The lock, the signals and the record of a run, in one process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from nemo_oprd.config import load_config
+from nemo_oprd.disk import naming
+from nemo_oprd.megatron.checkpoint import check_continuity, continuity
+from nemo_oprd.report import write_report
+from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.rollout.pending import Pending
+from nemo_oprd.run import _last_in_a_row
+from nemo_oprd.runlog import RunLog
+from nemo_oprd.survival.checkpoints import partial_directory, seal
+from nemo_oprd.survival.lock import RunLock
+from nemo_oprd.survival.signals import Signals
+from nemo_oprd.types import Rollout
+
+
+@pytest.fixture
+def alone() -> Any:
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        yield
+
+
+def run_log(output: Path, first_step: int = 0) -> RunLog:
+    settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={output}", "logging.tensorboard=false"]
+    return RunLog(load_config("verify", settings), first_step)
+
+
+def test_lock_names_its_holder_and_is_let_go(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on .*; wait until it has ended, or choose"):
+        RunLock(tmp_path / "run")
+    lock.release()
+    lock.release()
+    RunLock(tmp_path / "run").release()
+
+
+def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    program = "import sys, time; from nemo_oprd.survival.lock import RunLock; from pathlib import Path\n"
+    program += "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"process {holder.pid}"):
+        RunLock(tmp_path)
+    holder.kill()
+    holder.communicate()
+    assert (tmp_path / ".lock").read_text()  # what a crash leaves behind
+    RunLock(tmp_path).release()
+
+
+def test_lock_where_there_are_none_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        RunLock(tmp_path).release()
+    assert "can't be locked (No locks available): start no second run" in capsys.readouterr().err
+
+
+def test_signals_are_remembered_and_the_next_interrupt_is_the_kernels() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with Signals() as signals:
+        assert signals.received is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGUSR1"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_numbers_that_are_not_finite_are_null_and_shown(tmp_path: Path, alone: None) -> None:
+    log = run_log(tmp_path)
+    for step, loss in enumerate((1.0, float("nan"), float("inf"), 0.5), start=1):
+        log.write(step, {"loss/total": loss, "train/skipped_update": float(loss > 1 or loss != loss)})
+    assert [json.loads(line)["loss/total"] for line in log.path.read_text().splitlines()] == [1.0, None, None, 0.5]
+    assert log.history("loss/total") == {1: 1.0, 4: 0.5}
+    assert _last_in_a_row(list(log.history("train/skipped_update").values())[:3]) == 2
+    assert write_report([tmp_path], tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("flags", "count"), [([], 0), ([0.0], 0), ([1.0, 1.0], 2), ([1.0, 0.0, 1.0], 1)])
+def test_last_in_a_row(flags: list[float], count: int) -> None:
+    assert _last_in_a_row(flags) == count
+
+
+def test_a_resumed_log_drops_what_is_made_again(tmp_path: Path, alone: None) -> None:
+    log = run_log(tmp_path)
+    for step in range(5):
+        log.write(step, {"x": float(step)})
+    with log.path.open("a") as file:
+        file.write('{"step": 5, "ti')
+    assert run_log(tmp_path, first_step=3).history("x") == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
+    assert run_log(tmp_path, first_step=0).history("x") == {}
+
+
+def test_disk_errors_name_the_path(tmp_path: Path) -> None:
+    for error in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing")):
+        with pytest.raises(OSError, match="No space left") as raised, naming(tmp_path / "x"):
+            raise error
+        assert raised.value.filename == str(tmp_path / "x")
+    with pytest.raises(RuntimeError, match="something else"), naming(tmp_path):
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(
+    ("override", "depth", "named"),
+    [
+        ("seed=1", 4, "made with seed=0 and this run has 1"),
+        ("precision=bf16", 4, "made with precision=fp32 and this run has bf16"),
+        ("train.distributed_optimizer=false", 4, "train.distributed_optimizer=True and this run has False"),
+        ("seed=0", 2, "deepest supervised layer=4 and this run has 2"),
+    ],
+)
+def test_a_run_that_could_not_go_on_as_it_began_is_refused(
+    tmp_path: Path, override: str, depth: int, named: str
+) -> None:
+    def config(*overrides: str) -> Any:
+        return load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c", *overrides])
+
+    def objective(depth: int) -> Any:
+        return SimpleNamespace(depth=depth, student_final=None)
+
+    partial_directory(tmp_path, 5).mkdir()
+    seal(tmp_path, {"step": 5, **continuity(config(), objective(4))})
+    check_continuity(tmp_path, 5, config("train.lr=1e-9", "student.parallel.pipeline=4"), objective(4))
+    with pytest.raises(ValueError, match=f"iter_0000005 was .*{re.escape(named)}: .*set it back, or choose another"):
+        check_continuity(tmp_path, 5, config(override), objective(depth))
+
+
+class TestPending:
+    SAMPLING = Sampling(1.0, 1.0, 8, (0, 1, 3))
+    ROLLOUTS = (Rollout([1, 2], [3], answer="4", finish_reason="stop"), Rollout([5], [6, 7], prompt="p"))
+    REQUESTS = (Request([1, 2]), Request([5]))
+
+    def take(self, tmp_path: Path, **changes: Any) -> list[Rollout] | None:
+        kept = SimpleNamespace(step=3, sampling=self.SAMPLING, requests=list(self.REQUESTS), weights={"student": "a"})
+        vars(kept).update(changes)
+        with mock.patch.object(dist, "broadcast_object_list"):
+            return Pending(tmp_path, kept.weights).take(kept.step, kept.requests, kept.sampling)
+
+    def test_only_the_same_step_of_the_same_run(self, tmp_path: Path, alone: None) -> None:
+        Pending(tmp_path, {"student": "a"}).put(3, list(self.ROLLOUTS), self.SAMPLING)
+        assert self.take(tmp_path) == list(self.ROLLOUTS)
+        assert self.take(tmp_path, step=2) is None
+        assert self.take(tmp_path, sampling=Sampling(0.9, 1.0, 8, (0, 1, 3))) is None
+        assert self.take(tmp_path, requests=[Request([1, 2]), Request([9])]) is None
+        assert self.take(tmp_path, requests=[Request([1, 2])]) is None
+        assert self.take(tmp_path, weights={"student": "b"}) is None
+
+    def test_what_is_damaged_or_half_written_is_sampled_anew(self, tmp_path: Path, alone: None) -> None:
+        assert self.take(tmp_path) is None
+        pending = Pending(tmp_path, {"student": "a"})
+        pending.put(3, list(self.ROLLOUTS), self.SAMPLING)
+        pending.rollouts.write_text('{"prompt_ids": [1, 2], "resp')
+        assert self.take(tmp_path) is None
+        pending.about.write_text("{")
+        assert self.take(tmp_path) is None
+        # killed between the two files of the next step
+        pending.put(3, list(self.ROLLOUTS), self.SAMPLING)
+        killed = mock.patch("nemo_oprd.rollout.pending.write_whole", side_effect=InterruptedError)
+        with killed, pytest.raises(InterruptedError):
+            pending.put(4, list(self.ROLLOUTS), self.SAMPLING)
+        assert self.take(tmp_path) is None
