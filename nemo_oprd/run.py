@@ -68,7 +68,7 @@ class Run:
             self._prepare(spec, recorded)
         except BaseException:
             if self.lock is not None:
-                self.lock.release()
+                self.lock.undo()
             raise
 
     def _prepare(self, spec: ModelSpec, recorded: ReplayEngine | None) -> None:
