@@ -78,7 +78,7 @@ class Run:
             self._prepare(spec, plan, recorded)
         except BaseException:
             if self.lock is not None:
-                self.lock.release()
+                self.lock.undo()
             raise
 
     def _find_checkpoint(self, spec: ModelSpec, plan: Plan) -> tuple[int | None, list[str]]:

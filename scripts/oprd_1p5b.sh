@@ -39,7 +39,9 @@ if [ "$code" -eq 75 ]; then
   starts=$((${SLURM_RESTART_COUNT:-0} + 1))
   if [ "$starts" -ge "$MAX_STARTS" ]; then
     echo "stopped and saved after $starts starts (MAX_STARTS): submit the same command again to go on" >&2
-  elif ! scontrol requeue "$SLURM_JOB_ID"; then
+  elif scontrol requeue "$SLURM_JOB_ID"; then
+    sleep 60 # Slurm ends this start of the job; an exit of its own could be taken for the end of the job
+  else
     echo "stopped and saved, but this job can't be requeued: submit the same command again to go on" >&2
   fi
 fi

@@ -23,6 +23,7 @@ class RunLock:
             ValueError: another process holds it, or the directory can't be written.
         """
         path = directory / ".lock"
+        self._path, self._made = path, not directory.exists()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = path.open("a+")
@@ -45,6 +46,13 @@ class RunLock:
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
         self._file.flush()
+
+    def undo(self) -> None:
+        """Lets go of it before anything was written: a directory that was made for it alone is removed."""
+        self.release()
+        if self._made and [*self._path.parent.iterdir()] == [self._path]:
+            self._path.unlink()
+            self._path.parent.rmdir()
 
     def release(self) -> None:
         """Lets go of the lock before the process ends."""
