@@ -49,8 +49,8 @@ def run_poisoned_train(
     def poison_targets(student: Student, rollouts: Any, plan: Any, targets: Any) -> Any:
         if passes in steps and (value or factor):
             at, begin = student.role.at, 0
-            for held in plan.held(at):
-                rows = torch.from_numpy(plan.table.response[held.row]) == response
+            for held in plan.hidden.held(at):
+                rows = torch.from_numpy(plan.hidden.table.response[held.row]) == response
                 end = begin + len(held.row)
                 if layer in targets.hidden:
                     part = targets.hidden[layer][begin:end]
