@@ -123,7 +123,7 @@ def test_disk_errors_name_the_path(tmp_path: Path) -> None:
         ("seed=1", 4, "made with seed=0 and this run has 1"),
         ("precision=bf16", 4, "made with precision=fp32 and this run has bf16"),
         ("train.distributed_optimizer=false", 4, "train.distributed_optimizer=True and this run has False"),
-        ("seed=0", 2, "deepest supervised layer=4 and this run has 2"),
+        ("seed=0", 2, "deepest trained layer=4 and this run has 2"),
     ],
 )
 def test_a_run_that_could_not_go_on_as_it_began_is_refused(
@@ -133,7 +133,7 @@ def test_a_run_that_could_not_go_on_as_it_began_is_refused(
         return load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c", *overrides])
 
     def objective(depth: int) -> Any:
-        return SimpleNamespace(depth=depth, student_final=None)
+        return SimpleNamespace(trained_depth=depth, student_final=None, trains_head=False)
 
     partial_directory(tmp_path, 5).mkdir()
     seal(tmp_path, {"step": 5, **continuity(config(), objective(4))})
