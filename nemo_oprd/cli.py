@@ -189,6 +189,7 @@ def _leave() -> None:
     if watch is not None:
         import torch.distributed as dist
 
+        dist.barrier()  # watched: a rank may still be at work, and die of it
         watch.close()
         dist.barrier()  # nobody's store disappears before everybody has stopped watching
     if _joined():

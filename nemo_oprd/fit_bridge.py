@@ -7,6 +7,7 @@ each pipeline stage, and the stage's layer pairs are fitted on different ranks.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM
 from nemo_oprd.families import read_model_spec
 from nemo_oprd.inputs import check_tokenizers, encode_prompts
+from nemo_oprd.megatron.inject import row_chunks
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.objective import Objective, identity
 from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.setup import System, check_vocabulary, make_plan, make_system, model_directory
+from nemo_oprd.survival.checkpoints import write_whole
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -79,7 +82,8 @@ class _Rollouts:
         self.recorded: list[Rollout] | None = None
         self.fingerprint: str | None = None  # of the tokenizer, which recorded rollouts don't need
         if config.rollout.replay is not None:
-            self.recorded = read_rollouts(config.rollout.replay, self.spec.vocab_size, self.spec.max_positions)
+            known = min(self.spec.vocab_size, read_model_spec(model_directory(config.teacher)).vocab_size)
+            self.recorded = read_rollouts(config.rollout.replay, known, self.spec.max_positions)
             self.count = len(self.recorded)
             return
         if config.data.train is None:
@@ -100,7 +104,8 @@ class _Rollouts:
             yield from (self.recorded[start : start + size] for start in range(0, self.count, size))
             return
         layout = system.student.role.layout
-        engine = MegatronEngine(self.config, self.spec, layout, self.tokenizer.eos_ids)
+        engine = MegatronEngine(self.config, self.spec, layout, self.tokenizer.eos_ids, system.objective.known_ids)
+        self._claim_directory()
         loaded = False
         for step, start in enumerate(range(0, self.count, size)):
             file = Path(self.config.output) / "rollouts" / f"step_{step + 1:07d}.jsonl"
@@ -118,6 +123,30 @@ class _Rollouts:
                 if dist.get_rank() == 0:
                     write_rollouts(file, kept)
             yield kept
+
+    def _claim_directory(self) -> None:
+        """Says in `rollouts/about.json` of what the rollouts there are; what is there of something else is refused."""
+        file, settings = Path(self.config.output) / "rollouts" / "about.json", self.config.rollout
+        about = {
+            "student": str(self.source),
+            "precision": self.config.precision,
+            "seed": self.config.seed,
+            "per_prompt": settings.per_prompt,
+            "sampling": [settings.temperature, settings.top_p, settings.max_new_tokens],
+        }
+        problem: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.exists() and json.loads(file.read_text()) != about:
+                problem[0] = (
+                    f"{file.parent} holds rollouts of {file.read_text().strip()}, this run's are of "
+                    f"{json.dumps(about)}; remove that directory, or choose another output"
+                )
+            else:
+                write_whole(file, json.dumps(about) + "\n")
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise ValueError(problem[0])
 
     def _requests(self, start: int, count: int) -> list[Request]:
         per_prompt = self.config.rollout.per_prompt
@@ -160,7 +189,9 @@ def _collect(
             response = held.table.response[row] + first
             part = np.array([parts[i] for i in response.tolist()], dtype=np.int64)
             for layer, stats in statistics.items():
-                stats.update(targets.hidden[layer], states[layer], response, held.table.token[row], part)
+                for rows_at in row_chunks(len(row)):  # float64 copies of a part at a time
+                    here = targets.hidden[layer][rows_at], states[layer][rows_at]
+                    stats.update(*here, response[rows_at], held.table.token[row][rows_at], part[rows_at])
         first += len(rollouts)
         rows += len(plan.hidden.table)
         say(f"{first}/{source.count} responses, {rows} rows")

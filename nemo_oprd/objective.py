@@ -144,6 +144,11 @@ class Objective:
         return self if self.bridge is None else replace(self, bridge=self.bridge.to(device))
 
     @property
+    def known_ids(self) -> int:
+        """Ids below this one are known to both models."""
+        return min(self.student.vocab_size, self.teacher.vocab_size)
+
+    @property
     def trains_head(self) -> bool:
         """Whether a loss reaches the student's LM head."""
         return self.output is not None and self.output.weight > 0

@@ -66,7 +66,8 @@ class Run:
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
         replay = config.rollout.replay
-        recorded = ReplayEngine(replay, spec.vocab_size, spec.max_positions) if replay is not None else None
+        known = min(spec.vocab_size, read_model_spec(model_directory(config.teacher)).vocab_size)
+        recorded = ReplayEngine(replay, known, spec.max_positions) if replay is not None else None
         if recorded is None:
             self._read_data(spec)
         plan = make_plan(config)
@@ -95,7 +96,9 @@ class Run:
         student = self.system.student
         self.first_step = self._agree_on_first_step(found) or 0
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
-        self.engine: RolloutEngine = recorded or MegatronEngine(config, spec, student.role.layout, eos_ids)
+        self.engine: RolloutEngine = recorded or MegatronEngine(
+            config, spec, student.role.layout, eos_ids, plan.objective.known_ids
+        )
         if self.first_step:
             load_checkpoint(self.checkpoints, self.first_step, student)
         self.log = RunLog(config, self.first_step)

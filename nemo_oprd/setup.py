@@ -85,8 +85,7 @@ class System:
             CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
         """
         draw = np.random.default_rng(self.config.seed)
-        known = min(self.objective.student.vocab_size, self.objective.teacher.vocab_size)
-        ids = draw.integers(0, known, (2 * self.student.role.layout.data, 12)).tolist()
+        ids = draw.integers(0, self.objective.known_ids, (2 * self.student.role.layout.data, 12)).tolist()
         result = self.accumulate([Rollout(row[:4], row[4:]) for row in ids])
         if result is not None and result.trouble:
             raise ValueError(

@@ -40,7 +40,8 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
         raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
     check_output(output)
     spec = read_model_spec(model_directory(config.student))
-    rollouts = read_rollouts(config.rollout.replay, spec.vocab_size, spec.max_positions)
+    known = min(spec.vocab_size, read_model_spec(model_directory(config.teacher)).vocab_size)
+    rollouts = read_rollouts(config.rollout.replay, known, spec.max_positions)
     system = make_system(config)
     result = system.accumulate(rollouts, whole_gradients=True)
     if result is not None:

@@ -17,7 +17,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from nemo_oprd.batch import HeldRows
 from nemo_oprd.losses.output import OutputLoss
-from nemo_oprd.losses.output_chunks import OutputSums, TeacherStates, chunked_output_loss
+from nemo_oprd.losses.output_chunks import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.vocab import VocabShard
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
@@ -102,25 +102,21 @@ class OutputTerm:
 
     def _gradient(self, rows_ND: torch.Tensor) -> torch.Tensor:
         head = self.model.output_weight()
-        sampled = self.teacher_head is None
-        result = chunked_output_loss(
-            self.loss,
-            rows_ND,
-            head.detach(),
-            self.teacher[:, 0] if sampled else TeacherStates(self.teacher, self.teacher_head),  # type: ignore[arg-type]
-            self.tokens,
-            self.weight,
-            self.shard,
-            chunk_tokens=self.chunk_tokens,
-            scale=self.scale,
-            head_grad=head.main_grad if self.scale else None,  # type: ignore[attr-defined]
-            train_head=self.scale != 0,
-        )
-        self.sums = result.sums
-        if sampled:
+        teacher: Teacher = self.teacher[:, 0]
+        if self.teacher_head is not None:
+            teacher = TeacherStates(self.teacher, self.teacher_head)
+        arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
+        if self.scale:
+            result = chunked_output_loss(
+                *arguments, chunk_tokens=self.chunk_tokens, scale=self.scale, head_grad=head.main_grad
+            )
+            self.sums, gradient = result.sums, result.hidden
+        else:
+            self.sums, gradient = output_metrics(*arguments, chunk_tokens=self.chunk_tokens), torch.zeros_like(rows_ND)
+        if self.teacher_head is None:
             self.sums.metrics["teacher_entropy"] = self.teacher[:, 1].sum(dtype=torch.float64)
         self.backward_passes += 1
-        return result.hidden
+        return gradient
 
 
 class _AddOutputGradient(torch.autograd.Function):

@@ -149,6 +149,7 @@ class StepResult:
         table, positions, term = plan.hidden.table, objective.positions, objective.output
         count = len(table)
         output_loss = None if term is None else float(tally.output[1])
+        trained_output = output_loss if objective.trains_head else None
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
         per_layer = tally.column("loss")
@@ -160,7 +161,7 @@ class StepResult:
             )
         )
         return StepResult(
-            loss=objective.weight * rep_loss + (term.weight * float(tally.output[1]) if term else 0.0),
+            loss=objective.weight * rep_loss + (term.weight * float(tally.output[1]) if term and term.weight else 0.0),
             output_loss=output_loss,
             output_means=tally.output_means(),
             sampled=term is not None and term.sampled,
@@ -176,7 +177,7 @@ class StepResult:
             loss_per_response=tally.per_response.tolist(),
             identical_layers=[layer for layer, value in error.items() if value == 0.0],
             targets_bytes=targets_bytes,
-            trouble=_trouble(tally, [wave.hidden for wave in waves], per_layer, gradient, output_loss),
+            trouble=_trouble(tally, [wave.hidden for wave in waves], per_layer, gradient, trained_output),
         )
 
     def metrics(self) -> dict[str, float]:

@@ -62,6 +62,9 @@ def init_distributed(timeout_minutes: int = 180) -> None:
             backend="nccl" if torch.cuda.is_available() else "gloo",
             timeout=datetime.timedelta(minutes=timeout_minutes),
         )
+        # Ranks can start minutes apart, and NCCL connects at the first collective only, which must be one of all ranks
+        # (transfers among some of them come later). Watching begins when everybody is here.
+        dist.barrier()
     watchdog.start()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()

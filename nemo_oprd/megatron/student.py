@@ -121,6 +121,9 @@ class Student:
         if not self.role.here:
             return
         self._tally = Tally.zeros(list(self.objective.layers), num_responses, device())
+        # Megatron's fp32 optimizer leaves parameters with their gradient buffer as .grad; the next backward pass would
+        # add to it, and then add it to itself
+        self.optimizer.zero_grad()
         for chunk in self.ddp:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -256,7 +259,7 @@ class Student:
         observers, microbatches, start = [], [], 0
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
-        bridge = self.objective.bridge
+        bridge, deepest = self.objective.bridge, max(self.objective.layers, default=0)
         for m, (pack, held) in enumerate(zip(plan.packs[at.data], plan.held(at), strict=True)):
             part = slice(start, start + len(held.row))
             start = part.stop
@@ -266,8 +269,8 @@ class Student:
                 layer: LayerTerm(rows, weights, response[torch.from_numpy(held.row)].to(here), target[part], scale)
                 for layer, target in targets.hidden.items()
             }
-            if self.objective.depth in terms:
-                terms[self.objective.depth].bins = bins[:, torch.from_numpy(held.row)].to(here)
+            if deepest in terms:
+                terms[deepest].bins = bins[:, torch.from_numpy(held.row)].to(here)
             observer = Supervision(
                 terms,
                 self.objective.row_loss,

@@ -23,8 +23,19 @@ from nemo_oprd.types import Rollout
 class MegatronEngine:
     """Lives on the student's ranks. Every rank of the world builds it and takes part in its calls."""
 
-    def __init__(self, config: Config, spec: ModelSpec, student_layout: Layout, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        student_layout: Layout,
+        eos_ids: tuple[int, ...],
+        known_ids: int | None = None,
+    ) -> None:
         """Weights are uninitialised until the first `update_weights`.
+
+        Args:
+            known_ids: only ids below are sampled; the model's vocabulary if None. A teacher of the same family may have
+                fewer padding ids than the student, and can't read those that it doesn't have.
 
         Raises:
             ValueError: `rollout.tensor` fits neither the ranks nor the model.
@@ -34,6 +45,7 @@ class MegatronEngine:
             raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
         layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=student_layout.first_rank)
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
+        self.known_ids = known_ids or spec.vocab_size
         self.max_cache_tokens = config.rollout.max_cache_tokens
         self.role = make_role("rollout", layout)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -85,7 +97,7 @@ class MegatronEngine:
             uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(steps) for i in batch])
             generated = generate_batch(
                 self.model,
-                self.spec.vocab_size,
+                self.known_ids,
                 prompts,
                 uniforms,
                 limits,

@@ -114,3 +114,17 @@ def test_resume_goes_on_where_it_stopped(
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     assert len(curves[1]) == 4
     assert (parts / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4\n"
+
+
+def test_later_steps_do_not_depend_on_the_kind_of_optimizer(pools: Pools, tmp_path: Path) -> None:
+    """Three updates over several microbatches: the fp32 optimizer must not add a step's gradients to the next one's."""
+    norms = {}
+    for distributed in ("true", "false"):
+        output = tmp_path / distributed
+        settings = ["train.steps=3", "train.tokens_per_microbatch=8", f"train.distributed_optimizer={distributed}"]
+        pools[1].run("cases:run_train", overrides=[*BASE, *settings, f"output={output}"])
+        norms[distributed] = [json.loads(line)["actor/grad_norm"] for line in (output / "metrics.jsonl").open()]
+    assert norms["true"] == pytest.approx(norms["false"], rel=1e-5)
+    ours, theirs = weights(tmp_path / "true" / "hf"), weights(tmp_path / "false" / "hf")
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=2e-5)
