@@ -15,13 +15,12 @@ never seen the text as the student writes it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from nemo_oprd.tokens.identity import Messages, check_fingerprint, fingerprint, teacher_prompts, teacher_stop
 from nemo_oprd.tokens.matching import bytes_outside, equal_spans, map_ends
 from nemo_oprd.tokens.token_bytes import ByteTable, byte_ends, byte_table, check_ids
 from nemo_oprd.tokens.tokenizer import Tokenizer
@@ -37,12 +36,8 @@ __all__ = [
     "coverage_of",
 ]
 
-Messages = list[dict[str, str]]
-
 # Without `exact` nearly every token has a partner; under half means that the teacher reads another text.
 MIN_COVERAGE = 0.5
-# What a template must give back as it is: inner spaces, a line break, what HTML or JSON would escape, both cases.
-TEMPLATE_PROBE = "So x <  2 & \"y\" = 'z',\n\\frac{A}{b}: na\u00efve"
 _REPLACEMENT = np.frombuffer("\ufffd".encode(), np.uint8)
 
 
@@ -154,9 +149,9 @@ def align_batch(
             "one of each per response; repeat a prompt's conversation for each of its responses"
         )
     wanted = [_mask(mask, len(ids), at) for at, (mask, ids) in enumerate(zip(masks, student_ids, strict=True))]
-    stop = _teacher_stop(teacher)
-    prompts = _prompts(teacher, messages)
-    if _fingerprint(student) == _fingerprint(teacher):
+    stop = teacher_stop(teacher)
+    prompts = teacher_prompts(teacher, messages)
+    if fingerprint(student) == fingerprint(teacher):
         return [
             Alignment(prompt, list(ids), np.where(mask, np.arange(len(ids)), -1), mask, int(mask.sum()))
             for prompt, ids, mask in zip(prompts, student_ids, wanted, strict=True)
@@ -197,62 +192,6 @@ def check_coverage(coverage: Coverage, minimum: float, *, exact: bool) -> None:
     raise ValueError(
         f"{coverage}: expected at least {minimum}; {fix}, or choose a teacher whose tokenizer covers this text"
     )
-
-
-def check_fingerprint(tokenizer: Tokenizer, expected: str, role: str) -> None:
-    """Raises ValueError where a tokenizer is not the one that an artifact or a run was made with.
-
-    Args:
-        expected: `Tokenizer.fingerprint()` of that time.
-        role: "student" or "teacher", for the message.
-    """
-    found = _fingerprint(tokenizer)
-    if found != expected:
-        raise ValueError(
-            f"{tokenizer.path}: the {role}'s tokenizer has fingerprint {found}, expected {expected}; give the "
-            f"{role} model with the tokenizer that it was aligned with, or make the artifact again with this one"
-        )
-
-
-_FINGERPRINTS: WeakKeyDictionary[Tokenizer, str] = WeakKeyDictionary()
-_STOPS: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
-
-
-def _fingerprint(tokenizer: Tokenizer) -> str:
-    if tokenizer not in _FINGERPRINTS:
-        _FINGERPRINTS[tokenizer] = tokenizer.fingerprint()
-    return _FINGERPRINTS[tokenizer]
-
-
-def _teacher_stop(teacher: Tokenizer) -> int:
-    """The id that ends the teacher's turn: of its `eos_ids` the one that its template writes behind a response.
-
-    Files list several in any order (Llama 3 has <|end_of_text|> before <|eot_id|>). Checks the template on the way.
-    """
-    if teacher not in _STOPS:
-        messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": TEMPLATE_PROBE}]
-        text = teacher.render(messages, respond=False)
-        before, found, after = text.rpartition(TEMPLATE_PROBE)
-        if not found:
-            raise ValueError(
-                f"{teacher.path}: the chat template changes the text of a response: {TEMPLATE_PROBE!r} becomes part of "
-                f"{text!r}; expected it there unchanged, because the teacher reads the student's text as it is: use a "
-                "template that writes message['content'] of the assistant as it stands"
-            )
-        written = {i: str(teacher.hf.convert_ids_to_tokens(i)) for i in teacher.eos_ids}
-        behind = [i for i, token in written.items() if after.lstrip().startswith(token)]
-        _STOPS[teacher] = (behind or list(teacher.eos_ids))[0]
-    return _STOPS[teacher]
-
-
-def _prompts(teacher: Tokenizer, messages: Sequence[Messages]) -> list[list[int]]:
-    """[B] prompts in the teacher's template; responses to one prompt share the work, not the list."""
-    known: dict[str, list[int]] = {}
-    keys = [json.dumps(conversation, sort_keys=True) for conversation in messages]
-    for key, conversation in zip(keys, messages, strict=True):
-        if key not in known:
-            known[key] = teacher.encode_prompt(conversation)
-    return [list(known[key]) for key in keys]
 
 
 def _mask(mask: Sequence[int] | None, length: int, at: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where two byte strings say the same: for a text that a tokenizer gives back changed (accents composed, spaces merged).
+"""Where two byte strings say the same: for text that a tokenizer gives back changed (accents composed, spaces merged).
 
 Runs of equal bytes are followed; after a difference the nearest place is taken where both go on alike. Linear for equal
 texts, and a bounded search per difference. Not a shortest edit script: what isn't found to be equal is left out, and

@@ -1,8 +1,8 @@
 """The bytes that each token of a vocabulary stands for, and where the tokens of a response end in its text.
 
 Bytes, not `decode` of prefixes: a prefix may end inside a character, and decoding all of them is quadratic. What a
-token's bytes are follows from the tokenizer's decoder, so the table is read from there, once per vocabulary, and checked
-against `decode` on a text with one of everything. Decoders whose text isn't the tokens' text joined (WordPiece, CTC)
+token's bytes are follows from the tokenizer's decoder, so the table is read from there, once per vocabulary, and is
+compared with `decode` on a text with one of everything. Decoders that don't join their tokens' texts (WordPiece, CTC)
 have no such table and are refused. Left out: the model's own bytes of special tokens; here they have none.
 """
 
@@ -68,7 +68,7 @@ def byte_ends(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
     """int64 [n]: for each token of a response the byte of its text (UTF-8) at which the token ends.
 
     Never falls; stays where it is at special tokens, which have no bytes. A token that ends inside a character ends at
-    that byte. Example, a byte-level tokenizer: "a\u00e9" as tokens `a`, `\\xc3`, `\\xa9`, end of sequence -> [1, 2, 3, 3].
+    that byte. Example, byte-level tokens `a`, `\\xc3`, `\\xa9` and the end of sequence: [1, 2, 3, 3].
 
     Raises:
         ValueError: the tokenizer has no byte table, or an id is not in its vocabulary.
@@ -207,7 +207,7 @@ def _compare_with_decode(tokenizer: Tokenizer, table: ByteTable) -> None:
 
 def _no_offsets(tokenizer: Tokenizer, reason: str) -> ValueError:
     return ValueError(
-        f"{tokenizer.path}: the bytes of its tokens can't be derived, so its responses have no byte offsets ({reason}); "
-        "expected byte-level or sentencepiece tokens, or characters, whose texts in a row are the decoded text: save it "
-        "as a fast tokenizer with such a decoder, or use a model with another tokenizer"
+        f"{tokenizer.path}: the bytes of its tokens can't be derived, so there are no byte offsets ({reason}); "
+        "expected byte-level or sentencepiece tokens, or characters, whose texts in a row are the decoded text: save "
+        "it as a fast tokenizer with such a decoder, or use a model with another tokenizer"
     )
