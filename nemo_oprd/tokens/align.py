@@ -238,11 +238,9 @@ def _valid_utf8(raw: bytes) -> tuple[bytes, np.ndarray]:
 def _pair(response: _Response, table: ByteTable, teacher_ids: list[int], exact: bool) -> tuple[np.ndarray, int]:
     """(int64 [n] partners among the teacher's text tokens or -1, bytes of the text that don't survive)."""
     raw = table.join(teacher_ids)
-    # Sentencepiece puts a space before a text; it is no part of the response.
-    if raw[:1] == b" " and raw[1:] == response.text:
-        spans = np.array([[0, 1, len(response.text)]], dtype=np.int64)
-    else:
-        spans = equal_spans(response.text, raw)
+    # Sentencepiece puts a space before a text, some only where there is none; it is no part of the response.
+    lead = int(raw[:1] == b" " and (response.text[:1] != b" " or raw[1:] == response.text))
+    spans = equal_spans(response.text, raw[lead:]) + np.array([0, lead, 0])
     lengths = table.lengths[np.asarray(teacher_ids, dtype=np.int64)]
     ends = map_ends(spans, np.cumsum(lengths))
     # Tokens without bytes stand for text that they don't show (unknown): the teacher has read on, its end hasn't moved.

@@ -7,11 +7,17 @@ the caller masks it.
 
 from __future__ import annotations
 
+import unicodedata
+from itertools import pairwise
+from typing import Literal
+
 import numpy as np
 
-# After a difference: how many bytes have to agree again, and how far on they may begin. A long agreement is looked for
-# first, since a short one may be chance; the short one is for text that differs at every word.
-ANCHORS = ((8, 256), (4, 32))
+# What tokenizers do to a text by themselves: Qwen composes accents, sentencepiece folds compatibility characters too.
+FORMS: tuple[Literal["NFC", "NFKC"], ...] = ("NFC", "NFKC")
+# After a difference: how many bytes have to agree again, and how far on they may begin. Close by few will do, further
+# away they may agree by chance. Then: text that differs at every word, a page that is missing.
+ANCHORS = ((6, 24), (8, 256), (4, 32), (16, 4096))
 
 
 def equal_spans(text: bytes, other: bytes) -> np.ndarray:
@@ -21,6 +27,9 @@ def equal_spans(text: bytes, other: bytes) -> np.ndarray:
     """
     if text == other:
         return np.array([[0, 0, len(text)]], dtype=np.int64)
+    normalised = _normalised_spans(text, other)
+    if normalised is not None:
+        return normalised
     spans, i, j = [], 0, 0
     while i < len(text) and j < len(other):
         n = _common_prefix(text, other, i, j)
@@ -57,6 +66,32 @@ def bytes_outside(spans: np.ndarray, length: int) -> np.ndarray:
     for i, _, n in spans.tolist():
         outside[i : i + n] = 0
     return np.concatenate(([0], np.cumsum(outside)))
+
+
+def _normalised_spans(text: bytes, other: bytes) -> np.ndarray | None:
+    """The equal runs where `other` is a normal form of the text, followed letter by letter; None where it is not."""
+    letters = text.decode()
+    for form in FORMS:
+        if unicodedata.normalize(form, letters).encode() != other:
+            continue
+        spans, i, j, run = [], 0, 0, 0
+        for unit in _with_marks(letters):
+            before, after = unit.encode(), unicodedata.normalize(form, unit).encode()
+            if before == after:
+                run += len(before)
+            else:
+                spans.append((i, j, run))
+                i, j, run = i + run + len(before), j + run + len(after), 0
+        if j + run == len(other):  # else letters were composed across units (Korean jamo)
+            return np.array([span for span in [*spans, (i, j, run)] if span[2]], dtype=np.int64).reshape(-1, 3)
+    return None
+
+
+def _with_marks(text: str) -> list[str]:
+    """The text cut before every character that is not a combining mark."""
+    starts = [at for at, character in enumerate(text) if not unicodedata.combining(character)]
+    edges = [0, *(at for at in starts if at), len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 def _common_prefix(a: bytes, b: bytes, i: int, j: int) -> int:

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that the alignment knows, written as a model's files: by hand, or trained on a page."""
+"""Small tokenizers of every kind that the alignment knows, as a model's files: by hand, or trained on a page."""
 
 from __future__ import annotations
 

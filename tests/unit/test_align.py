@@ -213,6 +213,33 @@ def test_text_that_the_teacher_does_not_know():
     assert not set(unknown) & set(aligned("bytes", "spm_unknown", "the cat \U0001f600 sat"))
 
 
+def test_a_page_that_the_teacher_does_not_know():
+    """Longer than what is looked through at first: what stands before and behind it is aligned."""
+    before, behind = "the cat sat on the mat ", " and the other cat sat there too"
+    result = align(load("bytes"), load("letters"), USER, ids_of("bytes", before + "\u4e2d\u6587" * 500 + behind))
+    assert result.changed_bytes == 3000
+    assert result.teacher_index.tolist() == [
+        *range(len(before)),
+        *[-1] * 3000,
+        *range(len(before), len(before + behind)),
+    ]
+
+
+def test_equal_spans_of_normal_forms():
+    """Every word differs and no long run agrees: the letters are followed one by one."""
+    for form in ("NFC", "NFKC"):
+        text = unicodedata.normalize("NFD", "\u00e9a\u00e8b" * 50) + ("\ufb01n" if form == "NFKC" else "")
+        spans = equal_spans(text.encode(), unicodedata.normalize(form, text).encode())
+        assert [n for *_, n in spans.tolist()] == [1] * len(spans)
+        assert len(spans) == 100 + (form == "NFKC")
+        # e, its two-byte mark, a: in the text at 3 of every 4 bytes, in the other at 2 of every 3
+        assert spans[:100, 0].tolist() == [4 * n + 3 for n in range(100)]
+        assert spans[:100, 1].tolist() == [3 * n + 2 for n in range(100)]
+    jamo = "\u1112\u1161\u11ab and more text"
+    spans = equal_spans(jamo.encode(), unicodedata.normalize("NFC", jamo).encode())
+    assert spans.tolist() == [[9, 3, 14]]
+
+
 def test_equal_spans():
     assert equal_spans(b"abcdefgh-x", b"abcdefgh_x").tolist() == [[0, 0, 8], [9, 9, 1]]
     assert equal_spans(b"", b"abc").tolist() == []
@@ -256,10 +283,13 @@ PARTS = [
     "a",
     "<eos>",
 ]
-TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=12).map("".join)
+CHARACTERS = st.integers(0, 0x10FFFF).filter(lambda i: not 0xD800 <= i < 0xE000).map(chr)
+TEXTS = st.lists(st.sampled_from(PARTS) | CHARACTERS, max_size=12).map("".join)
 NAMES = sorted(set(BUILDERS) - {"chatml"})
 FAITHFUL = ["bytes", "bpe", "tiktoken"]
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+PROPERTY = settings(
+    max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @PROPERTY
@@ -342,7 +372,7 @@ def test_another_tokenizer_than_expected():
 
 
 def test_ids_of_another_tokenizer():
-    with pytest.raises(ValueError, match=r"letters: token id 300 at position 1 .* expected ids below 29 .*; give the"):
+    with pytest.raises(ValueError, match=r"letters: token id 300 at position 1 .* expected ids below 30 .*; give the"):
         align(load("letters"), load("bpe"), USER, [1, 300])
 
 
@@ -425,10 +455,12 @@ def test_lengths_that_differ():
 
 
 def test_every_kind_aligns_its_own_corpus():
-    """All pairs of the kinds that know the page they were trained on, with nearly full coverage."""
+    """All pairs of the kinds that know the page they were trained on. The rest lies in a teacher's long token."""
     kinds = ["bytes", "bpe", "tiktoken", "llama", "spm_bpe", "spm_unigram", "spm_slow"]
     for student in kinds:
         ids = [ids_of(student, text, stop=True) for text in CORPUS]
         for teacher in kinds:
             coverage = coverage_of(align_batch(load(student), load(teacher), [USER] * len(ids), ids))
-            assert coverage.share > 0.9, f"{student} -> {teacher}: {coverage}"
+            # the class behind spm_slow writes small letters and drops punctuation, whatever its model could do
+            faithful = teacher not in ("spm_slow", student) and student != "spm_slow"
+            assert coverage.share > 0.7 and not (faithful and coverage.changed), f"{student} -> {teacher}: {coverage}"
