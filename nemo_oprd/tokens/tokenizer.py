@@ -77,6 +77,33 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has no chat template.
         """
+        encoded = self._apply_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def render(self, messages: list[dict[str, str]], respond: bool) -> str:
+        """The conversation as text in the model's chat template; `respond`: up to where the model's response begins.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        return str(self._apply_template(messages, tokenize=False, add_generation_prompt=respond))
+
+    def encode_plain(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text alone; a special token that is written out in it is read as ordinary characters.
+
+        Added tokens that are not special (`<think>`) stay what they are: a model writes them as part of its text.
+        """
+        if not texts:
+            return []
+        encoded = self._hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    @property
+    def hf(self) -> Any:
+        """The Hugging Face tokenizer itself, for what reads its vocabulary and decoder."""
+        return self._hf
+
+    def _apply_template(self, messages: list[dict[str, str]], **kwargs: Any) -> Any:
         if not self._hf.chat_template:
             raise ValueError(
                 f"{self.path}: the tokenizer has no chat template, expected one to lay out the conversation; add "
@@ -86,16 +113,13 @@ class Tokenizer:
         import jinja2  # transformers brings it
 
         try:
-            encoded = self._hf.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors=None
-            )
+            return self._hf.apply_chat_template(messages, return_tensors=None, **kwargs)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"{self.path}: the chat template refuses the conversation with roles "
                 f"{[message['role'] for message in messages]} ({error}); expected one that it can lay out: change the "
                 "roles, or the template"
             ) from error
-        return list(encoded["input_ids"])
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` alone, without beginning- or end-of-sequence tokens."""
