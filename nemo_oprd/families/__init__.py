@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 
 from nemo_oprd.families.base import Family, ModelSpec, refuse_unknown_code
+from nemo_oprd.families.llama import LLAMA
 from nemo_oprd.families.qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
 
 __all__ = ["FAMILIES", "Family", "ModelSpec", "parse_model_spec", "read_model_spec"]
 

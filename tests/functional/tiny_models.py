@@ -29,8 +29,27 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_untied": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
     "qwen3_tied_bias": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16, "attention_bias": True},
 }
+# frequencies of all three kinds (kept, in between, divided) and most angles different from unscaled ones within 64
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS |= {
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 16, "rope_parameters": LLAMA3},
+    "llama_untied_bias": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "rope_parameters": LLAMA3,
+    },
+    "llama2": {"model_type": "llama", "tie_word_embeddings": False},
+}
 # the spelling of transformers 4 in config.json
-OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias"}
+OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias", "llama_untied_bias"}
 
 
 class Models:
@@ -50,7 +69,7 @@ def save_random_model(path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name], **SIZES), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name]), dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # biases of 0 and norms of 1, as initialised, would hide a mix-up
@@ -60,7 +79,9 @@ def save_random_model(path: Path, name: str, dtype: torch.dtype) -> None:
         (path / file).write_text(json.dumps({"stands for": file}))
     if name in OLD_SPELLING:
         config = json.loads((path / "config.json").read_text())
-        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
         config["torch_dtype"] = config.pop("dtype")
         (path / "config.json").write_text(json.dumps(config))
 

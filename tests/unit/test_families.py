@@ -27,6 +27,14 @@ QWEN2 = {
     "max_window_layers": 21,
 }
 QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA = {**QWEN2, "model_type": "llama", "rope_scaling": LLAMA3_ROPE}
 
 
 def test_qwen2() -> None:
@@ -53,7 +61,7 @@ def test_both_spellings_of_rope() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "'llama3'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"rope_theta": None}, "rope_theta"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
@@ -90,6 +98,8 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         {**QWEN2, "tie_word_embeddings": True},
         QWEN3,
         {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
+        LLAMA,
+        {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
