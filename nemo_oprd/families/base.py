@@ -198,11 +198,15 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class Family:
-    """One HF `model_type`: how its config is read and written, and its weight rules."""
+    """One HF `model_type`: how its config is read and written, and its weight rules.
+
+    `known_code` are entries of a config's `auto_map` that transformers has as classes of its own.
+    """
 
     model_type: str
     parse: Callable[[dict, str], ModelSpec]
     rules: tuple[WeightRule, ...]
+    known_code: frozenset[str] = frozenset()
 
     def weight_rules(self, spec: ModelSpec) -> list[WeightRule]:
         """Every parameter of the model in a fixed order: embedding, layers in order, final norm, head."""
@@ -220,9 +224,15 @@ def require(hf_config: dict, key: str, source: str) -> object:
     return hf_config[key]
 
 
-def refuse_unknown_code(hf_config: dict, source: str) -> None:
-    """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized."""
-    if hf_config.get("auto_map"):
+def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
+    """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized.
+
+    Args:
+        known: entries of `auto_map` that do no harm: they are never run.
+    """
+    code = hf_config.get("auto_map") or {}
+    # an entry may name a repository before its file
+    if not isinstance(code, dict) or any(str(entry).rsplit("--", 1)[-1] not in known for entry in code.values()):
         raise ValueError(
             f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never "
             "run; expected a model that needs none: remove auto_map if the architecture is a known one"

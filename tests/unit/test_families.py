@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -35,6 +37,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 LLAMA = {**QWEN2, "model_type": "llama", "rope_scaling": LLAMA3_ROPE}
+# 6 of 8 channels rotated
+PHI3 = {
+    **QWEN2,
+    "model_type": "phi3",
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2.0, 8.0]},
+    "original_max_position_embeddings": 128,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+}
 
 
 def test_qwen2() -> None:
@@ -87,7 +100,7 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(spec.hf_config)))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
@@ -100,6 +113,8 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
         LLAMA,
         {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+        PHI3,
+        {**PHI3, "tie_word_embeddings": True, "num_key_value_heads": None},
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
