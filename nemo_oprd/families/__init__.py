@@ -9,9 +9,11 @@ import json
 from pathlib import Path
 
 from nemo_oprd.families.base import Family, ModelSpec, refuse_unknown_code
+from nemo_oprd.families.llama import LLAMA
+from nemo_oprd.families.phi3 import PHI3
 from nemo_oprd.families.qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, PHI3, QWEN2, QWEN3)}
 
 __all__ = ["FAMILIES", "Family", "ModelSpec", "parse_model_spec", "read_model_spec"]
 
@@ -26,14 +28,15 @@ def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
         raise ValueError(
             f"{source}: holds a {type(hf_config).__name__}, expected an object; copy the file from its source again"
         )
-    refuse_unknown_code(hf_config, source)
     model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    refuse_unknown_code(hf_config, source, family.known_code if family else frozenset())
+    if family is None:
         raise ValueError(
             f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
             "CONTRIBUTING.md shows how to add a family."
         )
-    return FAMILIES[model_type].parse(hf_config, source)
+    return family.parse(hf_config, source)
 
 
 def read_model_spec(path: str | Path) -> ModelSpec:

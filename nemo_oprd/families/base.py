@@ -9,12 +9,12 @@ Shapes: H hidden size, F feed-forward size, A attention heads, G key/value group
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+
+from nemo_oprd.families.rope import Rope
 
 # Megatron-LM's default: embeddings are padded so that every tensor-parallel shard is a multiple of 128 rows.
 VOCAB_MULTIPLE = 128
@@ -32,7 +32,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    rope_theta: float
+    rope: Rope
     norm_eps: float
     max_positions: int
     tied_embeddings: bool
@@ -198,11 +198,15 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class Family:
-    """One HF `model_type`: how its config is read and written, and its weight rules."""
+    """One HF `model_type`: how its config is read and written, and its weight rules.
+
+    `known_code` are entries of a config's `auto_map` that transformers has as classes of its own.
+    """
 
     model_type: str
     parse: Callable[[dict, str], ModelSpec]
     rules: tuple[WeightRule, ...]
+    known_code: frozenset[str] = frozenset()
 
     def weight_rules(self, spec: ModelSpec) -> list[WeightRule]:
         """Every parameter of the model in a fixed order: embedding, layers in order, final norm, head."""
@@ -220,9 +224,15 @@ def require(hf_config: dict, key: str, source: str) -> object:
     return hf_config[key]
 
 
-def refuse_unknown_code(hf_config: dict, source: str) -> None:
-    """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized."""
-    if hf_config.get("auto_map"):
+def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
+    """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized.
+
+    Args:
+        known: entries of `auto_map` that do no harm: they are never run.
+    """
+    code = hf_config.get("auto_map") or {}
+    # an entry may name a repository before its file
+    if not isinstance(code, dict) or any(str(entry).rsplit("--", 1)[-1] not in known for entry in code.values()):
         raise ValueError(
             f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never "
             "run; expected a model that needs none: remove auto_map if the architecture is a known one"
@@ -233,38 +243,6 @@ def refuse_unknown_code(hf_config: dict, source: str) -> None:
             f"{source}: quantization_config asks for {method!r} weights, expected unquantized ones; take the model's "
             "original (bfloat16 or float32) release"
         )
-
-
-def number(key: str, value: Any, source: str) -> float:
-    """`value` as a positive finite float, or a ValueError that names the key and the file."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{source}: {key}={value!r}; expected a positive number as in the model's source")
-    return float(value)
-
-
-def rope_theta(hf_config: dict, source: str) -> float:
-    """The RoPE base, from either spelling: `rope_theta` (transformers 4) or `rope_parameters` (transformers 5).
-
-    Raises:
-        ValueError: scaled RoPE of any type other than "default", no base at all, or values that are none.
-    """
-    parameters = hf_config.get("rope_parameters") or {}
-    scaling = hf_config.get("rope_scaling") or {}
-    for key, settings in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if not isinstance(settings, dict):
-            raise ValueError(f"{source}: {key}={settings!r}; expected an object as in the model's source")
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        if kind != "default":
-            raise ValueError(
-                f"{source}: {key} asks for RoPE type {kind!r}; expected 'default', "
-                "the only one here: choose a model without it"
-            )
-        if settings.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"{source}: {key} asks for partial rotary embeddings, which this family does not support")
-    theta = hf_config.get("rope_theta", parameters.get("rope_theta", scaling.get("rope_theta")))
-    if theta is None:
-        raise ValueError(f"{source}: no rope_theta, neither at top level nor in rope_parameters; add the model's value")
-    return number("rope_theta", theta, source)
 
 
 def refuse_sliding_window(hf_config: dict, source: str) -> None:

@@ -81,7 +81,8 @@ class KVCache:
     """Keys and values of a decoding batch: per layer [B, G, T, C], slot = position in the sequence.
 
     `positions` [B, s] are those of the tokens of the current call; `mask` [B, 1, s, T] is True where a token may attend
-    (None while prefilling right-padded prompts from position 0, which is plain causal attention).
+    (None while prefilling right-padded prompts from position 0, which is plain causal attention). `lengths` [B] are the
+    tokens of each sequence so far, those of the current call included.
     """
 
     max_length: int
@@ -89,6 +90,7 @@ class KVCache:
     positions: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     used: int = 0
+    lengths: torch.Tensor | None = None
 
     def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the new [B, G, s, C] at `positions`; returns all keys and values up to `used`."""

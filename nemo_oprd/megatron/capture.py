@@ -45,11 +45,13 @@ class ObservedSequences(PackedSeqParams):
     """The packed sequences of one microbatch, with their observer.
 
     `depth` is the deepest layer to run: those above pass their input through (nobody asks for their output).
+    `total_lengths` are the tokens of each whole sequence, also those behind the last one that is computed.
     """
 
     attention_plan: AttentionPlan | None = None
     observer: Observer | None = None
     depth: int | None = None
+    total_lengths: tuple[int, ...] = ()
 
 
 class DistillingLayer(TransformerLayer):

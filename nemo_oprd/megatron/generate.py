@@ -45,6 +45,21 @@ def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: f
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits_BV.shape[-1] - 1)
 
 
+def _start_over(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
+    """Prefills one sequence anew, into its row of the cache; the last token's hidden state [1, H].
+
+    For LongRoPE: where a sequence grows beyond the short factors, all its keys change (Hugging Face drops its cache).
+    """
+    size = len(ids_T)
+    alone = KVCache(size, used=size, lengths=torch.tensor([size], device=ids_T.device))
+    alone.positions = torch.arange(size, device=ids_T.device)[None]
+    hidden = model(ids_T[None], DecodeParams(cache=alone))  # [T, 1, H]
+    for layer, kept in cache.layers.items():
+        for old, new in zip(kept, alone.layers[layer], strict=True):
+            old[row, :, :size] = new[0]
+    return hidden[-1]
+
+
 @torch.no_grad()
 def generate_batch(
     model: DistillingModel,
@@ -78,6 +93,7 @@ def generate_batch(
     cache = KVCache(int((lengths + limit).max()))
     cache.positions = torch.arange(longest, device=here).expand(len(prompts), longest)
     cache.used = longest
+    cache.lengths = lengths
     hidden = model(ids, DecodeParams(cache=cache))  # [longest, B, H]
     rows = torch.arange(len(prompts), device=here)
     last = hidden[lengths - 1, rows][None]
@@ -107,7 +123,13 @@ def generate_batch(
         position = (lengths[alive] + t).clamp_max(cache.max_length - 1)
         cache.positions = position[:, None]
         cache.used = int(position.max()) + 1
+        cache.lengths = position + 1
         cache.mask = (slots <= position[:, None])[:, None, None]
         last = model(token[:, None], DecodeParams(cache=cache))
+        if model.rope.switch is not None:
+            for row in ((position == model.rope.switch) & ~finished[alive]).nonzero()[:, 0].tolist():
+                i = alive[row]
+                whole = torch.cat([ids[i, : lengths[i]], sampled[i, : t + 1]])
+                last[:, row] = _start_over(model, whole, cache, row)
     texts, counts, ends = sampled.cpu(), count.tolist(), stopped.tolist()
     return [Generated(texts[i, : counts[i]].tolist(), ends[i]) for i in range(len(prompts))]

@@ -35,6 +35,7 @@ from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
 from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
 from nemo_oprd.megatron.names import named_parameters, rules_by_name
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, scale_rotations
 
 # the environment variable with which a user chooses the layers
 LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
@@ -111,7 +112,7 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
     layout = role.layout
     stages = layout.layers_per_stage(spec.num_layers)
     even = len(set(stages)) == 1
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_size,
@@ -157,6 +158,8 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
         persist_layer_norm=False,
         **training,
     )
+    scale_rotations(config, spec.rope)
+    return config
 
 
 def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
@@ -212,8 +215,11 @@ def _norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
 class DistillingModel(GPTModel):
     """One model chunk of a role. Forward gives hidden states; `logits` is a separate step."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, spec: ModelSpec, **kwargs: Any) -> None:
+        # its rotary embedding stays unused: the angles are `rotary.py`'s
+        super().__init__(*args, position_embedding_type="rope", rotary_base=spec.rope.theta, **kwargs)
+        self.rope = spec.rope
+        self.inv_freq = spec.rope.inv_freq(spec.head_dim).to(device())
         self.register_load_state_dict_post_hook(_norms_need_no_extra_state)
 
     def sharded_state_dict(
@@ -264,9 +270,10 @@ class DistillingModel(GPTModel):
     def _rotary(self, sequences: ObservedSequences | DecodeParams) -> torch.Tensor:
         if isinstance(sequences, DecodeParams):
             assert sequences.cache is not None and sequences.cache.positions is not None
-            table = self.rotary_pos_emb.get_emb(sequences.cache.max_length)  # [T, 1, 1, C]
-            return table[sequences.cache.positions.t(), 0]  # [s, B, 1, C]: every sequence at its own positions
-        return self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
+            return decoding_angles(self.rope, self.inv_freq, sequences.cache.positions, sequences.cache.lengths)
+        return packed_angles(
+            self.rope, self.inv_freq, sequences.cu_seqlens_q, sequences.max_seqlen_q, sequences.total_lengths
+        )
 
     def output_weight(self) -> torch.nn.Parameter:
         """The LM head's weight [padded vocabulary / TP, H], which may be the embedding's. Only on the last stage."""
@@ -358,8 +365,7 @@ def build_chunks(
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=spec.tied_embeddings,
-            position_embedding_type="rope",
-            rotary_base=spec.rope_theta,
+            spec=spec,
             pg_collection=role.groups,
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )

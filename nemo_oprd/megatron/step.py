@@ -58,6 +58,7 @@ def make_microbatch(
         attention_plan=None if te else AttentionPlan.of(pack, role.at.context, here),
         observer=observer,
         depth=depth,
+        total_lengths=tuple(len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in pack.sequences),
     )
     return Microbatch(torch.from_numpy(local)[None].to(here), sequences)
 

@@ -124,7 +124,8 @@ def deviations(checkpoint: str, hf_path: str, expected: str, layout: dict[str, i
     rollouts = [Rollout(prompt_ids=sequence[:1], response_ids=sequence[1:]) for sequence in ids]
     pack = Pack.of(list(range(len(ids))), [len(sequence) for sequence in ids], role.layout)
     L = spec.num_layers
-    observer = Capture(dict.fromkeys(range(1, L + 1), torch.arange(pack.total)), final_layer=L)
+    wanted = {layer: [layer] for layer in range(1, L + 1)}
+    observer = Capture(torch.arange(pack.total), wanted, final_layer=L)
     with torch.no_grad():
         run_schedule(chunks, role, [make_microbatch(pack, rollouts, role, observer, None)], forward_only=True)
         found = {f"hidden.{{i}}.{layer}": hidden for layer, hidden in observer.captured.items()}

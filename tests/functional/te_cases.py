@@ -144,7 +144,7 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
         max_sequence_length=spec.max_positions,
         share_embeddings_and_output_weights=spec.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
+        rotary_base=spec.rope.theta,
         pg_collection=role.groups,  # type: ignore[arg-type]
     )
     with torch.no_grad():

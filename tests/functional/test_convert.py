@@ -196,7 +196,9 @@ def _hf_states(path: Path, file: Path) -> None:
     ("name", "layout", "by_name"),
     [(name, "TP1", False) for name in MODELS]
     + [("qwen2_tied", "TP2", True), ("qwen2_tied", "PP2", False), ("qwen3_untied", "PP2", True)]
-    + [("qwen3_tied_bias", "TP2", False)],
+    + [("qwen3_tied_bias", "TP2", False)]
+    + [("llama_tied", "PP2", False), ("llama_untied_bias", "TP2", False), ("llama2", "TP2", True)]
+    + [("phi4_tied", "PP2", True), ("phi4_untied_old", "TP2", False)],
 )
 def test_hidden_states_and_logits_are_those_of_hf(
     models: Models, pools: Pools, tmp_path: Path, name: str, layout: str, by_name: bool

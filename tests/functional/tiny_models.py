@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,43 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_untied": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
     "qwen3_tied_bias": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16, "attention_bias": True},
 }
+# frequencies of all three kinds (kept, in between, divided) and most angles different from unscaled ones within 64
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS |= {
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 16, "rope_parameters": LLAMA3},
+    "llama_untied_bias": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "rope_parameters": LLAMA3,
+    },
+    "llama2": {"model_type": "llama", "tie_word_embeddings": False},
+}
+# 12 of 16 channels rotated; sequences of more than 12 tokens take the long factors
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0],
+}
+PHI3 = {"model_type": "phi3", "hidden_size": 64, "pad_token_id": None}
+MODELS |= {
+    "phi4_tied": {**PHI3, "tie_word_embeddings": True, "original_max_position_embeddings": 12}
+    | {"rope_parameters": LONGROPE},
+    "phi4_untied_old": {**PHI3, "tie_word_embeddings": False, "original_max_position_embeddings": 12}
+    | {"rope_parameters": LONGROPE},
+    "phi3": {**PHI3, "tie_word_embeddings": False, "sliding_window": 64},
+}
 # the spelling of transformers 4 in config.json
-OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias"}
+OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias", "llama_untied_bias", "phi4_untied_old"}
 
 
 class Models:
@@ -50,7 +86,9 @@ def save_random_model(path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name], **SIZES), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**copy.deepcopy(SIZES | MODELS[name])), dtype=torch.float32
+    )
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # biases of 0 and norms of 1, as initialised, would hide a mix-up
@@ -60,7 +98,9 @@ def save_random_model(path: Path, name: str, dtype: torch.dtype) -> None:
         (path / file).write_text(json.dumps({"stands for": file}))
     if name in OLD_SPELLING:
         config = json.loads((path / "config.json").read_text())
-        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
         config["torch_dtype"] = config.pop("dtype")
         (path / "config.json").write_text(json.dumps(config))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -27,6 +29,25 @@ QWEN2 = {
     "max_window_layers": 21,
 }
 QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA = {**QWEN2, "model_type": "llama", "rope_scaling": LLAMA3_ROPE}
+# 6 of 8 channels rotated
+PHI3 = {
+    **QWEN2,
+    "model_type": "phi3",
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2.0, 8.0]},
+    "original_max_position_embeddings": 128,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+}
 
 
 def test_qwen2() -> None:
@@ -53,7 +74,7 @@ def test_both_spellings_of_rope() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "'llama3'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"rope_theta": None}, "rope_theta"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
@@ -79,7 +100,7 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(spec.hf_config)))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
@@ -90,6 +111,10 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         {**QWEN2, "tie_word_embeddings": True},
         QWEN3,
         {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
+        LLAMA,
+        {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+        PHI3,
+        {**PHI3, "tie_word_embeddings": True, "num_key_value_heads": None},
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,0 +1,64 @@
+"""Rotary angles of a microbatch, as Megatron's attention takes them, from the frequencies of `ModelSpec.rope`.
+
+Packed sequences whose frequencies are all the same share one table over positions. Where the frequencies depend on a
+sequence's total length, the table is over the tokens of the whole pack: each sequence has its own part, so that what
+it is packed with can't change its result.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_oprd.families.rope import Rope
+
+
+def scale_rotations(config: TransformerConfig, rope: Rope) -> None:
+    """Makes Megatron's attention multiply cosines and sines by `rope.scale`.
+
+    It takes that factor from YaRN's settings, as `0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1`.
+    """
+    if rope.scale != 1.0:
+        config.yarn_rotary_scaling_factor = math.e  # type: ignore[attr-defined]
+        config.yarn_mscale = 10 * (rope.scale - 1)  # type: ignore[attr-defined]
+        config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
+
+
+def packed_angles(
+    rope: Rope, inv_freq: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, total_lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """[T, 1, 1, C]: T is the longest sequence's length, or the whole pack's where frequencies differ by sequence.
+
+    Args:
+        inv_freq: [regimes, C / 2] of `rope`, on the model's device.
+        cu_seqlens: [sequences + 1] where each sequence of the pack begins, padding included.
+        longest: length of the longest of them.
+        total_lengths: tokens of each whole sequence, also those behind the last one that is computed.
+    """
+    if rope.switch is None:
+        positions = torch.arange(longest, device=inv_freq.device)
+        return _both_halves(positions[:, None] * inv_freq[0])[:, None, None]
+    bounds = cu_seqlens.tolist()
+    parts = []
+    for j, (start, end) in enumerate(pairwise(bounds)):
+        regime = int(j < len(total_lengths) and total_lengths[j] > rope.switch)
+        parts.append(torch.arange(end - start, device=inv_freq.device)[:, None] * inv_freq[regime])
+    return _both_halves(torch.cat(parts))[:, None, None]
+
+
+def decoding_angles(
+    rope: Rope, inv_freq: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor | None
+) -> torch.Tensor:
+    """[s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
+    if rope.switch is None:
+        return _both_halves(positions.t()[..., None] * inv_freq[0])[:, :, None]
+    assert lengths is not None
+    chosen = inv_freq[(lengths > rope.switch).long()]  # [B, C / 2]
+    return _both_halves(positions.t()[..., None] * chosen)[:, :, None]
+
+
+def _both_halves(angles: torch.Tensor) -> torch.Tensor:
+    return torch.cat([angles, angles], dim=-1)

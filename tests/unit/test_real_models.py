@@ -1,0 +1,154 @@
+"""Configs of real models, with their real shapes and without any data: our parameters are transformers' parameters.
+
+The values are those of public copies of the models' config.json. Phi-4-mini-reasoning's are Phi-4-mini-instruct's, of
+which it is a fine-tune; for Qwen3-1.7B-Base the number of parameters was checked besides.
+"""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+
+import pytest
+import torch
+
+from nemo_oprd.families import FAMILIES, parse_model_spec
+from nemo_oprd.megatron.convert import checkpoint_parameters
+
+COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
+QWEN = {**COMMON, "rms_norm_eps": 1e-06, "vocab_size": 151936, "use_sliding_window": False}
+QWEN3 = {**QWEN, "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True} | {
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "attention_bias": False,
+}
+# fmt: off
+LONG_FACTOR = [
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215,
+    18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64,
+    32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]
+# fmt: on
+MODELS: dict[str, dict] = {
+    "Qwen3-4B": {
+        **QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+    },
+    "Qwen3-1.7B-Base": {
+        **QWEN3,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+    },
+    "DeepSeek-R1-Distill-Qwen-1.5B": {
+        **QWEN,
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 21,
+        "sliding_window": 4096,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "use_mrope": False,
+    },
+    "Phi-4-mini-reasoning": {
+        **COMMON,
+        "model_type": "phi3",
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        },
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "pad_token_id": 199999,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": LONG_FACTOR, "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "vocab_size": 200064,
+    },
+    "Llama-3.2-1B": {
+        **COMMON,
+        "model_type": "llama",
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+}
+PARAMETERS = {
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-1.7B-Base": 1_720_574_976,
+    "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "Phi-4-mini-reasoning": 3_836_021_760,
+    "Llama-3.2-1B": 1_235_814_400,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_and_frequencies(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = parse_model_spec(copy.deepcopy(MODELS[name]))
+    config = AutoConfig.for_model(**copy.deepcopy({k: v for k, v in MODELS[name].items() if k != "auto_map"}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    theirs = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    ours = {}
+    for parameter in checkpoint_parameters(spec):
+        form, whole = parameter.rule.form, torch.empty(parameter.shape, device="meta")
+        parts = form.take_apart(whole, spec)
+        ours |= {key: tuple(part.shape) for key, part in zip(parameter.rule.hf, parts, strict=True)}
+        shards = [form.shard(whole, rank, 2, spec) for rank in range(2)]
+        assert form.unshard(shards, spec).shape == form.join(parts, spec).shape == whole.shape
+    assert ours == theirs
+    assert sum(map(prod, ours.values())) == PARAMETERS[name]
+    assert len(FAMILIES[spec.model_type].weight_rules(spec)) == len(checkpoint_parameters(spec))
+
+    rotary = type(model.model.rotary_emb)(config)  # with data
+    torch.testing.assert_close(spec.rope.inv_freq(spec.head_dim)[0], rotary.inv_freq, rtol=1e-6, atol=0)
+    assert spec.rope.scale == pytest.approx(rotary.attention_scaling)
+
+
+def test_a_vocabulary_of_200k_is_split_evenly() -> None:
+    spec = parse_model_spec(MODELS["Phi-4-mini-reasoning"])
+    assert [spec.padded_vocab(size) for size in (1, 4, 8)] == [200064, 200192, 200704]
