@@ -1,7 +1,8 @@
 """Configs of real models, with their real shapes and without any data: our parameters are transformers' parameters.
 
-The values are those of public copies of the models' config.json. Phi-4-mini-reasoning's are Phi-4-mini-instruct's, of
-which it is a fine-tune; for Qwen3-1.7B-Base the number of parameters was checked besides.
+The values are those of public copies of the models' config.json, with two exceptions. Phi-4-mini-reasoning's are those
+of Phi-4-mini-instruct, of which it is a fine-tune. No copy of Qwen3-1.7B-Base's was at hand: its sizes are from other
+programs' tables, its base, positions and tying are those known of the series; the number of parameters agrees.
 """
 
 from __future__ import annotations
