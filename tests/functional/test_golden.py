@@ -74,4 +74,4 @@ def test_golden(pools: Pools, tmp_path: Path, layout: str, case: str) -> None:
 
 
 def test_there_are_golden_cases() -> None:
-    assert len(CASES) == 13
+    assert len(CASES) == 19
