@@ -6,7 +6,6 @@ Hidden states were taken at the response token, the last layer's after the final
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
         raise ValueError(f"{path}: no such file; expected the ps_bank.pt of the paper's pre-experiment")
     try:
         bank = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # whatever damaged or foreign bytes give
         raise ValueError(
             f"{path}: not readable as tensors and plain values ({type(error).__name__}); nothing else is unpickled"
         ) from error

@@ -86,7 +86,7 @@ class SlurmCluster:
         self._start(["slurmctld", "-D", "-f", str(configuration)])
         for node in NODES:
             self._start(["slurmd", "-D", "-f", str(configuration), "-N", node])
-        self._wait(self._nodes_idle, "two idle nodes")
+        self._wait(self.idle, "two idle nodes")
 
     def run(self, command: list[str], **kwargs) -> subprocess.CompletedProcess[str]:
         """A Slurm command against this cluster."""
@@ -118,7 +118,8 @@ class SlurmCluster:
         log = (self.directory / f"{command[0]}-{len(self._daemons)}.log").open("w")
         self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
 
-    def _nodes_idle(self) -> bool:
+    def idle(self) -> bool:
+        """Whether nothing runs on either node."""
         return self.run(["sinfo", "-h", "-N", "-o", "%T"]).stdout.split() == ["idle", "idle"]
 
     def _wait(self, ready, what: str, timeout: float = 30) -> None:

@@ -92,7 +92,12 @@ def test_a_job_that_is_asked_to_stop_saves_and_queues_itself(
     wait_for_update(output, 2, job, cluster, log)
     assert cluster.run(["scancel", "--signal=USR1", job]).returncode == 0
     deadline = time.monotonic() + 60
-    while "Restarts=1" not in (shown := cluster.run(["scontrol", "show", "job", job]).stdout):
+    # in the queue again, and nothing left of the first start: its end could be taken for that of the next one
+    waiting = {"Restarts=1", "JobState=PENDING"}
+    while (
+        not waiting <= set((shown := cluster.run(["scontrol", "show", "job", job]).stdout).split())
+        or not cluster.idle()
+    ):
         assert time.monotonic() < deadline, f"{shown}\n{log.read_text()[-4000:]}"
         time.sleep(0.3)
     said = [line for line in log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
