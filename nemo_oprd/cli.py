@@ -11,6 +11,7 @@ nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -191,7 +192,9 @@ def _leave() -> None:
 
         dist.barrier()  # watched: a rank may still be at work, and die of it
         watch.close()
-        dist.barrier()  # nobody's store disappears before everybody has stopped watching
+        # nobody's store disappears before everybody has stopped watching; who is past this may be gone already
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
     if _joined():
         sys.modules["torch.distributed"].destroy_process_group()
 

@@ -47,6 +47,7 @@ def errors(said: list[str]) -> list[str]:
 def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, Any]) -> None:
     """SIGTERM during the rollout, SIGUSR1 (to one rank) during backward, SIGINT during a save: 75, and the same end."""
     starts = results["signals"]["starts"]
+    print(results["signals"])
     assert [start["codes"] for start in starts] == [[75, 75]] * 3
     assert [start["done"] for start in starts] == [1, 3, 4]
     assert [start["orphans"] for start in starts] == [[]] * 3
