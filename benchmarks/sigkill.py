@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 RANKS = 2
-ORPHANS_GONE_S = 20.0
+ORPHANS_GONE_S = 5.0
 ATTEMPT_S = 120.0
 
 
