@@ -72,10 +72,14 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Target:
-    """Kill in `phase`, from step `step` (updates done before it) on; held or not, as the phase says."""
+    """Kill in `phase`, from step `step` (updates done before it) on; held or not, as the phase says.
+
+    With `until` the first rank is held at the phase's beginning until that file exists, and goes on.
+    """
 
     phase: Phase
     step: int
+    until: Path | None = None
 
 
 @dataclass
@@ -351,7 +355,10 @@ class Probe:
         if self._aims_at(phase) and not self.said:
             self.said = True
             self._tell(f"reached {self.step} {phase.name}")
-            if phase.how != "during":
+            if self.target is not None and self.target.until is not None:
+                while not self.target.until.exists():
+                    time.sleep(0.01)
+            elif phase.how != "during":
                 time.sleep(ATTEMPT_S)  # held until it is killed
 
     def _tell(self, line: str) -> None:

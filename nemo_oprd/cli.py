@@ -11,7 +11,6 @@ nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -21,8 +20,9 @@ from pathlib import Path
 from nemo_oprd import __version__
 
 # Seconds that another rank waits before it says what rank 0 may say as well. Before the process group is joined, ranks
-# differ by the time that imports take on a busy machine; afterwards they are in step.
-_WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S = 30, 3
+# differ by the time that imports take on a busy machine; afterwards they are in step. A rank that only knows that
+# something broke waits longer than one that knows why.
+_WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S, _WAIT_WITHOUT_REASON_S = 30, 3, 6
 
 _CONFIGURED = {
     "train": "distil the student on its own rollouts",
@@ -66,6 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     A run that was asked to stop and has saved ends with `STOPPED_EXIT_CODE`, one that was interrupted by a second
     Ctrl-C with 130. What is unexpected: one traceback and 1; other ranks end with 1 and say nothing.
     """
+    # before torch is imported: a rank that ends with an error makes the others' connections warn, a stack each
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nemo_oprd.survival import watchdog
 
     options = _parser().parse_args(arguments)
@@ -126,7 +128,7 @@ def _report(error: Exception) -> int:
             print(f"error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
 
     # a collective breaks when another rank dies: what that rank says is the reason
-    patience = 0.0 if rank == "0" and message is not None else _patience()
+    patience = 0.0 if rank == "0" and message is not None else _patience(message is not None)
     if watch is not None:
         if watch.failure(patience) is not None:
             return 1
@@ -192,16 +194,16 @@ def _leave() -> None:
 
         dist.barrier()  # watched: a rank may still be at work, and die of it
         watch.close()
-        # nobody's store disappears before everybody has stopped watching; who is past this may be gone already
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
+        watch.wait_for_others()
     if _joined():
         sys.modules["torch.distributed"].destroy_process_group()
 
 
-def _patience() -> float:
+def _patience(explained: bool) -> float:
     """Seconds in which the rank that found a mistake first has said so."""
-    return _WAIT_AFTER_JOINING_S if _joined() else _WAIT_BEFORE_JOINING_S
+    if not _joined():
+        return _WAIT_BEFORE_JOINING_S
+    return _WAIT_AFTER_JOINING_S if explained else _WAIT_WITHOUT_REASON_S
 
 
 def _joined() -> bool:

@@ -101,6 +101,15 @@ class Watchdog:
         if not self._ended.is_set():
             self._ended.set()
             self._store.set(f"{self._prefix}/alive/{self.rank}", "done")
+            self._store.add(f"{self._prefix}/closed", 1)
+
+    def wait_for_others(self) -> None:
+        """After `close`: keeps the first rank, whose process may hold the store, until all have closed."""
+        deadline = time.monotonic() + self.silent_s
+        while self.rank == 0 and time.monotonic() < deadline:
+            if self._store.add(f"{self._prefix}/closed", 0) >= self.world:
+                return
+            time.sleep(0.02)
 
     def _claim(self) -> bool:
         """Whether this rank is the one to say what the job ends of: the first that asks is."""

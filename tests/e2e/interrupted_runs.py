@@ -28,10 +28,14 @@ class Driver:
         self.bench = Bench(directory, STEPS, ("rollout.save=true",))
         self.bench.whole()
 
-    def start(self, output: str, phase: str | None = None, step: int = 0, extra: tuple[str, ...] = ()) -> Attempt:
-        """A start with a log of its own, which `said` reads."""
-        self.log = self.bench.directory / f"log-{time.monotonic_ns()}.txt"
-        target = Target(PHASE[phase], step) if phase else None
+    def start(
+        self, output: str, phase: str | None = None, step: int = 0, extra: tuple[str, ...] = (), hold: bool = False
+    ) -> Attempt:
+        """A start with a log of its own, which `said` reads; `hold`: it waits at the target until `go_on`."""
+        number = time.monotonic_ns()
+        self.log = self.bench.directory / f"log-{number}.txt"
+        self.go_on = self.bench.directory / f"go-on-{number}"
+        target = Target(PHASE[phase], step, self.go_on if hold else None) if phase else None
         where = output if output.startswith("/") else str(self.bench.directory / output)
         return Attempt([*self.bench.overrides, f"output={where}", *extra], self.log, target)
 
@@ -44,10 +48,11 @@ class Driver:
         found: dict[str, Any] = {"starts": []}
         asked = ((signal.SIGTERM, "rollout", 0, 2), (signal.SIGUSR1, "backward", 2, 1), (signal.SIGINT, "save", 3, 2))
         for number, phase, step, ranks in asked:
-            attempt = self.start("killed", phase, step)
+            attempt = self.start("killed", phase, step, hold=True)  # a save is shorter than a busy machine's nap
             attempt.wait_for_target()
             for pid in attempt.ranks[-ranks:]:
                 os.kill(pid, number)
+            self.go_on.touch()
             got = attempt.codes()
             said = [line for line in self.said() if "stopped by" in line]
             done = self.bench.done(self.bench.directory / "killed")
