@@ -70,5 +70,9 @@ def is_about_files(error: BaseException) -> bool:
 
 
 def no_space(error: BaseException) -> bool:
-    """Whether safetensors or torch ran out of disk: they raise errors of their own, with the system's number inside."""
-    return re.search(r"os error (28|122)\b|No space left|PytorchStreamWriter failed", str(error)) is not None
+    """Whether safetensors or torch ran out of disk: they raise errors of their own, with the system's number inside.
+
+    torch.save to a path leaves only that a C++ stream failed, or that less was written than it was given.
+    """
+    said = r"os error (28|122)\b|No space left|PytorchStreamWriter failed|unexpected pos \d+ vs \d+|iostream error"
+    return re.search(said, str(error)) is not None

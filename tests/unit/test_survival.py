@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nemo_oprd.config import load_config
@@ -176,3 +177,11 @@ class TestPending:
         with killed, pytest.raises(InterruptedError):
             pending.put(4, list(self.ROLLOUTS), self.SAMPLING)
         assert self.take(tmp_path) is None
+
+
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_a_disk_that_is_full_for_torch_is_named(elements: int) -> None:
+    """torch.save to a path says that a stream failed, or stands where it should not; Megatron saves common.pt so."""
+    with pytest.raises(OSError, match="No space left") as caught, naming("runs/a"):
+        torch.save({"weight": torch.zeros(elements)}, "/dev/full")
+    assert caught.value.filename == "runs/a"
