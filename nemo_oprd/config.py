@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import math
-import os
-import re
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_oprd.config_values import build, check_key, refuse_secrets
 from nemo_oprd.layout import Layout
 
 
@@ -279,6 +274,8 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    from nemo_oprd.config_checks import check
+
     directory = Path(config_dir or default_config_dir()).resolve()
     if not directory.is_dir():
         raise ValueError(f"--config-dir {config_dir}: no such directory; expected one with {name}.yaml in it")
@@ -304,7 +301,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
                     f"{override.input_line}: expected key=value; deletions and sweeps are not supported: give one "
                     "value, or null"
                 )
-            _known_key(override.key_or_group, "command line")
+            check_key(Config, override.key_or_group, "command line")
             OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
         _replace_model_sources(merged, {str(override.key_or_group) for override in parsed})
         plain = OmegaConf.to_container(merged, resolve=True)
@@ -316,8 +313,8 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
         ) from error
     if not isinstance(plain, dict):
         raise ValueError(f"configuration {name}: {name}.yaml holds a list, expected keys and values; correct it")
-    _refuse_secrets(plain, "")
-    config = _build(Config, plain, "")
+    refuse_secrets(plain, "")
+    config: Config = build(Config, plain)
     check(config)
     return config
 
@@ -329,248 +326,6 @@ def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
             named = f"{role}.{given}" in overridden and merged[role][given] is not None
             if named and f"{role}.{other}" not in overridden:
                 merged[role][other] = None
-
-
-@functools.cache
-def _fields(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-
-
-def _all_keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    for name, hint in _fields(cls).items():
-        keys.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
-            keys += _all_keys(typing.cast(type, hint), f"{prefix}{name}.")
-    return keys
-
-
-def _unknown(key: str, where: str) -> ValueError:
-    if _SECRET_KEY.search(key):
-        return ValueError(
-            f"{where}: unknown key {key!r}; expected no secrets in a configuration, because it is saved with the run: "
-            "set the environment variable that the program reads (WANDB_API_KEY, HF_TOKEN)"
-        )
-    near = difflib.get_close_matches(key, _all_keys(Config), n=1, cutoff=0.5)
-    hint = (
-        f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(_fields(Config))}, or a key in them"
-    )
-    return ValueError(f"{where}: unknown key {key!r}{hint}")
-
-
-# Names of keys and of environment variables that hold secrets, and what the keys of Hugging Face and W&B look like. A
-# W&B key must be the whole value: directories of a Hugging Face cache have commit hashes in their names.
-_SECRET_KEY = re.compile(r"(api_?key|(access|auth|hf)_?token|(^|\.)token|secret|passw(or)?d|credentials?)$", re.I)
-_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
-_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{30,}|^[0-9a-f]{40}$")
-# shorter values of environment variables (an empty or a dummy one) would be found in harmless text
-_SECRET_LENGTH = 8
-
-
-def _refuse_secrets(value: Any, key: str) -> None:
-    """Raises ValueError, without saying the value, where one would end up in config.yaml, e.g. by "
-    f"`${oc.env:HF_TOKEN}`."""
-    if isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _refuse_secrets(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, str):
-        secrets = [
-            n for n, v in os.environ.items() if _SECRET_VARIABLE.search(n) and len(v) >= _SECRET_LENGTH and v in value
-        ]
-        if secrets or _SECRET_VALUE.search(value):
-            what = f"the value of the environment variable {secrets[0]}" if secrets else "what looks like an access key"
-            raise ValueError(
-                f"{key} holds {what} (not shown); expected no secrets, because the configuration is saved with the "
-                "run: remove it, programs read it from the environment"
-            )
-
-
-def _known_key(key: str, where: str) -> None:
-    known = _all_keys(Config)
-    if key not in known and key.rsplit(".", 1)[0] != "data.validation":
-        raise _unknown(key, where)
-
-
-def _build(hint: Any, value: Any, key: str) -> Any:
-    """`value` as an object of type `hint`; every mismatch is a ValueError that names `key`."""
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            first = next(iter(_fields(typing.cast(type, hint))))
-            raise ValueError(f"{key}={value!r}: expected a group of keys; give one of them, e.g. {key}.{first}")
-        prefix = f"{key}." if key else ""
-        for name in value:
-            if name not in _fields(typing.cast(type, hint)):
-                raise _unknown(prefix + str(name), "configuration")
-        parts = {
-            name: _build(inner, value[name], prefix + name) for name, inner in _fields(typing.cast(type, hint)).items()
-        }
-        return typing.cast(type, hint)(**parts)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in arguments:
-            try:
-                return _build(option, value, key)
-            except ValueError:
-                continue
-        raise ValueError(f"{key}={value!r}: expected {_describe(hint)}; give one")
-    if origin is Literal and isinstance(value, str) and value in arguments:
-        return value
-    if origin is list and isinstance(value, list):
-        return [_build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
-    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
-        return tuple(_build(inner, item, key) for inner, item in zip(arguments, value, strict=True))
-    if origin is dict and isinstance(value, dict):
-        return {str(name): _build(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise ValueError(f"{key}={value}: expected a finite number; choose one")
-        return float(value)
-    if hint in (int, str, bool, types.NoneType) and type(value) is hint:
-        return value
-    raise ValueError(f"{key}={value!r}: expected {_describe(hint)}; give one")
-
-
-def _describe(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return " | ".join(map(str, arguments))
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(_describe(option) for option in arguments)
-    if origin in (list, tuple, dict):
-        return f"{origin.__name__} of {_describe(arguments[-1])}"
-    return {types.NoneType: "null", int: "an integer", float: "a number", str: "text", bool: "true or false"}[hint]
-
-
-def check(config: Config) -> None:
-    """Raises ValueError for values that are out of range, contradict each other, or ask for what isn't there yet."""
-    _check_there_yet(config)
-    for role, model in (("student", config.student), ("teacher", config.teacher)):
-        if (model.hf_path is None) == (model.checkpoint is None):
-            raise ValueError(
-                f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: "
-                "expected exactly one of the two; set the other to null"
-            )
-        for name in ("tensor", "pipeline", "virtual_pipeline", "context", "first_stage_layers", "last_stage_layers"):
-            size = getattr(model.parallel, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{role}.parallel.{name}={size}: expected at least 1; choose 1 or more")
-        if model.parallel.virtual_pipeline > 1 and model.parallel.pipeline == 1:
-            raise ValueError(
-                f"{role}.parallel.virtual_pipeline={model.parallel.virtual_pipeline} needs {role}.parallel.pipeline "
-                "> 1; raise that, or set it to 1"
-            )
-    if config.teacher.ranks is not None and config.teacher.ranks < 1:
-        raise ValueError(f"teacher.ranks={config.teacher.ranks}: expected at least 1; choose more, or null")
-    student = config.student
-    if student.recompute != "full" and (student.recompute_num_layers, student.recompute_method) != (1, "uniform"):
-        raise ValueError(
-            f"student.recompute_num_layers={student.recompute_num_layers} and student.recompute_method="
-            f"{student.recompute_method} are for student.recompute=full, but it is {student.recompute}; leave them out"
-        )
-    if config.teacher.placement == "colocated" and config.teacher.ranks is not None:
-        raise ValueError(f"teacher.ranks={config.teacher.ranks} is for teacher.placement=dedicated; set it to null")
-    resident = config.teacher.resident_microbatches
-    positive = {
-        "teacher.resident_microbatches": 1 if resident is None else resident,
-        "loss.output.k": config.loss.output.k,
-        "loss.output.chunk_tokens": config.loss.output.chunk_tokens,
-        "loss.output.temperature": config.loss.output.temperature,
-        "loss.representation.k": config.loss.representation.k,
-        "rollout.max_new_tokens": config.rollout.max_new_tokens,
-        "rollout.per_prompt": config.rollout.per_prompt,
-        "bridge.prompts": config.bridge.prompts,
-        "bridge.rank": 1 if config.bridge.rank == "auto" else config.bridge.rank,
-        "train.stop_after_skipped": config.train.stop_after_skipped,
-        "rollout.tensor": config.rollout.tensor,
-        "rollout.max_batch": config.rollout.max_batch,
-        "train.steps": config.train.steps,
-        "train.prompts_per_step": config.train.prompts_per_step,
-        "train.tokens_per_microbatch": config.train.tokens_per_microbatch,
-        "train.lr": config.train.lr,
-        "evaluation.samples": config.evaluation.samples,
-        "student.recompute_num_layers": config.student.recompute_num_layers,
-        "rollout.max_cache_tokens": config.rollout.max_cache_tokens,
-        "logging.every": config.logging.every,
-        "train.adam_eps": config.train.adam_eps,
-        "evaluation.max_new_tokens": 1
-        if config.evaluation.max_new_tokens is None
-        else config.evaluation.max_new_tokens,
-        "data.max_prompt_tokens": 1 if config.data.max_prompt_tokens is None else config.data.max_prompt_tokens,
-        "evaluation.limit": 1 if config.evaluation.limit is None else config.evaluation.limit,
-    }
-    for key, value in positive.items():
-        if value <= 0:
-            raise ValueError(f"{key}={value}: expected more than 0; choose a larger number")
-    fractions = {
-        "rollout.top_p": config.rollout.top_p,
-        "evaluation.top_p": config.evaluation.top_p,
-    }
-    for key, value in fractions.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"{key}={value}: expected a number in (0, 1]; choose one, 1 for all")
-    at_least_zero = {
-        "loss.representation.weight": config.loss.representation.weight,
-        "loss.output.weight": config.loss.output.weight,
-        "rollout.temperature": config.rollout.temperature,
-        "evaluation.temperature": config.evaluation.temperature,
-        "train.weight_decay": config.train.weight_decay,
-        "train.min_lr": config.train.min_lr,
-        "train.clip_grad": config.train.clip_grad,
-        "train.save_every": config.train.save_every,
-        "train.keep_checkpoints": config.train.keep_checkpoints,
-        "logging.spike_factor": config.logging.spike_factor,
-        "evaluation.every": config.evaluation.every,
-        "seed": config.seed,
-    }
-    for key, value in at_least_zero.items():
-        if value < 0:
-            raise ValueError(f"{key}={value}: expected 0 or more; choose another number")
-    if not 0 <= config.train.warmup_fraction <= 1:
-        raise ValueError(
-            f"train.warmup_fraction={config.train.warmup_fraction}: expected a number in [0, 1]; choose one, "
-            "such as 0.03"
-        )
-    output = config.loss.output
-    if config.loss.representation.layers == "none" and output.kind == "none":
-        raise ValueError(
-            "loss.representation.layers=none and loss.output.kind=none: expected something to learn; choose layers or "
-            "a kind"
-        )
-    if output.weight > 0 and output.kind == "none":
-        raise ValueError(f"loss.output.weight={output.weight} with loss.output.kind=none; choose a kind, or weight 0")
-    if not all(0 <= beta < 1 for beta in config.train.betas):
-        raise ValueError(
-            f"train.betas={list(config.train.betas)}: expected two numbers in [0, 1); choose e.g. [0.9,0.999]"
-        )
-    if config.train.min_lr > config.train.lr:
-        raise ValueError(
-            f"train.min_lr={config.train.min_lr} is above train.lr={config.train.lr}; expected at most that: lower it"
-        )
-    if config.train.keep_best is not None:
-        k = config.evaluation.samples
-        known = [f"val/{name}/{kind}@{k}" for name in config.data.validation for kind in ("avg", "best")]
-        if config.train.keep_best not in known or not config.evaluation.every:
-            raise ValueError(
-                f"train.keep_best={config.train.keep_best}: expected null, or one of {known} together with "
-                "evaluation.every > 0"
-            )
-    if config.evaluation.every and not config.data.validation:
-        raise ValueError(
-            f"evaluation.every={config.evaluation.every} needs at least one set in data.validation; "
-            "add e.g. data.validation.aime24=FILE, or set evaluation.every=0"
-        )
-
-
-def _check_there_yet(config: Config) -> None:
-    """Settings that have their place in the schema and no implementation in this version."""
-    planned = {
-        "teachers": (config.teachers, []),
-        "rollout.engine": (config.rollout.engine, "megatron"),
-    }
-    for key, (value, only) in planned.items():
-        if value != only:
-            raise ValueError(f"{key}={value}: this version supports only {key}={only}; see README, what doesn't yet")
 
 
 def to_yaml(config: Config) -> str:

@@ -1,0 +1,164 @@
+"""What a configuration may not say: values out of range, contradictions, what isn't there yet.
+
+Checks that need a model (layers in range, sizes that divide) sit where the model is built. Every message names the key,
+what was expected and the fix.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+from nemo_oprd.config import Config, ModelConfig
+
+# null counts as right where a key allows it
+MORE_THAN_ZERO = (
+    "bridge.prompts",
+    "data.max_prompt_tokens",
+    "evaluation.limit",
+    "evaluation.max_new_tokens",
+    "evaluation.samples",
+    "logging.every",
+    "loss.output.chunk_tokens",
+    "loss.output.k",
+    "loss.output.temperature",
+    "loss.representation.k",
+    "rollout.max_batch",
+    "rollout.max_cache_tokens",
+    "rollout.max_new_tokens",
+    "rollout.per_prompt",
+    "rollout.tensor",
+    "student.recompute_num_layers",
+    "teacher.resident_microbatches",
+    "train.adam_eps",
+    "train.lr",
+    "train.prompts_per_step",
+    "train.steps",
+    "train.stop_after_skipped",
+    "train.tokens_per_microbatch",
+)
+ZERO_OR_MORE = (
+    "evaluation.every",
+    "evaluation.temperature",
+    "logging.spike_factor",
+    "loss.output.weight",
+    "loss.representation.weight",
+    "rollout.temperature",
+    "seed",
+    "train.clip_grad",
+    "train.keep_checkpoints",
+    "train.min_lr",
+    "train.save_every",
+    "train.weight_decay",
+)
+FRACTIONS = ("evaluation.top_p", "rollout.top_p")
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for values that are out of range, contradict each other, or ask for what isn't there yet."""
+    _check_there_yet(config)
+    for role, model in (("student", config.student), ("teacher", config.teacher)):
+        _check_model(role, model)
+    _check_roles(config)
+    _check_ranges(config)
+    _check_losses(config)
+    _check_training(config)
+    _check_evaluation(config)
+
+
+def _value(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _check_ranges(config: Config) -> None:
+    values = {key: _value(config, key) for key in MORE_THAN_ZERO}
+    values["bridge.rank"] = None if config.bridge.rank == "auto" else config.bridge.rank
+    for key, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{key}={value}: expected more than 0; choose a larger number")
+    for key in FRACTIONS:
+        if not 0 < _value(config, key) <= 1:
+            raise ValueError(f"{key}={_value(config, key)}: expected a number in (0, 1]; choose one, 1 for all")
+    for key in ZERO_OR_MORE:
+        if _value(config, key) < 0:
+            raise ValueError(f"{key}={_value(config, key)}: expected 0 or more; choose another number")
+
+
+def _check_model(role: str, model: ModelConfig) -> None:
+    if (model.hf_path is None) == (model.checkpoint is None):
+        raise ValueError(
+            f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: "
+            "expected exactly one of the two; set the other to null"
+        )
+    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "first_stage_layers", "last_stage_layers"):
+        size = getattr(model.parallel, name)
+        if size is not None and size < 1:
+            raise ValueError(f"{role}.parallel.{name}={size}: expected at least 1; choose 1 or more")
+    if model.parallel.virtual_pipeline > 1 and model.parallel.pipeline == 1:
+        raise ValueError(
+            f"{role}.parallel.virtual_pipeline={model.parallel.virtual_pipeline} needs {role}.parallel.pipeline "
+            "> 1; raise that, or set it to 1"
+        )
+
+
+def _check_roles(config: Config) -> None:
+    student, teacher = config.student, config.teacher
+    if teacher.ranks is not None and teacher.ranks < 1:
+        raise ValueError(f"teacher.ranks={teacher.ranks}: expected at least 1; choose more, or null")
+    if student.recompute != "full" and (student.recompute_num_layers, student.recompute_method) != (1, "uniform"):
+        raise ValueError(
+            f"student.recompute_num_layers={student.recompute_num_layers} and student.recompute_method="
+            f"{student.recompute_method} are for student.recompute=full, but it is {student.recompute}; leave them out"
+        )
+    if teacher.placement == "colocated" and teacher.ranks is not None:
+        raise ValueError(f"teacher.ranks={teacher.ranks} is for teacher.placement=dedicated; set it to null")
+
+
+def _check_losses(config: Config) -> None:
+    output = config.loss.output
+    if config.loss.representation.layers == "none" and output.kind == "none":
+        raise ValueError(
+            "loss.representation.layers=none and loss.output.kind=none: expected something to learn; choose layers or "
+            "a kind"
+        )
+    if output.weight > 0 and output.kind == "none":
+        raise ValueError(f"loss.output.weight={output.weight} with loss.output.kind=none; choose a kind, or weight 0")
+
+
+def _check_training(config: Config) -> None:
+    train = config.train
+    if not 0 <= train.warmup_fraction <= 1:
+        raise ValueError(
+            f"train.warmup_fraction={train.warmup_fraction}: expected a number in [0, 1]; choose one, such as 0.03"
+        )
+    if not all(0 <= beta < 1 for beta in train.betas):
+        raise ValueError(f"train.betas={list(train.betas)}: expected two numbers in [0, 1); choose e.g. [0.9,0.999]")
+    if train.min_lr > train.lr:
+        raise ValueError(f"train.min_lr={train.min_lr} is above train.lr={train.lr}; expected at most that: lower it")
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation, best = config.evaluation, config.train.keep_best
+    if best is not None:
+        names = config.data.validation
+        known = [f"val/{name}/{kind}@{evaluation.samples}" for name in names for kind in ("avg", "best")]
+        if best not in known or not evaluation.every:
+            raise ValueError(
+                f"train.keep_best={best}: expected null, or one of {known} together with evaluation.every > 0"
+            )
+    if evaluation.every and not config.data.validation:
+        raise ValueError(
+            f"evaluation.every={evaluation.every} needs at least one set in data.validation; "
+            "add e.g. data.validation.aime24=FILE, or set evaluation.every=0"
+        )
+
+
+def _check_there_yet(config: Config) -> None:
+    """Settings that have their place in the schema and no implementation in this version."""
+    planned = {
+        "teachers": (config.teachers, []),
+        "rollout.engine": (config.rollout.engine, "megatron"),
+    }
+    for key, (value, only) in planned.items():
+        if value != only:
+            raise ValueError(f"{key}={value}: this version supports only {key}={only}; see README, what doesn't yet")
