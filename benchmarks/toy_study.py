@@ -1,0 +1,344 @@
+"""Objectives compared on toy pairs over several seeds: runs what is missing, then writes a table and a figure.
+
+    python -m benchmarks.toy_study objectives --output runs/study --seeds 0 1 2 --jobs 2
+    python -m benchmarks.toy_study bridge --output runs/study --seeds 0 1 2 --jobs 2
+
+Every arm of a study is a plain `nemo-oprd train` in a process of one thread; its directory `STUDY/ARM-SEED` can be read
+with `nemo-oprd report`. Started again, arms that are done are left alone and others start over. Students are those of
+`nemo-oprd toy`: 96 wide, 4 layers, some 40 % of the problems solved. The bridge's teachers are models of their own, 128
+wide with 6 layers, trained from another seed on the same task.
+
+Accuracy is on 200 held-out problems, 2 samples each at T = 0.7, after the last update; learning rates are chosen on the
+tune problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEPS, EVALUATED = 120, 200
+RANKS = (2, 4, 8, 16, 32)
+ROOT = Path(__file__).parent.parent
+
+OPD = ("loss.representation.weight=0", "loss.output.weight=1")
+SAMPLED = (*OPD, "loss.output.kind=sampled_token")
+BRIDGE = (
+    "loss.representation.kind=normalized_mse",
+    "loss.representation.dim_reduction=sum",
+    "loss.representation.weight=10",
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method: its settings, the bridge it uses (a name of `BRIDGES`), and a run of this study it goes on from."""
+
+    name: str
+    settings: tuple[str, ...]
+    bridge: str | None = None
+    after: str | None = None
+    shown: bool = True
+
+
+def objectives() -> list[Arm]:
+    """Same shape, same budget: every method at three learning rates."""
+    methods = {
+        "sampled token": (SAMPLED, (1e-4, 3e-4, 1e-3)),
+        "top-16": ((*OPD, "loss.output.kind=top_k", "loss.output.k=16"), (1e-4, 3e-4, 1e-3)),
+        "full vocabulary": ((*OPD, "loss.output.kind=full_vocab"), (1e-4, 3e-4, 1e-3)),
+        "OPRD": ((), (2e-4, 5e-4, 1e-3)),
+        "OPD + 1 OPRD": (("loss.output.weight=1", "loss.output.kind=sampled_token"), (1e-4, 3e-4, 1e-3)),
+        "OPD + 10 OPRD": (
+            ("loss.output.weight=1", "loss.output.kind=sampled_token", "loss.representation.weight=10"),
+            (1e-4, 3e-4, 1e-3),
+        ),
+    }
+
+
+XX
+
+
+def ablation() -> list[Arm]:
+    """Which layers, and which tokens of the response (29 or 30 of them)."""
+    tokens = {"last 8": ("last_k", 8), "last 24": ("last_k", 24), "first 8": ("first_k", 8), "all": ("all", 1)}
+    return [
+        Arm(
+            f"layers {layers}, tokens {name}",
+            (f"loss.representation.layers={layers}", f"loss.representation.positions={positions}",
+             f"loss.representation.k={k}", "train.lr=5e-4"),
+        )
+        for layers in ("all", "last", "even")
+        for name, (positions, k) in tokens.items()
+    ]  # fmt: skip
+
+
+def bridge() -> list[Arm]:
+    """Wider and deeper teacher -> student, through projections of several ranks, right and wrong ones."""
+    arms = [Arm(f"bridge r={rank}", (*BRIDGE, "train.lr=5e-4"), f"rank {rank}") for rank in RANKS]
+    arms += [
+        Arm("r=8, projectors of other layers", (*BRIDGE, "train.lr=5e-4"), "other layers"),
+        Arm("r=8, random projectors", (*BRIDGE, "train.lr=5e-4"), "random"),
+        Arm("OPD alone (sampled token)", (*SAMPLED, "train.lr=1e-4")),
+        Arm("first half: bridge r=8", (*BRIDGE, "train.lr=5e-4", f"train.steps={STEPS // 2}"), "rank 8", shown=False),
+        Arm(
+            "bridge r=8, then OPD",
+            (*SAMPLED, "train.lr=1e-4", f"train.steps={STEPS // 2}"),
+            None,
+            "first half: bridge r=8",
+        ),
+    ]
+    return arms
+
+
+STUDIES: dict[str, Callable[[], list[Arm]]] = {"objectives": objectives, "ablation": ablation, "bridge": bridge}
+
+
+@dataclass
+class Study:
+    """A study in a directory; models and bridges are shared by the studies in it."""
+
+    name: str
+    root: Path
+    log: Callable[[str], None] = print
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.arms = STUDIES[self.name]()
+
+    def run(self, seeds: list[int], jobs: int) -> None:
+        """Makes what is missing; arms that go on from others come after them."""
+        for seed in seeds:
+            self._models(seed)
+        for waiting in (False, True):
+            todo = [(arm, seed) for seed in seeds for arm in self.arms if (arm.after is not None) == waiting]
+            todo = [(arm, seed) for arm, seed in todo if not self.done(arm, seed)]
+            with ThreadPoolExecutor(jobs) as pool:
+                list(pool.map(lambda item: self._train(*item), todo))
+
+    def directory(self, arm: Arm, seed: int) -> Path:
+        """Of one run."""
+        return self.root / self.name / f"{''.join(c if c.isalnum() or c in '=-.' else '_' for c in arm.name)}-{seed}"
+
+    def records(self, arm: Arm, seed: int) -> list[dict[str, Any]]:
+        """The metrics of one run."""
+        file = self.directory(arm, seed) / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+    def done(self, arm: Arm, seed: int) -> bool:
+        """Whether a run came to its end."""
+        return (self.directory(arm, seed) / "done").is_file()
+
+    def _models(self, seed: int) -> None:
+        from nemo_oprd.toy.pair import Recipe, build_pair, make_pair
+
+        make_pair(self.root / "pairs" / str(seed), seed=seed, log=self.log)
+        if self.name == "bridge":
+            recipe = Recipe(seed=100 + seed, steps=400, student_step=200, layers=6, hidden=128)
+            build_pair(recipe, self.root / "wide" / str(seed), self.log)
+            self._bridges(seed)
+
+    def _common(self, seed: int, teacher: str) -> list[str]:
+        pair = self.root / "pairs" / str(seed)
+        return [
+            f"student.hf_path={pair}/student", f"teacher.hf_path={self.root}/{teacher}/{seed}/teacher",
+            "student.parallel.tensor=1", f"data.train={pair}/prompts/train.jsonl", f"seed={seed}",
+        ]  # fmt: skip
+
+    def _train(self, arm: Arm, seed: int) -> None:
+        pair, directory = self.root / "pairs" / str(seed), self.directory(arm, seed)
+        settings = [
+            *self._common(seed, "wide" if self.name == "bridge" else "pairs"),
+            f"output={directory}", f"data.validation.heldout={pair}/prompts/heldout.jsonl",
+            f"data.validation.tune={pair}/prompts/tune.jsonl", f"evaluation.limit={EVALUATED}",
+            f"evaluation.every={STEPS // 2}", "evaluation.teacher=false", "train.save_every=0",
+            f"train.export_hf={str(any(other.after == arm.name for other in self.arms)).lower()}",
+            f"train.steps={STEPS}", "logging.every=20", *arm.settings,
+        ]  # fmt: skip
+        if arm.bridge is not None:
+            settings.append(f"bridge.path={self.root}/bridges/{seed}/{arm.bridge.replace(' ', '_')}")
+        if arm.after is not None:
+            before = next(other for other in self.arms if other.name == arm.after)
+            settings.append(f"student.hf_path={self.directory(before, seed)}/hf")
+        for leftover in directory.glob("*.jsonl"):
+            leftover.unlink()
+        self._command("train", settings, directory)
+        (directory / "done").touch()
+        self.log(f"{time.monotonic() - self.began:6.0f} s  {arm.name}, seed {seed}: {self._accuracy(arm, seed):.1%}")
+
+    def _command(self, command: str, settings: list[str], directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        log = directory.with_suffix(f".{command}.log")
+        line = [sys.executable, "-m", "nemo_oprd", command, "--config-name", "quickstart", *settings]
+        with log.open("w") as out:
+            ended = subprocess.run(line, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"{command} ended with {ended.returncode}; see {log}:\n{log.read_text()[-800:]}")
+
+    def _bridges(self, seed: int) -> None:
+        """The widest bridge by `fit-bridge`; lower ranks are its first rows: basis and regulariser are shared."""
+        from nemo_oprd.bridge.artifact import load_bridge, save_bridge
+
+        place = self.root / "bridges" / str(seed)
+        widest = place / f"rank_{max(RANKS)}"
+        if not (widest / "bridge.json").is_file():
+            settings = [
+                *self._common(seed, "wide"), f"output={widest}", f"bridge.rank={max(RANKS)}", "bridge.prompts=512",
+            ]  # fmt: skip
+            self._command("fit-bridge", settings, widest)
+        whole = load_bridge(widest)
+        for rank in RANKS[:-1]:
+            save_bridge(first_rows(whole, rank), place / f"rank_{rank}")
+        eight = first_rows(whole, 8)
+        save_bridge(of_other_layers(eight), place / "other_layers")
+        save_bridge(at_random(eight, seed), place / "random")
+
+    def _accuracy(self, arm: Arm, seed: int, of: str = "heldout") -> float:
+        return float(self.records(arm, seed)[-1][f"val/{of}/avg@2"])
+
+    def results(self, seeds: list[int]) -> list[dict[str, Any]]:
+        """Per shown arm that is done for all seeds: mean and standard deviation of what the table shows."""
+        rows = []
+        for arm in filter(lambda arm: arm.shown, self.arms):
+            if not all(self.done(arm, seed) for seed in seeds):
+                continue
+            row: dict[str, Any] = {"arm": arm.name}
+            for name, value in SHOWN.items():
+                found = [value(self.records(arm, seed)) for seed in seeds]
+                known = [number for number in found if number is not None]
+                row[name] = [statistics.fmean(known), statistics.pstdev(known), known] if known else None
+            rows.append(row)
+        return rows
+
+
+def first_rows(whole: Any, rank: int) -> Any:
+    """The bridge of a lower rank that is contained in one of a higher."""
+    pairs = {
+        key: dataclasses.replace(
+            pair,
+            teacher_basis=pair.teacher_basis[:rank].clone(),
+            student_projector=pair.student_projector[:rank].clone(),
+            student_bias=None if pair.student_bias is None else pair.student_bias[:rank].clone(),
+        )
+        for key, pair in whole.pairs.items()
+    }
+    return dataclasses.replace(whole, rank=rank, pairs=pairs, report={})
+
+
+def of_other_layers(right: Any) -> Any:
+    """Each pair with the student's projector of the next one."""
+    keys = sorted(right.pairs)
+    shifted = dict(zip(keys, [*keys[1:], keys[0]], strict=True))
+    pairs = {
+        key: dataclasses.replace(pair, student_projector=right.pairs[shifted[key]].student_projector.clone())
+        for key, pair in right.pairs.items()
+    }
+    return dataclasses.replace(right, pairs=pairs, report={})
+
+
+def at_random(right: Any, seed: int) -> Any:
+    """Gaussian projectors of the right ones' norm."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    pairs = {}
+    for key, pair in right.pairs.items():
+        noise = torch.randn(pair.student_projector.shape, generator=draw)
+        pairs[key] = dataclasses.replace(pair, student_projector=noise * (pair.student_projector.norm() / noise.norm()))
+    return dataclasses.replace(right, pairs=pairs, report={})
+
+
+def _last(name: str) -> Callable[[list[dict[str, Any]]], float | None]:
+    return lambda records: next((float(r[name]) for r in reversed(records) if name in r), None)
+
+
+def _seconds(records: list[dict[str, Any]]) -> float:
+    return sum(value for record in records for key, value in record.items() if key.startswith("timing/"))
+
+
+def _entropy_gap(records: list[dict[str, Any]]) -> float | None:
+    student, teacher = _last("actor/entropy")(records), _last("teacher/entropy")(records)
+    return None if student is None or teacher is None else student - teacher
+
+
+SHOWN: dict[str, Callable[[list[dict[str, Any]]], float | None]] = {
+    "accuracy": _last("val/heldout/avg@2"),
+    "tune": _last("val/tune/avg@2"),
+    "start": lambda records: float(records[0]["val/heldout/avg@2"]),
+    "length": _last("response_length/mean"),
+    "cosine": _last("rep/cosine"),
+    "entropy gap": _entropy_gap,
+    "seconds": _seconds,
+}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table."""
+
+    def cell(name: str, value: Any) -> str:
+        if value is None:
+            return "-"
+        mean, deviation, _ = value
+        if name in ("accuracy", "tune", "start"):
+            return f"{mean:.1%} ± {deviation:.1%}"
+        return f"{mean:.3g} ± {deviation:.2g}"
+
+    lines = ["| method | " + " | ".join(SHOWN) + " |", "|---" * (1 + len(SHOWN)) + "|"]
+    lines += [f"| {row['arm']} | " + " | ".join(cell(name, row[name]) for name in SHOWN) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Accuracy per arm, a dot per seed."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "toy_study"
+    figure, axes = pyplot.subplots(figsize=(7, 0.4 + 0.3 * len(rows)))
+    for number, row in enumerate(rows):
+        accuracies = row["accuracy"][2]
+        axes.plot([100 * row["accuracy"][0]], [number], "|", color="#1d232a", markersize=12)
+        axes.plot([100 * a for a in accuracies], [number] * len(accuracies), "o", color="#2166ac", markersize=4)
+    axes.axvline(100 * statistics.fmean(row["start"][0] for row in rows), color="#66707c", linestyle="dotted")
+    axes.set_yticks(range(len(rows)), [row["arm"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("held-out problems solved, % (dotted: the student's start)")
+    figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=sorted(STUDIES))
+    parser.add_argument("--output", required=True, metavar="DIR")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each has one thread")
+    parser.add_argument("--arms", nargs="+", metavar="TEXT", help="only arms whose name contains one of these")
+    options = parser.parse_args()
+    study = Study(options.study, Path(options.output).absolute(), lambda line: print(line, flush=True))
+    if options.arms:
+        study.arms = [arm for arm in study.arms if any(text in arm.name for text in options.arms)]
+    study.run(options.seeds, options.jobs)
+    rows = study.results(options.seeds)
+    print(markdown(rows))
+    (study.root / f"{study.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    if rows:
+        draw(rows, study.root / f"{study.name}.svg")
+
+
+if __name__ == "__main__":
+    main()
