@@ -66,8 +66,11 @@ def objectives() -> list[Arm]:
         ),
     }
 
-
-XX
+    return [
+        Arm(f"{name} lr={rate:g}", (*settings, f"train.lr={rate}"))
+        for name, (settings, rates) in methods.items()
+        for rate in rates
+    ]
 
 
 def ablation() -> list[Arm]:
