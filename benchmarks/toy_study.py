@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS, EVALUATED = 120, 200
-RANKS = (2, 4, 8, 16, 32)
+STEPS, EVALUATED = 100, 200
+RANKS = (2, 8, 32)
 ROOT = Path(__file__).parent.parent
 
 OPD = ("loss.representation.weight=0", "loss.output.weight=1")
@@ -132,7 +132,7 @@ class Study:
 
     def directory(self, arm: Arm, seed: int) -> Path:
         """Of one run."""
-        return self.root / self.name / f"{''.join(c if c.isalnum() or c in '=-.' else '_' for c in arm.name)}-{seed}"
+        return self.root / self.name / f"{''.join(c if c.isalnum() else '_' for c in arm.name)}-{seed}"
 
     def records(self, arm: Arm, seed: int) -> list[dict[str, Any]]:
         """The metrics of one run."""

@@ -132,8 +132,7 @@ class StepPlan:
         parts = self.hidden.waves(microbatches)
         return [StepPlan(part, self.output and part.with_rows(self.output.table)) for part in parts]
 
-    def for_layout(self, layout: Layout, num_responses: int, token_budget: int) -> StepPlan:
-        """The same sequences and rows, packed for another layout."""
-        lengths = [self.hidden.lengths.get(i, 0) for i in range(num_responses)]
-        plan = BatchPlan.of(self.hidden.table, lengths, layout, token_budget)
-        return StepPlan(plan, self.output and plan.with_rows(self.output.table))
+    def for_teacher(self, layout: Layout, num_responses: int, token_budget: int) -> StepPlan:
+        """The same rows in the sequences that the teacher reads, packed for its layout."""
+        output = None if self.output is None else self.output.table.as_read_by_teacher()
+        return StepPlan.of(self.hidden.table.as_read_by_teacher(), output, num_responses, layout, token_budget)

@@ -76,12 +76,16 @@ class StudentConfig(ModelConfig):
 class TeacherConfig(ModelConfig):
     """The frozen model. `dedicated` gives it the last `ranks` ranks for itself.
 
+    It reads the student's token `ids` as they are, or the response's `text` in tokens and a chat template of its own
+    (`alignment`), which is the only way where the tokenizers differ.
+
     `resident_microbatches` is how many of the student's microbatches have their targets in memory at a time (null: all
     of a step). `offload` keeps the weights in pinned host memory while the teacher isn't reading.
     """
 
     placement: Literal["colocated", "dedicated"] = "colocated"
     ranks: int | None = None
+    reads: Literal["ids", "text"] = "ids"
     resident_microbatches: int | None = None
     offload: bool = False
 
@@ -147,6 +151,18 @@ class BridgeConfig:
     center_student: bool = False
     held_out: float = 0.1
     prompts: int = 512
+
+
+@dataclass
+class AlignmentConfig:
+    """Which of the teacher's states stands for which of the student's, where the teacher reads text.
+
+    That of the last token which ends at or before the end of the student's token; with `exact` only pairs that end on
+    the same byte are kept. A batch of which less than `min_coverage` of the tokens has a partner ends the run.
+    """
+
+    exact: bool = False
+    min_coverage: float = 0.5
 
 
 @dataclass
@@ -246,6 +262,7 @@ class Config:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     teachers: list[str] = field(default_factory=list)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
+    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)

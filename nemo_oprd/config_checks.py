@@ -110,8 +110,28 @@ def _check_roles(config: Config) -> None:
             f"student.recompute_num_layers={student.recompute_num_layers} and student.recompute_method="
             f"{student.recompute_method} are for student.recompute=full, but it is {student.recompute}; leave them out"
         )
+    if teacher.reads == "text":
+        _check_reading_text(config)
     if teacher.placement == "colocated" and teacher.ranks is not None:
         raise ValueError(f"teacher.ranks={teacher.ranks} is for teacher.placement=dedicated; set it to null")
+
+
+def _check_reading_text(config: Config) -> None:
+    if not 0 <= config.alignment.min_coverage <= 1:
+        raise ValueError(
+            f"alignment.min_coverage={config.alignment.min_coverage}: expected a share in [0, 1]; choose one"
+        )
+    if config.loss.output.kind != "none":
+        raise ValueError(
+            f"loss.output.kind={config.loss.output.kind} with teacher.reads=text: a probability of the student's token "
+            "has no counterpart among the teacher's tokens; expected none: match hidden states, or take a teacher with "
+            "the student's tokenizer and teacher.reads=ids"
+        )
+    if config.evaluation.teacher:
+        raise ValueError(
+            "evaluation.teacher=true with teacher.reads=text: the teacher is sampled in the student's engine and "
+            "tokens; expected false: evaluate the teacher with `nemo-oprd evaluate`"
+        )
 
 
 def _check_losses(config: Config) -> None:

@@ -28,7 +28,7 @@ from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM
 from nemo_oprd.families import read_model_spec
-from nemo_oprd.inputs import check_tokenizers, encode_prompts
+from nemo_oprd.inputs import encode_prompts, make_reader, recorded_rollouts
 from nemo_oprd.megatron.inject import row_chunks
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.objective import Objective, identity
@@ -66,7 +66,8 @@ def fit_bridge(config: Config) -> None:
     system = make_system(config, plan, trainable=False)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
     statistics = _collect(config, system, source, say)
-    bridge = _fit(config, system, statistics, source.fingerprint, say)
+    tokenizers = source.fingerprint, source.teacher_fingerprint
+    bridge = _fit(config, system, statistics, tokenizers, say)
     if bridge is not None:
         save_bridge(bridge, output)
         say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
@@ -79,11 +80,11 @@ class _Rollouts:
     def __init__(self, config: Config) -> None:
         self.config, self.source = config, model_directory(config.student)
         self.spec = read_model_spec(self.source)
-        self.recorded: list[Rollout] | None = None
-        self.fingerprint: str | None = None  # of the tokenizer, which recorded rollouts don't need
-        if config.rollout.replay is not None:
-            known = min(self.spec.vocab_size, read_model_spec(model_directory(config.teacher)).vocab_size)
-            self.recorded = read_rollouts(config.rollout.replay, known, self.spec.max_positions)
+        self.recorded = recorded_rollouts(config)
+        # of the tokenizers, which recorded rollouts don't need
+        self.fingerprint: str | None = None
+        self.teacher_fingerprint: str | None = None
+        if self.recorded is not None:
             self.count = len(self.recorded)
             return
         if config.data.train is None:
@@ -93,7 +94,8 @@ class _Rollouts:
         self.tokenizer = Tokenizer.load(self.source)
         self.fingerprint = self.tokenizer.fingerprint()
         check_vocabulary(self.tokenizer, self.spec, self.source)
-        check_tokenizers(self.tokenizer, model_directory(config.teacher))
+        self.reader = make_reader(config, self.tokenizer)
+        self.teacher_fingerprint = self.fingerprint if self.reader is None else self.reader.teacher.fingerprint()
         self.prompts = encode_prompts(config, self.tokenizer, self.spec.max_positions)
         self.count = config.bridge.prompts * config.rollout.per_prompt
 
@@ -122,7 +124,7 @@ class _Rollouts:
                 )
                 if dist.get_rank() == 0:
                     write_rollouts(file, kept)
-            yield kept
+            yield kept if self.reader is None else self.reader.read(kept, requests)[0]
 
     def _claim_directory(self) -> None:
         """Says in `rollouts/about.json` of what the rollouts there are; what is there of something else is refused."""
@@ -204,7 +206,7 @@ def _fit(
     config: Config,
     system: System,
     statistics: dict[int, PairStatistics],
-    tokenizer: str | None,
+    tokenizers: tuple[str | None, str | None],
     say: Callable[[str], None],
 ) -> Bridge | None:
     """The bridge on rank 0; each rank fits some of its stage's layer pairs."""
@@ -239,7 +241,7 @@ def _fit(
         "rank_asked_for": settings.rank,
         "layers": layers,
     }
-    student, teacher = _identities(config, objective, tokenizer)
+    student, teacher = _identities(config, objective, *tokenizers)
     capture = Capture(objective.position, objective.final_norm)
     return Bridge(rank, dict(sorted(pairs.items())), student, teacher, capture, report)
 
@@ -250,11 +252,13 @@ def _everyone(mine: Any) -> list[Any]:
     return parts
 
 
-def _identities(config: Config, objective: Objective, tokenizer: str | None) -> tuple[ModelIdentity, ModelIdentity]:
+def _identities(
+    config: Config, objective: Objective, of_student: str | None, of_teacher: str | None
+) -> tuple[ModelIdentity, ModelIdentity]:
     student, teacher = config.student, config.teacher
     return (
-        identity(objective.student, str(student.hf_path or student.checkpoint), tokenizer),
-        identity(objective.teacher, str(teacher.hf_path or teacher.checkpoint), tokenizer),
+        identity(objective.student, str(student.hf_path or student.checkpoint), of_student),
+        identity(objective.teacher, str(teacher.hf_path or teacher.checkpoint), of_teacher),
     )
 
 

@@ -86,6 +86,7 @@ class Objective:
     teacher: ModelSpec
     output: OutputObjective | None
     bridge: Bridge | None
+    reads_ids: bool = True
 
     @staticmethod
     def of(
@@ -103,10 +104,12 @@ class Objective:
             fitting: a bridge between the two is to be made: shapes may differ, and all response tokens count.
         """
         loss = config.loss.representation
-        if student.vocab_size != teacher.vocab_size and not same_tokenizer():
+        reads_ids = config.teacher.reads == "ids"
+        if reads_ids and student.vocab_size != teacher.vocab_size and not same_tokenizer():
             raise ValueError(
                 f"student and teacher have vocabularies of {student.vocab_size} and {teacher.vocab_size} ids; ids "
-                "of one tokenizer mean nothing to a model of another: choose a teacher with the student's tokenizer"
+                "of one tokenizer mean nothing to a model of another: set teacher.reads=text, or choose a teacher with "
+                "the student's tokenizer"
             )
         layers = supervised_layers(loss.layers, student.num_layers)
         bridge = None if fitting else _bridge(config, student, teacher, layers)
@@ -137,6 +140,7 @@ class Objective:
             if fitting
             else OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
             bridge=bridge,
+            reads_ids=reads_ids,
         )
 
     def on(self, device: torch.device) -> Objective:
@@ -145,8 +149,8 @@ class Objective:
 
     @property
     def known_ids(self) -> int:
-        """Ids below this one are known to both models."""
-        return min(self.student.vocab_size, self.teacher.vocab_size)
+        """Ids below this one may be sampled: they are known to the student, and to a teacher that reads them."""
+        return min(self.student.vocab_size, self.teacher.vocab_size) if self.reads_ids else self.student.vocab_size
 
     @property
     def trains_head(self) -> bool:

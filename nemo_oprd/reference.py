@@ -39,14 +39,15 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             continue
         shift = 1 if loss.position == "predicting" else 0
         where = torch.tensor([len(rollout.prompt_ids) + t - shift for t in tokens])
+        there = torch.tensor([_teacher_token(rollout, t - shift) for t in tokens])
         weight = 1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens))
         ours = _hidden_states(student, rollout, final_norm=loss.final_norm)
         with torch.no_grad():
-            theirs = _hidden_states(teacher, rollout, final_norm=loss.final_norm)
+            theirs = _hidden_states(teacher, _as_the_teacher_reads(rollout), final_norm=loss.final_norm)
         total = torch.zeros((), dtype=dtype)
         for layer in layers:
             teacher_layer, of_student, of_teacher = maps[layer]
-            compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][where])
+            compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][there])
             term = weight * _distance(*compared, loss).sum()
             per_layer[layer] += float(term.detach())
             total = total + loss.weight * term / len(layers)
@@ -191,8 +192,23 @@ def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[in
     return states
 
 
+def _as_the_teacher_reads(rollout: Rollout) -> Rollout:
+    if rollout.teacher_response_ids is None:
+        return rollout
+    return Rollout(rollout.teacher_prompt_ids or [], rollout.teacher_response_ids)
+
+
+def _teacher_token(rollout: Rollout, t: int) -> int | None:
+    """Where the teacher's state for response token t (-1: the prompt's last) is in what it reads; None: nowhere."""
+    prompt = len(_as_the_teacher_reads(rollout).prompt_ids)
+    if rollout.teacher_index is None or t == -1:
+        return prompt + t
+    return prompt + rollout.teacher_index[t] if rollout.teacher_index[t] >= 0 else None
+
+
 def _tokens(rollout: Rollout, loss: RepresentationLossConfig) -> list[int]:
-    masked_in = [t for t, m in enumerate(rollout.mask) if m]
+    shift = 1 if loss.position == "predicting" else 0
+    masked_in = [t for t, m in enumerate(rollout.mask) if m and _teacher_token(rollout, t - shift) is not None]
     return {"all": masked_in, "last_k": masked_in[-loss.k :], "first_k": masked_in[: loss.k]}[loss.positions]
 
 

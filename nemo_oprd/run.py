@@ -18,11 +18,12 @@ from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.inputs import (
-    check_bridge_tokenizer,
+    check_bridge_tokenizers,
     check_same_architecture,
     check_sources_stay,
-    check_tokenizers,
     encode_prompts,
+    make_reader,
+    recorded_rollouts,
 )
 from nemo_oprd.megatron.checkpoint import check_checkpoint, check_continuity, load_checkpoint, save_checkpoint
 from nemo_oprd.megatron.export import export_hf
@@ -32,6 +33,7 @@ from nemo_oprd.megatron.student import Update
 from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.pending import Pending
+from nemo_oprd.rollout.reading import TextReader, alignment_metrics
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
 from nemo_oprd.setup import Clock, Plan, check_vocabulary, make_plan, make_system, model_directory, open_model
@@ -65,13 +67,13 @@ class Run:
         self.tokenizer: Tokenizer | None = None
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
-        replay = config.rollout.replay
-        known = min(spec.vocab_size, read_model_spec(model_directory(config.teacher)).vocab_size)
-        recorded = ReplayEngine(replay, known, spec.max_positions) if replay is not None else None
+        self.reader: TextReader | None = None
+        rollouts = recorded_rollouts(config)
+        recorded = ReplayEngine(rollouts) if rollouts is not None else None
         if recorded is None:
             self._read_data(spec)
         plan = make_plan(config)
-        check_bridge_tokenizer(plan.objective.bridge, self.tokenizer)
+        check_bridge_tokenizers(plan.objective.bridge, self.tokenizer, self.reader and self.reader.teacher)
         self._find_checkpoint(spec, plan)  # what is wrong with it is said before anything is written
         # before anything is read for good that another run might be about to replace
         self.lock = RunLock(self.output) if is_first_rank() else None
@@ -128,7 +130,7 @@ class Run:
             )
         self.tokenizer = Tokenizer.load(self.source)
         check_vocabulary(self.tokenizer, spec, self.source)
-        check_tokenizers(self.tokenizer, model_directory(config.teacher))
+        self.reader = make_reader(config, self.tokenizer)
         if config.evaluation.teacher:
             check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
         self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
@@ -158,8 +160,14 @@ class Run:
             self.lock.release()
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """The rollouts of a step: sampled, or those that the run had already sampled when it was interrupted."""
-        requests, sampling = self.requests(step), self.sampling(step)
+        """The rollouts of a step, with what the teacher reads where it doesn't read the same ids."""
+        requests = self.requests(step)
+        rollouts = self._sampled(step, requests)
+        return rollouts if self.reader is None else self.reader.read(rollouts, requests)[0]
+
+    def _sampled(self, step: int, requests: list[Request]) -> list[Rollout]:
+        """Sampled now, or those that the run had already sampled when it was interrupted."""
+        sampling = self.sampling(step)
         if step == self.first_step and self.prompts:
             kept = self.pending.take(step, requests, sampling)
             if kept is not None:
@@ -194,6 +202,7 @@ class Run:
             **(update.metrics() if update else {}),
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
+            **alignment_metrics(rollouts),
             "rollout/finished": sum(r.finish_reason == "stop" for r in rollouts) / len(rollouts),
             **{f"timing/{phase}_s": value for phase, value in seconds.items()},
             "perf/tokens_per_s": tokens / sum(seconds.values()),

@@ -85,7 +85,8 @@ class System:
             CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
         """
         draw = np.random.default_rng(self.config.seed)
-        ids = draw.integers(0, self.objective.known_ids, (2 * self.student.role.layout.data, 12)).tolist()
+        known = min(self.objective.student.vocab_size, self.objective.teacher.vocab_size)
+        ids = draw.integers(0, known, (2 * self.student.role.layout.data, 12)).tolist()
         result = self.accumulate([Rollout(row[:4], row[4:]) for row in ids])
         if result is not None and result.trouble:
             raise ValueError(
@@ -116,8 +117,9 @@ class System:
     def teach(self, rollouts: list[Rollout], student_plan: StepPlan) -> TeacherTargets:
         """What the teacher has to say about the rows of `student_plan`, on the ranks that need it."""
         budget = self.config.train.tokens_per_microbatch
-        teacher_plan = student_plan.for_layout(self.teacher.role.layout, len(rollouts), budget)
-        return self.teacher.targets(rollouts, teacher_plan, student_plan, self.student.role)
+        teacher_plan = student_plan.for_teacher(self.teacher.role.layout, len(rollouts), budget)
+        read = [rollout.as_read_by_teacher() for rollout in rollouts]
+        return self.teacher.targets(read, teacher_plan, student_plan, self.student.role)
 
 
 def model_directory(model: ModelConfig) -> Path:

@@ -18,6 +18,10 @@ class Rollout:
     `response_mask[t]` is 1 where response token t may be supervised (None: everywhere). The end-of-sequence token that
     stopped the response is part of it; `finish_reason` is "stop" then, and "length" where the token budget ended it.
 
+    A teacher that doesn't read these very ids (another tokenizer, another prompt) has `teacher_prompt_ids` and
+    `teacher_response_ids`; `teacher_index[t]` is then the one of its response tokens whose state stands for that of
+    response token t, -1 for none (None: its response tokens are the same).
+
     >>> Rollout(prompt_ids=[5, 9], response_ids=[7, 1], finish_reason="stop").length
     4
     """
@@ -30,6 +34,9 @@ class Rollout:
     data_source: str | None = None
     answer: str | None = None
     finish_reason: str | None = None
+    teacher_prompt_ids: list[int] | None = None
+    teacher_response_ids: list[int] | None = None
+    teacher_index: list[int] | None = None
 
     @property
     def length(self) -> int:
@@ -40,6 +47,11 @@ class Rollout:
     def mask(self) -> list[int]:
         """[response length] of 0 and 1."""
         return [1] * len(self.response_ids) if self.response_mask is None else self.response_mask
+
+    def as_read_by_teacher(self) -> Rollout:
+        """What the teacher reads: prompt and response ids only."""
+        prompt = self.prompt_ids if self.teacher_prompt_ids is None else self.teacher_prompt_ids
+        return Rollout(prompt, self.response_ids if self.teacher_response_ids is None else self.teacher_response_ids)
 
 
 @dataclass

@@ -14,11 +14,10 @@ from safetensors.torch import save_file
 
 from nemo_oprd.config import Config
 from nemo_oprd.disk import check_output
-from nemo_oprd.families import read_model_spec
+from nemo_oprd.inputs import recorded_rollouts
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.reference import agreement, reference
-from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup import System, make_system, model_directory
+from nemo_oprd.setup import System, make_system
 from nemo_oprd.types import Rollout
 
 
@@ -39,9 +38,8 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):
         raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
     check_output(output)
-    spec = read_model_spec(model_directory(config.student))
-    known = min(spec.vocab_size, read_model_spec(model_directory(config.teacher)).vocab_size)
-    rollouts = read_rollouts(config.rollout.replay, known, spec.max_positions)
+    rollouts = recorded_rollouts(config)
+    assert rollouts is not None
     system = make_system(config)
     result = system.accumulate(rollouts, whole_gradients=True)
     if result is not None:

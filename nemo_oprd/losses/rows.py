@@ -6,7 +6,7 @@ counts that normalise the loss are global by construction: there is no mean of m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -18,13 +18,14 @@ class RowTable:
     """N supervised rows, ordered by response, then by position.
 
     `response` [N] indexes the step's rollouts; `position` [N] is the row's index in prompt + response, where the hidden
-    state is taken; `token` [N] is the response token it belongs to, which is number `from_start` [N] of the response's
-    tokens with mask 1 and number `from_end` [N] counted backwards (0-based); `weight` [N] float64 sums to 1 over the
-    batch.
+    state is taken, `teacher_position` [N] the same in the sequence that the teacher reads; `token` [N] is the response
+    token it belongs to, which is number `from_start` [N] of the response's supervisable tokens and number `from_end`
+    [N] counted backwards (0-based); `weight` [N] float64 sums to 1 over the batch.
     """
 
     response: np.ndarray
     position: np.ndarray
+    teacher_position: np.ndarray
     token: np.ndarray
     from_start: np.ndarray
     from_end: np.ndarray
@@ -40,6 +41,10 @@ class RowTable:
         arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
         return RowTable(**arrays, num_responses=len(np.unique(self.response[kept])))
 
+    def as_read_by_teacher(self) -> RowTable:
+        """The same rows, at their positions in the teacher's sequences."""
+        return replace(self, position=self.teacher_position)
+
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
         """[N] ids of the response tokens that the rows belong to."""
         flat = np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])
@@ -54,7 +59,7 @@ class RowTable:
         return needed.tolist()
 
 
-def select_tokens(mask: list[int], positions: str, k: int) -> np.ndarray:
+def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.ndarray:
     """Supervised response tokens of one response: those whose mask is 1, or the last/first k of them."""
     tokens = np.flatnonzero(np.asarray(mask))
     if positions == "all":
@@ -62,11 +67,25 @@ def select_tokens(mask: list[int], positions: str, k: int) -> np.ndarray:
     return tokens[-k:] if positions == "last_k" else tokens[:k]
 
 
-def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str, aggregation: str) -> RowTable:
-    """The supervised rows of a batch.
+def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
+    """int64 [response tokens]: where the teacher's state for each token's row is in its sequence; -1 where it has none.
 
     Args:
-        positions: "all", "last_k" or "first_k" of the response tokens whose mask is 1.
+        shift: 1 takes the states one token earlier: before the first response token that of the prompt's end.
+    """
+    prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
+    if rollout.teacher_index is None:
+        return len(prompt) - shift + np.arange(len(rollout.response_ids))
+    index = np.asarray(rollout.teacher_index, dtype=np.int64)
+    at = np.where(index >= 0, len(prompt) + index, -1)
+    return np.concatenate([[len(prompt) - 1], at[:-1]]) if shift and len(at) else at
+
+
+def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str, aggregation: str) -> RowTable:
+    """The supervised rows of a batch: response tokens whose mask is 1 and whose row has a state of the teacher's.
+
+    Args:
+        positions: "all", "last_k" or "first_k" of them.
         position: "token" takes the state where token t is the input, "predicting" one earlier.
         aggregation: "sequence_mean" weighs a row 1 / (responses * rows of its response) (the paper's equation),
             "token_mean" 1 / rows. Responses without rows count in neither.
@@ -74,19 +93,21 @@ def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str,
     Raises:
         ValueError: no response has a supervised token, or "predicting" meets an empty prompt.
     """
-    chosen = [select_tokens(rollout.mask, positions, k) for rollout in rollouts]
+    shift = 1 if position == "predicting" else 0
+    for i, rollout in enumerate(rollouts):
+        if shift and not rollout.prompt_ids and any(rollout.mask):
+            raise ValueError(
+                f"response {i} has an empty prompt: loss.representation.position=predicting needs a token before it"
+            )
+    theirs = [teacher_positions(rollout, shift) for rollout in rollouts]
+    masks = [(np.asarray(r.mask, dtype=np.int64) > 0) & (at >= 0) for r, at in zip(rollouts, theirs, strict=True)]
+    chosen = [select_tokens(mask, positions, k) for mask in masks]
     counts = np.array([len(tokens) for tokens in chosen], dtype=np.int64)
     if counts.sum() == 0:
         raise ValueError(
             f"none of the {len(rollouts)} responses has a supervised token (mask 1); "
             "expected at least one: check response_mask and that responses are not empty"
         )
-    shift = 1 if position == "predicting" else 0
-    for i, rollout in enumerate(rollouts):
-        if shift and counts[i] and not rollout.prompt_ids:
-            raise ValueError(
-                f"response {i} has an empty prompt: loss.representation.position=predicting needs a token before it"
-            )
     active = int((counts > 0).sum())
     response = np.repeat(np.arange(len(rollouts)), counts)
     token = np.concatenate(chosen)
@@ -95,8 +116,10 @@ def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str,
         weight = 1.0 / (active * counts[response].astype(np.float64))
     else:
         weight = np.full(len(token), 1.0 / len(token))
-    masked_in = [np.flatnonzero(np.asarray(rollout.mask)) for rollout in rollouts]
+    masked_in = [np.flatnonzero(mask) for mask in masks]
     from_start = np.concatenate([np.searchsorted(*pair) for pair in zip(masked_in, chosen, strict=True)])
     totals = np.array([len(tokens) for tokens in masked_in], dtype=np.int64)
     from_end = totals[response] - 1 - from_start
-    return RowTable(response, starts[response] + token - shift, token, from_start, from_end, weight, active)
+    teacher_position = np.concatenate([at[tokens] for at, tokens in zip(theirs, chosen, strict=True)])
+    position_in_student = starts[response] + token - shift
+    return RowTable(response, position_in_student, teacher_position, token, from_start, from_end, weight, active)

@@ -22,12 +22,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample, and what its rollout shall carry along."""
+    """One response to sample, what its rollout shall carry along, and the conversation that the prompt is made of."""
 
     prompt_ids: list[int]
     prompt: str | None = None
     data_source: str | None = None
     answer: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
 
 
 class RolloutEngine(Protocol):

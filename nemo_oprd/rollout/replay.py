@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_oprd.disk import naming
 from nemo_oprd.megatron.student import Student
@@ -12,6 +14,7 @@ from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.types import Rollout
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
+_TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index")
 
 
 def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None:
@@ -26,8 +29,21 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
     partial.rename(path)
 
 
-def read_rollouts(path: str | Path, vocab_size: int, max_positions: int | None = None) -> list[Rollout]:
+@dataclass(frozen=True)
+class TeacherLimits:
+    """Of a teacher that reads sequences of its own: ids that it knows, and positions."""
+
+    vocab_size: int
+    max_positions: int
+
+
+def read_rollouts(
+    path: str | Path, vocab_size: int, max_positions: int | None = None, teacher: TeacherLimits | None = None
+) -> list[Rollout]:
     """Reads a rollout file; unknown fields are ignored.
+
+    Args:
+        teacher: given where the teacher reads sequences of its own, which every line must then have.
 
     Raises:
         ValueError: no such file, malformed JSON, a missing field, a mask of another length, an id outside the
@@ -41,7 +57,7 @@ def read_rollouts(path: str | Path, vocab_size: int, max_positions: int | None =
     rollouts = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if line.strip():
-            rollouts.append(_parse(line, f"{path}:{number}", vocab_size))
+            rollouts.append(_parse(line, f"{path}:{number}", vocab_size, teacher))
             if max_positions is not None and rollouts[-1].length > max_positions:
                 raise ValueError(
                     f"{path}:{number}: {rollouts[-1].length} tokens of prompt and response, but the model has "
@@ -57,7 +73,7 @@ def read_rollouts(path: str | Path, vocab_size: int, max_positions: int | None =
     return rollouts
 
 
-def _parse(line: bytes, where: str, vocab_size: int) -> Rollout:
+def _parse(line: bytes, where: str, vocab_size: int, teacher: TeacherLimits | None) -> Rollout:
     try:
         record = json.loads(line)
     except ValueError as error:  # malformed JSON or UTF-8
@@ -65,15 +81,7 @@ def _parse(line: bytes, where: str, vocab_size: int) -> Rollout:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: found {str(record)[:60]}, expected a JSON object with prompt_ids and response_ids")
     for name in ("prompt_ids", "response_ids"):
-        ids = record.get(name)
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise ValueError(f"{where}: {name}={str(ids)[:60]}; expected a list of integers: write token ids, not text")
-        outside = [i for i in ids if not 0 <= i < vocab_size]
-        if outside:
-            raise ValueError(
-                f"{where}: {name} holds id {outside[0]}, but the models know ids 0..{vocab_size - 1}; "
-                "were these rollouts made with another tokenizer?"
-            )
+        _check_ids(record, name, where, 0, vocab_size)
     if not record["prompt_ids"] and not record["response_ids"]:
         raise ValueError(f"{where}: prompt_ids and response_ids are both empty; expected a token: remove the line")
     mask = record.get("response_mask")
@@ -84,15 +92,65 @@ def _parse(line: bytes, where: str, vocab_size: int) -> Rollout:
             f"{where}: response_mask has {len(mask)} entries for {len(record['response_ids'])} response tokens; "
             "expected one 0 or 1 per response token"
         )
+    _check_teacher(record, where, teacher)
     return Rollout(**{name: value for name, value in record.items() if name in _FIELDS})
+
+
+def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: int) -> None:
+    ids = record.get(name)
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(f"{where}: {name}={str(ids)[:60]}; expected a list of integers: write token ids, not text")
+    outside = [i for i in ids if not low <= i < high]
+    if outside and name == "teacher_index":
+        raise ValueError(
+            f"{where}: {name} holds {outside[0]}, but the teacher's response has {high} tokens; expected {low} to "
+            f"{high - 1}: write these rollouts anew with rollout.save=true"
+        )
+    if outside:
+        raise ValueError(
+            f"{where}: {name} holds id {outside[0]}, but the models know ids {low}..{high - 1}; "
+            "were these rollouts made with another tokenizer?"
+        )
+
+
+def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | None) -> None:
+    """What the teacher reads: there where it reads sequences of its own, and only there."""
+    there = [name for name in _TEACHER_FIELDS if record.get(name) is not None]
+    if teacher is None:
+        if there:
+            raise ValueError(
+                f"{where}: {there[0]} is a sequence of the teacher's own, but with teacher.reads=ids it reads the "
+                "student's; expected teacher.reads=text: set it, or leave the field out"
+            )
+        return
+    if len(there) < len(_TEACHER_FIELDS):
+        missing = next(name for name in _TEACHER_FIELDS if name not in there)
+        raise ValueError(
+            f"{where}: no {missing}, expected what the teacher reads, because teacher.reads=text; record rollouts with "
+            "teacher.reads=text and rollout.save=true, or set teacher.reads=ids"
+        )
+    for name in _TEACHER_FIELDS[:2]:
+        _check_ids(record, name, where, 0, teacher.vocab_size)
+    _check_ids(record, "teacher_index", where, -1, len(record["teacher_response_ids"]))
+    length = len(record["teacher_prompt_ids"]) + len(record["teacher_response_ids"])
+    if length > teacher.max_positions:
+        raise ValueError(
+            f"{where}: {length} tokens for the teacher, which has {teacher.max_positions} positions; expected no more: "
+            "remove the line, or take the teacher that read it"
+        )
+    if len(record["teacher_index"]) != len(record["response_ids"]):
+        raise ValueError(
+            f"{where}: teacher_index has {len(record['teacher_index'])} entries for {len(record['response_ids'])} "
+            "response tokens; expected one per response token, -1 for none"
+        )
 
 
 class ReplayEngine:
     """A rollout engine that gives the same recorded batch at every step, whatever is asked for."""
 
-    def __init__(self, path: str | Path, vocab_size: int, max_positions: int | None = None) -> None:
-        """Raises ValueError as `read_rollouts`."""
-        self.rollouts = read_rollouts(path, vocab_size, max_positions)
+    def __init__(self, rollouts: list[Rollout]) -> None:
+        """`rollouts` from `read_rollouts`."""
+        self.rollouts = rollouts
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         """The whole file."""

@@ -199,5 +199,5 @@ def test_nothing_is_computed_that_no_row_depends_on() -> None:
     plan = StepPlan.of(table, None, 3, Layout(), token_budget=100)
     (pack,) = plan.hidden.packs[0]
     assert (pack.sequences, pack.lengths) == ((0, 2), (4, 3))
-    moved = plan.for_layout(Layout(context=2), 3, 4)
+    moved = plan.for_teacher(Layout(context=2), 3, 4)
     assert [pack.sequences for pack in moved.hidden.packs[0]] == [(0,), (2,)]
