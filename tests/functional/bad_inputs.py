@@ -225,7 +225,7 @@ case("quantized", "quantized weights", "'gptq' | expected unquantized | original
 case("code in the model", "a model that brings its own code", "auto_map={{'AutoModel': 'm.M'}} | never run | remove auto_map", prepare=lambda p: p.config(auto_map={"AutoModel": "m.M"}))
 case("another width", "a wider teacher", "width 32 | width 48 | same depth and width", "teacher.hf_path=" + str(GOLDEN / "wide_teacher"), command="verify")
 case("another depth", "a deeper teacher", "student (3 layers | teacher (4 layers | choose a teacher of the student's shape", prepare=lambda p: p.config("teacher", num_hidden_layers=4, layer_types=None))
-case("another vocabulary", "a teacher with other ids", "vocabularies of 61 and 60 ids | choose a teacher with the student's tokenizer", command="verify", prepare=lambda p: [p.config("teacher", vocab_size=60), (p.teacher / "tokenizer.json").unlink(), (p.teacher / "tokenizer.model").unlink()])
+case("another vocabulary", "a teacher with other ids", "vocabularies of 61 and 60 ids | set teacher.reads=text | choose a teacher with the student's tokenizer", command="verify", prepare=lambda p: [p.config("teacher", vocab_size=60), (p.teacher / "tokenizer.json").unlink(), (p.teacher / "tokenizer.model").unlink()])
 case("layer out of range", "a layer that the model does not have", "layers=[1, 9] | expected distinct layers in 1..3 | [9]", "loss.representation.layers=[1,9]")
 case("layer zero", "layer 0", "layers=[0] | in 1..3", "loss.representation.layers=[0]")
 case("layer twice", "a layer named twice", "layers=[2, 2] | expected distinct layers", "loss.representation.layers=[2,2]")
@@ -268,7 +268,7 @@ case("broken tokenizer", "a tokenizer that can't be read", "student: the tokeniz
 case("code in the tokenizer", "a tokenizer that brings its own code", "auto_map={{'AutoTokenizer': ['t.T', None]}} | never run | remove auto_map", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.T", None]}))
 case("no chat template", "no chat template", "no chat template, expected one | add chat_template.jinja", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", chat_template=None))
 case("template that refuses", "a conversation that the template refuses", "prompt 0 | refuses the conversation with roles ['user'] | no users | change the roles", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", chat_template="{{ raise_exception('no users') }}"))
-case("another tokenizer", "a teacher with another tokenizer", "differ: the teacher would read other text | need the same tokenizer", prepare=lambda p: p.edit(p.teacher / "tokenizer_config.json", extra_special_tokens=None, added_tokens_decoder={}) or other_tokenizer(p))
+case("another tokenizer", "a teacher with another tokenizer", "differ: the teacher would read other text | expected the same tokenizer | set teacher.reads=text", prepare=lambda p: p.edit(p.teacher / "tokenizer_config.json", extra_special_tokens=None, added_tokens_decoder={}) or other_tokenizer(p))
 case("ids beyond the model's vocabulary", "a tokenizer with more ids than the model", "ids up to 24 | vocab_size=20 | expected ids 0..19", prepare=lambda p: p.config(vocab_size=20))
 case("stop id beyond the vocabulary", "a stop id that the model does not know", "stop ids [99] | expected ids 0..60", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id=99))
 case("malformed stop id", "a stop id that is text", "eos_token_id is '<eos>' | expected a token id", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id="<eos>"))
@@ -280,6 +280,40 @@ def other_tokenizer(place: Place) -> None:
     content = json.loads(file.read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 60, "content": "<more>"})
     file.write_text(json.dumps(content))
+
+
+def teacher_tokenizer(**changes: Any) -> Callable[[Place], Any]:
+    """Changes keys of the teacher's tokenizer.json; the models' type is one whose file is taken as it is."""
+
+    def change(place: Place) -> None:
+        place.config("teacher", model_type="llama")
+        place.edit(place.teacher / "tokenizer.json", **changes)
+
+    return change
+
+
+TEXT = "teacher.reads=text"
+case("distributions across vocabularies", "an output-space term where the teacher reads text", "loss.output.kind=top_k with teacher.reads=text | no counterpart | match hidden states", TEXT, "loss.output.kind=top_k")
+case("sampling a teacher of other tokens", "evaluating the teacher in the student's engine where it reads text", "evaluation.teacher=true with teacher.reads=text | expected false", TEXT, "evaluation.teacher=true")
+case("coverage above 1", "a coverage that is no share", "alignment.min_coverage=2.0 | expected a share in [0, 1]", TEXT, "alignment.min_coverage=2.0")
+case("tokenizer without offsets", "a teacher's tokenizer whose tokens have no bytes", "can't be derived, so there are no byte offsets | expected byte-level or sentencepiece tokens | another tokenizer", TEXT, prepare=teacher_tokenizer(decoder=None))
+case("template that changes text", "a teacher's chat template that changes a response", "the chat template changes the text of a response | expected it there unchanged | as it stands", TEXT, prepare=lambda p: p.edit(p.teacher / "tokenizer_config.json", chat_template="{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"), library=r"response: (.*?); expected")
+case("bridge of another tokenizer", "a bridge that was made with another tokenizer", "the bridge was made with another tokenizer than that of {root}/teacher | fit a bridge with these models", TEXT, "bridge.path={root}/bridge", prepare=lambda p: bridge_of_tokenizers(p, None, "0" * 64))
+
+
+def bridge_of_tokenizers(place: Place, student: str | None, teacher: str | None) -> None:
+    """A bridge between the two models of the golden cases, by fingerprints of their tokenizers."""
+    import torch
+
+    from nemo_oprd.bridge.artifact import save_bridge
+    from nemo_oprd.bridge.covariance import LayerPair
+    from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
+
+    width, layers = 32, 3
+    maps = LayerBridge(torch.zeros(width), torch.eye(2, width), torch.eye(2, width))
+    models = [ModelIdentity("qwen3", layers, width, tokenizer=hash_) for hash_ in (student, teacher)]
+    pairs = {LayerPair(layer, layer): maps for layer in range(1, layers + 1)}
+    save_bridge(Bridge(2, pairs, *models), place.root / "bridge")
 
 
 _category = "Prompts"
@@ -322,10 +356,10 @@ case("long problem", "a problem as long as the model's positions", "problem 0 le
 _category = "Recorded rollouts"
 
 
-def rollouts(name: str, what: str, says: str, *rows: Any, **settings: Any) -> None:
+def rollouts(name: str, what: str, says: str, *rows: Any, overrides: tuple[str, ...] = (), **settings: Any) -> None:
     """A case of `verify` on a file of these rows; text is written as it is."""
     lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    case(name, what, says, command="verify", prepare=lambda place: place.rollouts.write_text(lines), **settings)
+    case(name, what, says, *overrides, command="verify", prepare=lambda place: place.rollouts.write_text(lines), **settings)
 
 
 case("no rollout file", "a rollout file that does not exist", "rollout.replay={root}/nowhere: no such file | expected a JSONL", "rollout.replay={root}/nowhere", command="verify")
@@ -342,6 +376,13 @@ rollouts("mask a number", "a mask that is no list", "response_mask=1 | expected 
 rollouts("no tokens", "a rollout without tokens", "both empty | remove the line", {"prompt_ids": [], "response_ids": []})
 rollouts("empty responses", "only empty responses", "none of the 2 responses has a supervised token | check response_ids", *[{**ROLLOUT, "response_ids": []}] * 2)
 rollouts("longer than the model", "more tokens than the model has positions", "rollouts.jsonl:1: 70 tokens | 64 positions | remove the line", {"prompt_ids": [5] * 60, "response_ids": [6] * 10})
+READ = {**ROLLOUT, "teacher_prompt_ids": [4], "teacher_response_ids": [5, 6, 7], "teacher_index": [0, 2]}
+rollouts("nothing for the teacher to read", "rollouts without the teacher's ids where it reads text", "rollouts.jsonl:1: no teacher_prompt_ids | because teacher.reads=text | rollout.save=true", ROLLOUT, overrides=(TEXT,))
+rollouts("the teacher's own ids", "rollouts with the teacher's ids where it reads the student's", "rollouts.jsonl:1: teacher_prompt_ids is a sequence of the teacher's own | expected teacher.reads=text", READ)
+rollouts("the teacher's id beyond the vocabulary", "an id beyond the teacher's vocabulary", "teacher_response_ids holds id 61 | 0..60", {**READ, "teacher_response_ids": [5, 6, 61]}, overrides=(TEXT,))
+rollouts("partner beyond the teacher's response", "a partner beyond the teacher's response", "teacher_index holds 3, but the teacher's response has 3 tokens | expected -1 to 2", {**READ, "teacher_index": [0, 3]}, overrides=(TEXT,))
+rollouts("partners of another length", "partners for other tokens than the response's", "teacher_index has 1 entries for 2 response tokens | expected one per response token", {**READ, "teacher_index": [0]}, overrides=(TEXT,))
+rollouts("longer than the teacher", "more tokens than the teacher has positions", "70 tokens for the teacher, which has 64 positions | take the teacher that read it", {**READ, "teacher_prompt_ids": [5] * 67}, overrides=(TEXT,))
 
 _category = "Output"
 
