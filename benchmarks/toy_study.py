@@ -2,11 +2,13 @@
 
     python -m benchmarks.toy_study objectives --output runs/study --seeds 0 1 2 --jobs 2
     python -m benchmarks.toy_study bridge --output runs/study --seeds 0 1 2 --jobs 2
+    python -m benchmarks.toy_study tokenizers --output runs/study --seeds 0 1 2 --jobs 2
 
 Every arm of a study is a plain `nemo-oprd train` in a process of one thread; its directory `STUDY/ARM-SEED` can be read
 with `nemo-oprd report`. Started again, arms that are done are left alone and others start over. Students are those of
 `nemo-oprd toy`: 96 wide, 4 layers, some 40 % of the problems solved. The bridge's teachers are models of their own, 128
-wide with 6 layers, trained from another seed on the same task.
+wide with 6 layers, trained from another seed on the same task; those of `tokenizers` have a vocabulary of their own
+(`nemo_oprd/toy/bpe_teacher.py`).
 
 Accuracy is on 200 held-out problems, 2 samples each at T = 0.7, after the last update; learning rates are chosen on the
 tune problems.
@@ -50,6 +52,7 @@ class Arm:
     bridge: str | None = None
     after: str | None = None
     shown: bool = True
+    reading: str = "right"  # or a wrong one of `benchmarks/wrong_reading.py`
 
 
 def objectives() -> list[Arm]:
@@ -105,7 +108,21 @@ def bridge() -> list[Arm]:
     return arms
 
 
-STUDIES: dict[str, Callable[[], list[Arm]]] = {"objectives": objectives, "ablation": ablation, "bridge": bridge}
+def tokenizers() -> list[Arm]:
+    """Character student, sentencepiece BPE teacher: right and wrong readings, each with a bridge fitted under it."""
+    settings = ("teacher.reads=text", *BRIDGE, "train.lr=5e-4")
+    return [
+        Arm("aligned by bytes", settings, "right"),
+        Arm("aligned by bytes, exact pairs only", (*settings, "alignment.exact=true"), "right"),
+        Arm("shuffled alignment", settings, "shuffled", reading="shuffled"),
+        Arm("raw ids (forced)", settings, "raw", reading="raw"),
+    ]
+
+
+STUDIES: dict[str, Callable[[], list[Arm]]] = {
+    "objectives": objectives, "ablation": ablation, "bridge": bridge, "tokenizers": tokenizers,
+}  # fmt: skip
+TEACHERS = {"bridge": "wide/{seed}/teacher", "tokenizers": "bpe/{seed}"}
 
 
 @dataclass
@@ -151,18 +168,28 @@ class Study:
             recipe = Recipe(seed=100 + seed, steps=400, student_step=200, layers=6, hidden=128)
             build_pair(recipe, self.root / "wide" / str(seed), self.log)
             self._bridges(seed)
+        if self.name == "tokenizers":
+            from nemo_oprd.toy.bpe_teacher import make_bpe_teacher
 
-    def _common(self, seed: int, teacher: str) -> list[str]:
+            make_bpe_teacher(self.root / "bpe" / str(seed), seed=seed, log=self.log)
+            for reading in ("right", "shuffled", "raw"):
+                bridge = self.root / "bridges" / str(seed) / reading
+                if not (bridge / "bridge.json").is_file():
+                    settings = ["teacher.reads=text", f"output={bridge}", "bridge.rank=8", "bridge.prompts=512"]
+                    self._command("fit-bridge", [*self._common(seed), *settings], bridge, reading)
+
+    def _common(self, seed: int) -> list[str]:
         pair = self.root / "pairs" / str(seed)
+        teacher = TEACHERS.get(self.name, "pairs/{seed}/teacher").format(seed=seed)
         return [
-            f"student.hf_path={pair}/student", f"teacher.hf_path={self.root}/{teacher}/{seed}/teacher",
+            f"student.hf_path={pair}/student", f"teacher.hf_path={self.root}/{teacher}",
             "student.parallel.tensor=1", f"data.train={pair}/prompts/train.jsonl", f"seed={seed}",
         ]  # fmt: skip
 
     def _train(self, arm: Arm, seed: int) -> None:
         pair, directory = self.root / "pairs" / str(seed), self.directory(arm, seed)
         settings = [
-            *self._common(seed, "wide" if self.name == "bridge" else "pairs"),
+            *self._common(seed),
             f"output={directory}", f"data.validation.heldout={pair}/prompts/heldout.jsonl",
             f"data.validation.tune={pair}/prompts/tune.jsonl", f"evaluation.limit={EVALUATED}",
             f"evaluation.every={STEPS // 2}", "evaluation.teacher=false", "train.save_every=0",
@@ -176,15 +203,16 @@ class Study:
             settings.append(f"student.hf_path={self.directory(before, seed)}/hf")
         for leftover in directory.glob("*.jsonl"):
             leftover.unlink()
-        self._command("train", settings, directory)
+        self._command("train", settings, directory, arm.reading)
         (directory / "done").touch()
         self.log(f"{time.monotonic() - self.began:6.0f} s  {arm.name}, seed {seed}: {self._accuracy(arm, seed):.1%}")
 
-    def _command(self, command: str, settings: list[str], directory: Path) -> None:
+    def _command(self, command: str, settings: list[str], directory: Path, reading: str = "right") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         log = directory.with_suffix(f".{command}.log")
-        line = [sys.executable, "-m", "nemo_oprd", command, "--config-name", "quickstart", *settings]
+        module = ["nemo_oprd"] if reading == "right" else ["benchmarks.wrong_reading", reading]
+        line = [sys.executable, "-m", *module, command, "--config-name", "quickstart", *settings]
         with log.open("w") as out:
             ended = subprocess.run(line, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False)
         if ended.returncode:
@@ -198,7 +226,7 @@ class Study:
         widest = place / f"rank_{max(RANKS)}"
         if not (widest / "bridge.json").is_file():
             settings = [
-                *self._common(seed, "wide"), f"output={widest}", f"bridge.rank={max(RANKS)}", "bridge.prompts=512",
+                *self._common(seed), f"output={widest}", f"bridge.rank={max(RANKS)}", "bridge.prompts=512",
             ]  # fmt: skip
             self._command("fit-bridge", settings, widest)
         whole = load_bridge(widest)

@@ -310,9 +310,11 @@ def bridge_of_tokenizers(place: Place, student: str | None, teacher: str | None)
     from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
 
     width, layers = 32, 3
-    maps = LayerBridge(torch.zeros(width), torch.eye(2, width), torch.eye(2, width))
     models = [ModelIdentity("qwen3", layers, width, tokenizer=hash_) for hash_ in (student, teacher)]
-    pairs = {LayerPair(layer, layer): maps for layer in range(1, layers + 1)}
+    pairs = {
+        LayerPair(layer, layer): LayerBridge(torch.zeros(width), torch.eye(2, width), torch.eye(2, width))
+        for layer in range(1, layers + 1)
+    }
     save_bridge(Bridge(2, pairs, *models), place.root / "bridge")
 
 

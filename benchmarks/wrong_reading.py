@@ -1,0 +1,62 @@
+"""`nemo-oprd` with a teacher that reads wrongly what the student wrote, to see what the alignment is worth.
+
+    python -m benchmarks.wrong_reading shuffled train --config-name ...
+    python -m benchmarks.wrong_reading raw train --config-name ...
+
+`shuffled`: the right sequences, but each token has the partner of another one. `raw`: the teacher is
+fed the student's ids, which mean other text to it; the command itself refuses that.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+
+from nemo_oprd.rollout.base import Request
+from nemo_oprd.rollout.reading import TextReader
+from nemo_oprd.tokens.align import Coverage
+from nemo_oprd.types import Rollout
+
+_right = TextReader.read
+
+
+def shuffled(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> tuple[list[Rollout], Coverage]:
+    """In place of `TextReader.read`; the same permutation wherever a response is read."""
+    aligned, coverage = _right(reader, rollouts, requests)
+    mixed = []
+    for rollout in aligned:
+        index = np.array(rollout.teacher_index)
+        draw = np.random.default_rng(rollout.response_ids)
+        mixed.append(replace(rollout, teacher_index=draw.permutation(index).tolist()))
+    return mixed, coverage
+
+
+def raw(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> tuple[list[Rollout], Coverage]:
+    """In place of `TextReader.read`."""
+    same = [
+        replace(
+            rollout,
+            teacher_prompt_ids=rollout.prompt_ids,
+            teacher_response_ids=rollout.response_ids,
+            teacher_index=list(range(len(rollout.response_ids))),
+        )
+        for rollout in rollouts
+    ]
+    tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+    return same, Coverage(len(rollouts), tokens, tokens, 1.0, 0, 0)
+
+
+def main() -> None:
+    """Command line."""
+    from nemo_oprd.cli import main as command
+
+    wrong = {"shuffled": shuffled, "raw": raw}[sys.argv.pop(1)]
+    with mock.patch.object(TextReader, "read", wrong):
+        command()
+
+
+if __name__ == "__main__":
+    main()
