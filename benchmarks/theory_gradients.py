@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-ESTIMATORS = ("sampled", "baseline", "written", "token", "predicting")
-
 
 @dataclass(frozen=True)
 class Moments:
@@ -34,13 +32,28 @@ class Moments:
 
 @dataclass(frozen=True)
 class Target:
-    """What the teacher says at one position: log-probabilities [V] and states hidden_VLD2.
+    """What the teacher says at one position.
 
-    `hidden_LV2D` is [L, V, 2, D]: for each next token the states at the predicting and at the token position.
+    `log_q` is [V]; `hidden_LV2D` [L, V, 2, D] has for each next token the states at the predicting and the token
+    position.
     """
 
     log_q: torch.Tensor
     hidden_LV2D: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Position:
+    """What the student says there: `log_p` [V], its derivatives `scores` [V, P]; hidden-state losses and gradients.
+
+    `losses` and `gradients` map `token` and `predicting` to [V] and [V, P], as a run that sampled v would compute them.
+    The latter is computed for each v too: that it is always the same is a result, not an assumption.
+    """
+
+    log_p: torch.Tensor
+    scores: torch.Tensor
+    losses: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
 
 
 def forward(model: Any, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,22 +95,19 @@ def log_probabilities_and_scores(model: Any, prefix: list[int]) -> tuple[torch.T
     return log_p.detach(), torch.stack([flat_gradient(value, parameters) for value in log_p])
 
 
-def state_gradients(student: Any, prefix: list[int], target: Target, state: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden-state loss [V] and its gradient [V, P] for each sampled token, as the run of that token would give it.
-
-    Args:
-        state: `token` or `predicting`. The latter is computed for each token too: that it is always the same is a
-            result, not an assumption.
-    """
+def position(student: Any, prefix: list[int], target: Target) -> Position:
+    """Runs the student on the prefix followed by each token of the vocabulary, and differentiates."""
     parameters = list(student.parameters())
-    back = {"token": 1, "predicting": 0}[state]
-    losses, gradients = [], []
+    losses: dict[str, list[torch.Tensor]] = {"predicting": [], "token": []}
+    gradients: dict[str, list[torch.Tensor]] = {"predicting": [], "token": []}
     for v in range(student.config.vocab_size):
         _, hidden = forward(student, torch.tensor([[*prefix, v]]))
-        loss = squared_distance(hidden[:, 0, -2 + back], target.hidden_LV2D[:, v, back])
-        gradients.append(flat_gradient(loss, parameters))
-        losses.append(loss.detach())
-    return torch.stack(losses), torch.stack(gradients)
+        loss_2 = squared_distance(hidden[:, 0, -2:], target.hidden_LV2D[:, v])
+        for name, loss in zip(losses, loss_2, strict=True):
+            losses[name].append(loss.detach())
+            gradients[name].append(flat_gradient(loss, parameters))
+    stacked = [{name: torch.stack(rows) for name, rows in found.items()} for found in (losses, gradients)]
+    return Position(*log_probabilities_and_scores(student, prefix), *stacked)
 
 
 def moments(p_V: torch.Tensor, gradients_VP: torch.Tensor) -> Moments:
@@ -105,6 +115,13 @@ def moments(p_V: torch.Tensor, gradients_VP: torch.Tensor) -> Moments:
     mean = p_V @ gradients_VP
     deviations = (gradients_VP - mean).square().sum(-1)
     return Moments(float(mean.square().sum()), float(p_V @ deviations))
+
+
+def moments_of_products(p_V: torch.Tensor, reward_V: torch.Tensor, gram_VV: torch.Tensor) -> Moments:
+    """The same for g(v) = reward[v] * score[v], from the inner products of the scores, which are small."""
+    weights = p_V * reward_V
+    signal = float(weights @ gram_VV @ weights)
+    return Moments(signal, float((weights * reward_V) @ gram_VV.diagonal()) - signal)
 
 
 def sampled_moments(p_V: torch.Tensor, gradients_VP: torch.Tensor, draws: int, seed: int) -> tuple[float, float, float]:
@@ -118,48 +135,33 @@ def sampled_moments(p_V: torch.Tensor, gradients_VP: torch.Tensor, draws: int, s
     return float(mean.square().sum()) - variance / draws, variance, spread / draws**0.5
 
 
-def position_gradients(student: Any, prefix: list[int], target: Target) -> tuple[dict[str, Any], torch.Tensor]:
-    """All estimators at one position.
-
-    Returns:
-        {estimator: [V, P]} with `scores` [V, P], `u` [V] and `token_loss` [V] next to them, and p [V].
-    """
-    log_p, scores = log_probabilities_and_scores(student, prefix)
-    p, u = log_p.exp(), log_p - target.log_q
-    token_loss, token = state_gradients(student, prefix, target, "token")
-    _, predicting = state_gradients(student, prefix, target, "predicting")
-    found = {
-        "sampled": u[:, None] * scores,
-        "baseline": (u - p @ u)[:, None] * scores,
-        "written": scores,
-        "token": token,
-        "predicting": predicting,
-    }
-    return {**found, "scores": scores, "u": u, "token_loss": token_loss}, p
-
-
-def measure_position(student: Any, prefix: list[int], target: Target) -> dict[str, float]:
+def measure_position(found: Position, target: Target) -> dict[str, float]:
     """Everything that the report says about one position, as numbers.
 
-    `delta` is the paper's symmetric divergence. `sampling_term` is the part of the derivative of the expected
-    hidden-state loss that no implementation of OPRD computes: sum_v loss(v) grad p(v), because p moves too; its norm,
-    next to `token_signal` for the part that is computed.
+    `delta` is the paper's symmetric divergence. `sampling_term` is the norm of the part of the derivative of the
+    expected hidden-state loss that no implementation of OPRD computes, sum_v loss(v) grad p(v), because p moves too;
+    the part that is computed has the norm sqrt(`token_signal`).
     """
-    found, p = position_gradients(student, prefix, target)
-    u, scores = found["u"], found["scores"]
-    q = target.log_q.exp()
-    numbers = {
-        "kl": float(p @ u),
-        "delta": float((p - q) @ u),
-        "variance_of_u": float(p @ (u - p @ u).square()),
-        "entropy": float(-(p * (u + target.log_q)).sum()),
-        "sampling_term": float(((p * found["token_loss"]) @ scores).norm()),
-        "rank_of_fisher": float(torch.linalg.matrix_rank(scores * p.sqrt()[:, None], rtol=1e-10)),
+    p, u = found.log_p.exp(), found.log_p - target.log_q
+    gram = found.scores @ found.scores.T
+    fisher = torch.linalg.eigvalsh(gram * p.outer(p).sqrt())  # its eigenvalues other than zero
+    lost = p * found.losses["token"]
+    by_name = {
+        "sampled": moments_of_products(p, u, gram),
+        "baseline": moments_of_products(p, u - p @ u, gram),
+        "written": moments_of_products(p, torch.ones_like(p), gram),
+        **{name: moments(p, gradients) for name, gradients in found.gradients.items()},
     }
-    for name in ESTIMATORS:
-        both = moments(p, found[name])
-        numbers |= {f"{name}_signal": both.signal, f"{name}_variance": both.variance}
-    return numbers
+    return {
+        "kl": float(p @ u),
+        "delta": float((p - target.log_q.exp()) @ u),
+        "variance_of_u": float(p @ (u - p @ u).square()),
+        "entropy": float(-(p * found.log_p).sum()),
+        "sampling_term": float(lost @ gram @ lost) ** 0.5,
+        "rank_of_fisher": float((fisher > 1e-12 * fisher[-1]).sum()),
+        **{f"{name}_signal": both.signal for name, both in by_name.items()},
+        **{f"{name}_variance": both.variance for name, both in by_name.items()},
+    }
 
 
 def limit_of_sampled(teacher: Any, prefix: list[int], direction_P: torch.Tensor) -> dict[str, float]:
@@ -171,5 +173,5 @@ def limit_of_sampled(teacher: Any, prefix: list[int], direction_P: torch.Tensor)
     """
     log_q, scores = log_probabilities_and_scores(teacher, prefix)
     q, a = log_q.exp(), scores @ direction_P
-    both = moments(q, a[:, None] * scores)
+    both = moments_of_products(q, a, scores @ scores.T)
     return {"delta": float(q @ a.square()), "signal": both.signal, "variance": both.variance}

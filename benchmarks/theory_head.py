@@ -47,10 +47,9 @@ def constant_logit_direction(head_VD: torch.Tensor) -> tuple[torch.Tensor, float
     return direction / direction.norm(), missed
 
 
-def with_constant_direction(head_VD: torch.Tensor, direction_D: torch.Tensor, logit: float) -> torch.Tensor:
-    """The head changed so that a unit step along `direction_D` adds `logit` to every logit, and nothing else is new."""
-    along = head_VD @ direction_D
-    return head_VD + torch.outer(logit - along, direction_D)
+def with_common_row(head_VD: torch.Tensor, row_D: torch.Tensor) -> torch.Tensor:
+    """The head with `row_D` as the mean of its rows: all logits of a state move alike, so no probability does."""
+    return head_VD - head_VD.mean(0) + row_D
 
 
 def seen(states_ND: torch.Tensor, moves_ND: torch.Tensor, logits: Logits) -> dict[str, float]:
@@ -59,17 +58,19 @@ def seen(states_ND: torch.Tensor, moves_ND: torch.Tensor, logits: Logits) -> dic
     Returns:
         Means over states and both signs: `full_vocab` = KL(p || q), `top_k` = KL on the student's k most probable
         tokens, renormalised; of the sampled token's log p - log q the root mean square and the probability that it is
-        negative; `bound`: the largest KL / (1/4 |centred change of logits|^2), which is at most 1.
+        negative; `bound`: the largest KL / (1/4 |centred change of logits|^2), which is at most 1; `second_order`: KL
+        by the formula at the top of this file.
     """
     z_q = logits(states_ND)
     log_q = z_q.log_softmax(-1)
-    rows: dict[str, list[torch.Tensor]] = {name: [] for name in ("full_vocab", "top_k", "square", "negative", "bound")}
+    rows: dict[str, list[torch.Tensor]] = {
+        name: [] for name in ("full_vocab", "top_k", "square", "negative", "bound", "second")
+    }
     for sign in (1, -1):
         z_p = logits(states_ND + sign * moves_ND)
         log_p = z_p.log_softmax(-1)
         p, u = log_p.exp(), log_p - log_q
-        # sum of q (u - 1 + e^-u)-like terms would be exact in any arithmetic; float64 leaves 1e-16 of noise instead
-        kl = (p * u).sum(-1)
+        kl = _kl(log_p, log_q)
         change = z_p - z_q
         change = change - change.mean(-1, keepdim=True)
         rows["full_vocab"].append(kl)
@@ -77,12 +78,15 @@ def seen(states_ND: torch.Tensor, moves_ND: torch.Tensor, logits: Logits) -> dic
         rows["square"].append((p * u.square()).sum(-1))
         rows["negative"].append((p * (u < 0)).sum(-1))
         rows["bound"].append(kl / (0.25 * change.square().sum(-1)).clamp_min(1e-300))
+        q = log_q.exp()
+        rows["second"].append(0.5 * ((q * change.square()).sum(-1) - (q * change).sum(-1).square()))
     means = {name: float(torch.cat(values).mean()) for name, values in rows.items()}
     return {
         "full_vocab": means["full_vocab"],
         "top_k": means["top_k"],
         "sampled_rms": means["square"] ** 0.5,
         "sampled_negative": means["negative"],
+        "second_order": means["second"],
         "bound": float(torch.cat(rows["bound"]).max()),
     }
 
@@ -91,7 +95,13 @@ def _top_k(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """[N]: KL between the distributions renormalised on the student's `TOP_K` tokens."""
     support = log_p.topk(min(TOP_K, log_p.shape[-1])).indices
     a, b = (x.gather(-1, support).log_softmax(-1) for x in (log_p, log_q))
-    return (a.exp() * (a - b)).sum(-1)
+    return _kl(a, b)
+
+
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """[N]: sum of p (u + e^-u - 1), u = log p - log q, whose terms are positive: no noise of 1e-16 where KL is less."""
+    u = log_p - log_q
+    return (log_p.exp() * (u + torch.expm1(-u))).sum(-1)
 
 
 def along(states_ND: torch.Tensor, direction_D: torch.Tensor, size: float = RELATIVE_SIZE) -> torch.Tensor:
@@ -113,7 +123,6 @@ def after_norm(head_VD: torch.Tensor, states_ND: torch.Tensor, seed: int = 0) ->
     def logits(h: torch.Tensor) -> torch.Tensor:
         return h @ head_VD.T
 
-    invisible = invisible_basis(head_VD)
     special = {"largest": right[0], "smallest": right[rank - 1]}
     if rank < head_VD.shape[1]:
         special["null"] = right[-1]
@@ -133,7 +142,7 @@ def after_norm(head_VD: torch.Tensor, states_ND: torch.Tensor, seed: int = 0) ->
     return {
         "shape": list(head_VD.shape),
         "rank": rank,
-        "invisible_dimensions": len(invisible),
+        "invisible_dimensions": len(invisible_basis(head_VD)),
         "directions": directions,
         "exponents": {
             name: float(torch.tensor(middle[name] / small[name]).log10()) for name in ("sampled_rms", "full_vocab")
@@ -150,17 +159,24 @@ def after_norm(head_VD: torch.Tensor, states_ND: torch.Tensor, seed: int = 0) ->
 
 
 def constructed(head_VD: torch.Tensor, states_ND: torch.Tensor) -> dict[str, float]:
-    """A head whose *largest* singular value belongs to a direction that no distribution shows.
+    """A head of the same probabilities whose *largest* singular value belongs to the direction that shows least.
 
-    The direction of the smallest singular value is made to add ten times the largest one's worth to all logits alike.
+    The common row points along the last singular direction of the centred head and is long enough to come first.
     """
-    values, right, _ = singular_directions(head_VD)
-    head = with_constant_direction(head_VD, right[-1], 10 * float(values[0]) / len(head_VD) ** 0.5)
-    new_values, new_right, _ = singular_directions(head)
-    at = int((new_right @ right[-1]).abs().argmax())
-    return {"place": at + 1, "sigma": float(new_values[at]), "mse": _mse(along(states_ND, right[-1]))} | seen(
-        states_ND, along(states_ND, new_right[at]), lambda h: h @ head.T
-    )
+    before, _, _ = singular_directions(head_VD)
+    _, right, _ = singular_directions(head_VD - head_VD.mean(0))
+    head = with_common_row(head_VD, 10 * float(before[0]) / len(head_VD) ** 0.5 * right[-1])
+    values, new_right, _ = singular_directions(head)
+    rank = int((values > RANK_TOLERANCE * values[0]).sum())
+    old, new = ((states_ND @ matrix.T).softmax(-1) for matrix in (head_VD, head))
+    moves = along(states_ND, new_right[0])
+    return {
+        "largest_change_of_a_probability": float((old - new).abs().max()),
+        "gap_claimed": float(values[0] / values[rank - 1]) ** 2,
+        "sigma": float(values[0]),
+        "mse": _mse(moves),
+        **seen(states_ND, moves, lambda h: h @ head.T),
+    }
 
 
 def before_norm(model: Any, states_ND: torch.Tensor) -> dict[str, dict[str, float]]:
