@@ -135,11 +135,12 @@ def measure_gaps(pair: Pair, prefixes: list[list[int]], settings: Settings) -> d
             theory_gradients.measure_position(theory_gradients.position(model, prefix, target), target)
             for prefix, target in zip(prefixes, targets, strict=True)
         ]
-        row = {"gap": gap} | {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+        row: dict[str, Any] = {"gap": gap} | {name: float(np.mean([one[name] for one in found])) for name in found[0]}
         for name in ("sampled", "baseline", "token"):
             row[f"{name}_snr"] = row[f"{name}_signal"] / row[f"{name}_variance"]
             ratios = [one[f"{name}_signal"] / one[f"{name}_variance"] for one in found]
             row[f"{name}_median_snr"] = float(np.median(ratios))
+        row["positions"] = found
         rows.append(row)
         print(f"gap {gap:g}: delta {row['delta']:.3g}, SNR sampled {row['sampled_snr']:.3g}", flush=True)
     limits = [theory_gradients.limit_of_sampled(pair.teacher, prefix, pair.direction) for prefix in prefixes]
@@ -275,6 +276,7 @@ def main() -> None:
     directory = options.pair or options.output / "pair"
     if options.pair is None:
         make_pair(directory)
+    pair = Pair(directory)
     make_pair(
         options.output / "narrow",
         steps=NARROW_STEPS,
@@ -282,7 +284,7 @@ def main() -> None:
         layers=NARROW_LAYERS,
         hidden=NARROW_WIDTH,
     )
-    found = measure(Pair(directory), Pair(options.output / "narrow"), QUICK if options.quick else Settings())
+    found = measure(pair, Pair(options.output / "narrow"), QUICK if options.quick else Settings())
     (options.output / "theory.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (options.output / "theory.svg").write_text(figure(found), encoding="utf-8")
     print(table(found))

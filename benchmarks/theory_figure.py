@@ -32,7 +32,8 @@ def figure(found: dict[str, Any]) -> str:
         _responses(axes[1, 0], found["responses"])
         _head(axes[1, 1], found)
         page.savefig(buffer, format="svg", metadata={"Date": None})
-    return re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    return re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\n\s+", "\n", text))  # half the size, and the same to the eye
 
 
 def _moments(axes: Any, given_prefix: dict[str, Any]) -> None:
@@ -63,7 +64,16 @@ def _snr(axes: Any, given_prefix: dict[str, Any]) -> None:
     )
     axes.set_ylim(bottom=1e-4)
     _finish(axes, "Signal-to-noise given the prefix", "delta, nats", "")
-    axes.text(0.98, 0.03, "OPRD, predicting: no noise", ha="right", transform=axes.transAxes, color=MUTED, fontsize=8.5)
+    axes.text(
+        0.98,
+        0.95,
+        "OPRD, predicting state: no noise",
+        ha="right",
+        va="top",
+        transform=axes.transAxes,
+        color=MUTED,
+        fontsize=8.5,
+    )
 
 
 def _responses(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -95,7 +105,12 @@ def _head(axes: Any, found: dict[str, Any]) -> None:
 
 
 def _finish(axes: Any, title: str, x: str, y: str) -> None:
+    from matplotlib.ticker import FuncFormatter
+
     axes.set_title(title, loc="left", color=INK)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    axes.minorticks_off()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.legend(frameon=False, fontsize=8.5)
