@@ -6,6 +6,8 @@ import io
 import re
 from typing import Any
 
+import numpy as np
+
 from nemo_oprd.report_figures import COLORS, RC
 
 INK, MUTED = COLORS["ink"][0], COLORS["muted"][0]
@@ -32,7 +34,7 @@ def figure(found: dict[str, Any]) -> str:
         _responses(axes[1, 0], found["responses"])
         _head(axes[1, 1], found)
         page.savefig(buffer, format="svg", metadata={"Date": None})
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    text = re.sub(r"\s*(<metadata>.*?</metadata>|<!--.*?-->)", "", buffer.getvalue(), flags=re.DOTALL)
     return re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\n\s+", "\n", text))  # half the size, and the same to the eye
 
 
@@ -65,11 +67,9 @@ def _snr(axes: Any, given_prefix: dict[str, Any]) -> None:
     axes.set_ylim(bottom=1e-4)
     _finish(axes, "Signal-to-noise given the prefix", "delta, nats", "")
     axes.text(
-        0.98,
-        0.95,
+        0.02,
+        0.68,
         "OPRD, predicting state: no noise",
-        ha="right",
-        va="top",
         transform=axes.transAxes,
         color=MUTED,
         fontsize=8.5,
@@ -77,13 +77,23 @@ def _snr(axes: Any, given_prefix: dict[str, Any]) -> None:
 
 
 def _responses(axes: Any, rows: list[dict[str, Any]]) -> None:
-    gaps = [row["gap"] for row in rows]
+    """Estimates within two errors of zero have no place on this axis: shown as upper limits."""
+    gap = np.array([row["gap"] for row in rows])
     for i, (name, label) in enumerate(ROLLOUT_NAMES.items()):
-        values, errors = ([row[name][key] for row in rows] for key in ("snr", "snr_error"))
-        axes.errorbar(gaps, values, errors, fmt="o-", color=SERIES[i], markersize=3.5, capsize=2, label=label)
+        snr, error = (np.array([row[name][key] for row in rows]) for key in ("snr", "snr_error"))
+        clear, color = snr > 2 * error, SERIES[i]
+        axes.errorbar(
+            gap[clear], snr[clear], error[clear], fmt="o-", color=color, markersize=3.5, capsize=2, label=label
+        )
+        axes.plot(gap[~clear], (snr.clip(0) + 2 * error)[~clear], "v", color=color, fillstyle="none")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _finish(axes, "Signal-to-noise of one response's gradient", "gap: part of the way from teacher to student", "")
+    _finish(
+        axes,
+        "Signal-to-noise of one response's gradient",
+        "gap: part of the way from teacher to student (open: at most)",
+        "",
+    )
 
 
 def _head(axes: Any, found: dict[str, Any]) -> None:
@@ -104,6 +114,10 @@ def _head(axes: Any, found: dict[str, Any]) -> None:
     )
 
 
+def _tick(value: float, _: int) -> str:
+    return f"{value:g}" if 0.01 <= value <= 100 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+
+
 def _finish(axes: Any, title: str, x: str, y: str) -> None:
     from matplotlib.ticker import FuncFormatter
 
@@ -112,5 +126,5 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y)
     axes.minorticks_off()
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_formatter(FuncFormatter(_tick))
     axes.legend(frameon=False, fontsize=8.5)
