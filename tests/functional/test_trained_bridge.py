@@ -1,7 +1,7 @@
 """Projectors that are trained with the student, from a bridge and at full width: gradients, one update, resuming.
 
-Against plain Hugging Face models in float64, derivatives by autograd (`nemo_oprd/reference.py`). Student and teacher have
-other depths and widths, and are laid out differently.
+Against plain Hugging Face models in float64, derivatives by autograd (`nemo_oprd/reference.py`). Student and teacher
+have other depths and widths, and are laid out differently.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ RESUMES = [
     ("full width", 2, [TP2, SP, "precision=bf16"], 2, [TP2, SP, "precision=bf16"]),
     ("some layers, with biases", 2, [PP2], 2, [PP2]),
     ("some layers, with biases", 2, [TP2], 2, [PP2]),
+    ("full width", 2, [PP2, "precision=bf16"], 2, [PP2, "precision=bf16"]),
+    ("some layers, with biases", 2, ["precision=bf16"], 2, ["precision=bf16"]),
     ("full width", 2, [PP2, "train.distributed_optimizer=false"], 2, [TP2, "train.distributed_optimizer=false"]),
 ]
 
@@ -202,7 +204,7 @@ def test_resume_goes_on_where_it_stopped(
 
 
 def test_what_a_run_leaves(pools: Pools, tmp_path: Path, bridges: Path) -> None:
-    """Its bridge can be used, frozen or trained on; its checkpoint is that of a student; a frozen run can't take it up."""
+    """Its bridge can be used, frozen or trained on; its checkpoint is a student's; a frozen run can't go on from it."""
     shared = [*settings("full width", bridges), *STEP]
     output = tmp_path / "run"
     pools[1].run("cases:run_train", overrides=[*shared, "train.save_every=1", "train.steps=1", f"output={output}"])
@@ -219,7 +221,7 @@ def test_what_a_run_leaves(pools: Pools, tmp_path: Path, bridges: Path) -> None:
         assert losses["loss/total"] == pytest.approx(theirs["loss/total"], rel=TOLERANCE)
         assert max(agreement(gradients, theirs["gradients"]).values()) < TOLERANCE
         # the checkpoint holds projectors besides the student, which is what is read from it
-        pools[1].run("cases:run_verify", overrides=[*again, f"student.checkpoint={checkpoint}"])
+        pools[1].run("cases:run_verify", overrides=[*again, "student.hf_path=null", f"student.checkpoint={checkpoint}"])
         assert read_result(tmp_path / train)[0]["loss/total"] == pytest.approx(losses["loss/total"], rel=TOLERANCE)
     assert set(load_file(output / "hf" / "model.safetensors")) == set(
         load_file(GOLDEN / "student" / "model.safetensors")
