@@ -1,14 +1,16 @@
 """`fit-bridge`: stage 1 of OPRD-Bridge. The student's rollouts, one pass of both models over them, a closed form.
 
-Both models keep their own layouts. Teacher states travel to the student rank that has the same rows, which adds both to
-running moments in float64; nothing grows with the number of tokens. At the end the moments are summed over the ranks of
-each pipeline stage, and the stage's layer pairs are fitted on different ranks.
+Both models keep their own layouts, but for the student's sequence parallelism, which is for training. Teacher states
+travel to the student rank that has the same rows, which adds both to running moments in float64; nothing grows with the
+number of tokens. A stage's layer pairs are shared out over its tensor ranks, which all have all rows. At the end the
+moments are summed over data and context parallel ranks, on which different pairs are then fitted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ def fit_bridge(config: Config) -> None:
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= OURS):
         raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
     check_output(output)
+    config = _with_whole_rows(config)
     source = _Rollouts(config)
     plan = make_plan(config, fitting=True)
     narrow = min(plan.objective.student.hidden_size, plan.objective.teacher.hidden_size)
@@ -71,6 +74,12 @@ def fit_bridge(config: Config) -> None:
         save_bridge(bridge, output)
         say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
     dist.barrier()
+
+
+def _with_whole_rows(config: Config) -> Config:
+    """Without the student's sequence parallelism: a tensor rank then has all rows, and needs moments of few layers."""
+    student = config.student
+    return replace(config, student=replace(student, parallel=replace(student.parallel, sequence=False)))
 
 
 class _Rollouts:
@@ -168,22 +177,23 @@ def _kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout]
 def _collect(
     config: Config, system: System, source: _Rollouts, say: Callable[[str], None]
 ) -> dict[int, PairStatistics]:
-    """One pass; student layer -> statistics, summed over the ranks of the stage that owns it."""
+    """One pass; student layer -> statistics of all rows, on the tensor rank that has this layer's."""
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
     student, objective = system.student, system.objective
     at, statistics, first, rows = student.role.at, dict[int, PairStatistics](), 0, 0
     if at is not None:
-        for layer in student.role.layout.owned_layers(at.pipeline, objective.student.num_layers):
-            if layer in objective.layers:
-                pair = LayerPair(layer, objective.layers[layer])
-                widths = objective.teacher.hidden_size, objective.student.hidden_size
-                statistics[layer] = PairStatistics(pair, *widths, seed=config.seed, device=device())
+        layout = student.role.layout
+        owned = layout.owned_layers(at.pipeline, objective.student.num_layers)
+        for layer in [layer for layer in owned if layer in objective.layers][at.tensor :: layout.tensor]:
+            pair = LayerPair(layer, objective.layers[layer])
+            widths = objective.teacher.hidden_size, objective.student.hidden_size
+            statistics[layer] = PairStatistics(pair, *widths, seed=config.seed, device=device())
     for rollouts in source.batches(system):
         plan = system.plan(rollouts)
         for wave in plan.waves(config.teacher.resident_microbatches):
             targets, held = system.teach(rollouts, wave), wave.hidden
             states = student.hidden_states(rollouts, held)
-            if at is None or (held.replicated and at.tensor):
+            if at is None:
                 continue
             row = np.concatenate([microbatch.row for microbatch in held.held(at)])
             response = held.table.response[row] + first
@@ -196,7 +206,7 @@ def _collect(
         rows += len(plan.hidden.table)
         say(f"{first}/{source.count} responses, {rows} rows")
     for stats in statistics.values():
-        stats.all_reduce(student.role.groups.tp_dp_cp)  # type: ignore[attr-defined]
+        stats.all_reduce(student.role.groups.dp_cp)  # type: ignore[attr-defined]
     return statistics
 
 
@@ -207,9 +217,9 @@ def _fit(
     tokenizer: str | None,
     say: Callable[[str], None],
 ) -> Bridge | None:
-    """The bridge on rank 0; each rank fits some of its stage's layer pairs."""
+    """The bridge on rank 0; each rank fits some of the layer pairs that it has statistics of."""
     settings, role, objective = config.bridge, system.student.role, system.objective
-    group = role.groups.tp_dp_cp if role.here else None  # type: ignore[attr-defined]
+    group = role.groups.dp_cp if role.here else None  # type: ignore[attr-defined]
     mine = list(statistics.values())[dist.get_rank(group) :: dist.get_world_size(group)] if role.here else []
     ridge = [fit_ridge(stats, center_student=settings.center_student) for stats in mine]
     curves = {fit.pair: normalized_curve(fit).cpu() for fit in ridge}
