@@ -39,6 +39,7 @@ from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.setup import System, check_vocabulary, make_plan, make_system, model_directory
 from nemo_oprd.survival.checkpoints import write_whole
+from nemo_oprd.survival.signals import Signals, Stopped, agree
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -53,6 +54,7 @@ def fit_bridge(config: Config) -> None:
 
     Raises:
         ValueError: bad configuration, models or data, states that are not finite, fewer rows than the rank needs.
+        Stopped: the process was asked to stop by a signal; the same command goes on with the rollouts that are there.
     """
     output = Path(config.output)
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= OURS):
@@ -68,7 +70,8 @@ def fit_bridge(config: Config) -> None:
         )
     system = make_system(config, plan, trainable=False)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
-    statistics = _collect(config, system, source, say)
+    with Signals() as signals:
+        statistics = _collect(config, system, source, signals, say)
     bridge = _fit(config, system, statistics, source.fingerprint, say)
     if bridge is not None:
         save_bridge(bridge, output)
@@ -175,7 +178,7 @@ def _kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout]
 
 
 def _collect(
-    config: Config, system: System, source: _Rollouts, say: Callable[[str], None]
+    config: Config, system: System, source: _Rollouts, signals: Signals, say: Callable[[str], None]
 ) -> dict[int, PairStatistics]:
     """One pass; student layer -> statistics of all rows, on the tensor rank that has this layer's."""
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
@@ -205,6 +208,12 @@ def _collect(
         first += len(rollouts)
         rows += len(plan.hidden.table)
         say(f"{first}/{source.count} responses, {rows} rows")
+        (stop,) = agree(device(), signals.received is not None)
+        if stop and first < source.count:
+            raise Stopped(
+                f"stopped by {signals.received or 'a signal to another rank'} after {first} of {source.count} "
+                "responses; the same command goes on with those that it sampled"
+            )
     for stats in statistics.values():
         stats.all_reduce(student.role.groups.dp_cp)  # type: ignore[attr-defined]
     return statistics
