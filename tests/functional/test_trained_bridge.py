@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import read_result
+from layout_cases import VOCABULARY, Case, make_rollouts, read_result, save_model
 from pool import Pools, WorkerError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -22,7 +22,7 @@ from nemo_oprd.bridge.artifact import load_bridge
 from nemo_oprd.bridge.full_width import draw_projector
 from nemo_oprd.config import load_config
 from nemo_oprd.reference import agreement, reference
-from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'wide_teacher'}"]
@@ -100,6 +100,23 @@ def test_gradients(pools: Pools, tmp_path: Path, bridges: Path, layout: str, obj
     deviations = agreement(gradients, theirs["gradients"])
     worst = max(deviations, key=deviations.__getitem__)
     assert deviations[worst] < TOLERANCE, f"{worst}: {deviations[worst]:.1e}"
+
+
+@pytest.mark.parametrize("student", ["pp2 vpp2", "tp2 sp pp2 vpp2"])
+def test_virtual_stages(pools: Pools, tmp_path: Path, student: str) -> None:
+    """Each model chunk has the projectors of its own layers, of which some have none."""
+    for seed, role in enumerate(("student", "teacher")):
+        save_model(tmp_path / role, "qwen3", seed)
+    write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts())
+    models = [f"{role}.hf_path={tmp_path / role}" for role in ("student", "teacher")]
+    shared = [*models, f"rollout.replay={tmp_path / 'rollouts.jsonl'}", "bridge.path=full_width", "bridge.train=true"]
+    shared += ["loss.representation.layers=[1,2,5,8]", "loss.representation.k=48"]
+    case = Case(student, recompute="uniform 1", tokens=120)
+    pools[case.ranks].run("cases:run_verify", overrides=[*shared, *case.overrides, f"output={tmp_path / 'out'}"])
+    _, gradients = read_result(tmp_path / "out")
+    config = load_config("verify", [*shared, "output=unused"])
+    theirs = reference(config, read_rollouts(tmp_path / "rollouts.jsonl", VOCABULARY))["gradients"]
+    assert max(agreement(gradients, theirs).values()) < TOLERANCE
 
 
 STEP = ["train.lr=1e-2", "train.weight_decay=0.1", "train.betas=[0.9,0.95]", "train.adam_eps=1e-2"]
