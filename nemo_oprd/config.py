@@ -141,11 +141,16 @@ class LossConfig:
 class BridgeConfig:
     """The bridge between models of different shape or origin: `path` is a directory that `fit-bridge` made.
 
+    With `train` the student's projectors start from it and are trained together with the student (an ablation: the
+    paper's are frozen). `path: full_width` needs no directory: matrices [d_T, d_S], drawn from the seed, learned with
+    the student, who is then compared with the teacher's whole states (`train: true`). See docs/bridge.md.
+
     The others are for fit-bridge: `prompts` are sampled (each `rollout.per_prompt` times), of whose responses
     `held_out` is kept for testing and as much for choices.
     """
 
     path: str = "none"
+    train: bool = False
     rank: Literal["auto"] | int = 8
     fit: Literal["ridge", "adamw"] = "ridge"
     center_student: bool = False

@@ -62,6 +62,7 @@ def check(config: Config) -> None:
     _check_roles(config)
     _check_ranges(config)
     _check_losses(config)
+    _check_bridge(config)
     _check_training(config)
     _check_evaluation(config)
 
@@ -143,6 +144,33 @@ def _check_losses(config: Config) -> None:
         )
     if output.weight > 0 and output.kind == "none":
         raise ValueError(f"loss.output.weight={output.weight} with loss.output.kind=none; choose a kind, or weight 0")
+
+
+def _check_bridge(config: Config) -> None:
+    bridge, loss = config.bridge, config.loss.representation
+    if bridge.path == "full_width" and not bridge.train:
+        raise ValueError(
+            "bridge.path=full_width with bridge.train=false would compare through frozen random matrices; expected "
+            "bridge.train=true: set it, or fit a bridge and name its directory"
+        )
+    if not bridge.train:
+        return
+    if bridge.path == "none":
+        raise ValueError(
+            "bridge.train=true with bridge.path=none: expected a bridge to train; set bridge.path to a directory that "
+            "fit-bridge made, or to full_width"
+        )
+    if loss.weight == 0 or loss.layers == "none":
+        raise ValueError(
+            f"bridge.train=true with loss.representation.weight={loss.weight} and layers={loss.layers}: no loss "
+            "reaches the projectors; expected a weight above 0 and layers: set them, or bridge.train=false"
+        )
+    if config.precision == "bf16" and not config.train.distributed_optimizer:
+        raise ValueError(
+            "bridge.train=true with precision=bf16 and train.distributed_optimizer=false: Megatron's plain bf16 "
+            "optimizer can't save the projectors, which are float32; expected the distributed optimizer: set "
+            "train.distributed_optimizer=true"
+        )
 
 
 def _check_training(config: Config) -> None:

@@ -1,14 +1,16 @@
 """`fit-bridge`: stage 1 of OPRD-Bridge. The student's rollouts, one pass of both models over them, a closed form.
 
-Both models keep their own layouts. Teacher states travel to the student rank that has the same rows, which adds both to
-running moments in float64; nothing grows with the number of tokens. At the end the moments are summed over the ranks of
-each pipeline stage, and the stage's layer pairs are fitted on different ranks.
+Both models keep their own layouts, but for the student's sequence parallelism, which is for training. Teacher states
+travel to the student rank that has the same rows, which adds both to running moments in float64; nothing grows with the
+number of tokens. A stage's layer pairs are shared out over its tensor ranks, which all have all rows. At the end the
+moments are summed over data and context parallel ranks, on which different pairs are then fitted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.setup import System, check_vocabulary, make_plan, make_system, model_directory
 from nemo_oprd.survival.checkpoints import write_whole
+from nemo_oprd.survival.signals import Signals, Stopped, agree
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -51,11 +54,13 @@ def fit_bridge(config: Config) -> None:
 
     Raises:
         ValueError: bad configuration, models or data, states that are not finite, fewer rows than the rank needs.
+        Stopped: the process was asked to stop by a signal; the same command goes on with the rollouts that are there.
     """
     output = Path(config.output)
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= OURS):
         raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
     check_output(output)
+    config = _with_whole_rows(config)
     source = _Rollouts(config)
     plan = make_plan(config, fitting=True)
     narrow = min(plan.objective.student.hidden_size, plan.objective.teacher.hidden_size)
@@ -65,13 +70,20 @@ def fit_bridge(config: Config) -> None:
         )
     system = make_system(config, plan, trainable=False)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
-    statistics = _collect(config, system, source, say)
+    with Signals() as signals:
+        statistics = _collect(config, system, source, signals, say)
     tokenizers = source.fingerprint, source.teacher_fingerprint
     bridge = _fit(config, system, statistics, tokenizers, say)
     if bridge is not None:
         save_bridge(bridge, output)
         say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
     dist.barrier()
+
+
+def _with_whole_rows(config: Config) -> Config:
+    """Without the student's sequence parallelism: a tensor rank then has all rows, and needs moments of few layers."""
+    student = config.student
+    return replace(config, student=replace(student, parallel=replace(student.parallel, sequence=False)))
 
 
 class _Rollouts:
@@ -168,24 +180,25 @@ def _kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout]
 
 
 def _collect(
-    config: Config, system: System, source: _Rollouts, say: Callable[[str], None]
+    config: Config, system: System, source: _Rollouts, signals: Signals, say: Callable[[str], None]
 ) -> dict[int, PairStatistics]:
-    """One pass; student layer -> statistics, summed over the ranks of the stage that owns it."""
+    """One pass; student layer -> statistics of all rows, on the tensor rank that has this layer's."""
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
     student, objective = system.student, system.objective
     at, statistics, first, rows = student.role.at, dict[int, PairStatistics](), 0, 0
     if at is not None:
-        for layer in student.role.layout.owned_layers(at.pipeline, objective.student.num_layers):
-            if layer in objective.layers:
-                pair = LayerPair(layer, objective.layers[layer])
-                widths = objective.teacher.hidden_size, objective.student.hidden_size
-                statistics[layer] = PairStatistics(pair, *widths, seed=config.seed, device=device())
+        layout = student.role.layout
+        owned = layout.owned_layers(at.pipeline, objective.student.num_layers)
+        for layer in [layer for layer in owned if layer in objective.layers][at.tensor :: layout.tensor]:
+            pair = LayerPair(layer, objective.layers[layer])
+            widths = objective.teacher.hidden_size, objective.student.hidden_size
+            statistics[layer] = PairStatistics(pair, *widths, seed=config.seed, device=device())
     for rollouts in source.batches(system):
         plan = system.plan(rollouts)
         for wave in plan.waves(config.teacher.resident_microbatches):
             targets, held = system.teach(rollouts, wave), wave.hidden
             states = student.hidden_states(rollouts, held)
-            if at is None or (held.replicated and at.tensor):
+            if at is None:
                 continue
             row = np.concatenate([microbatch.row for microbatch in held.held(at)])
             response = held.table.response[row] + first
@@ -197,8 +210,14 @@ def _collect(
         first += len(rollouts)
         rows += len(plan.hidden.table)
         say(f"{first}/{source.count} responses, {rows} rows")
+        (stop,) = agree(device(), signals.received is not None)
+        if stop and first < source.count:
+            raise Stopped(
+                f"stopped by {signals.received or 'a signal to another rank'} after {first} of {source.count} "
+                "responses; the same command goes on with those that it sampled"
+            )
     for stats in statistics.values():
-        stats.all_reduce(student.role.groups.tp_dp_cp)  # type: ignore[attr-defined]
+        stats.all_reduce(student.role.groups.dp_cp)  # type: ignore[attr-defined]
     return statistics
 
 
@@ -209,9 +228,9 @@ def _fit(
     tokenizers: tuple[str | None, str | None],
     say: Callable[[str], None],
 ) -> Bridge | None:
-    """The bridge on rank 0; each rank fits some of its stage's layer pairs."""
+    """The bridge on rank 0; each rank fits some of the layer pairs that it has statistics of."""
     settings, role, objective = config.bridge, system.student.role, system.objective
-    group = role.groups.tp_dp_cp if role.here else None  # type: ignore[attr-defined]
+    group = role.groups.dp_cp if role.here else None  # type: ignore[attr-defined]
     mine = list(statistics.values())[dist.get_rank(group) :: dist.get_world_size(group)] if role.here else []
     ridge = [fit_ridge(stats, center_student=settings.center_student) for stats in mine]
     curves = {fit.pair: normalized_curve(fit).cpu() for fit in ridge}

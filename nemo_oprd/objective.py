@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from nemo_oprd.bridge.artifact import open_bridge
+from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
 from nemo_oprd.config import Config, OutputLossConfig
 from nemo_oprd.families import ModelSpec
@@ -70,7 +71,8 @@ class Objective:
     """What the student is trained on.
 
     `layers` maps student layers to teacher layers (1-based). The last layer of each model is taken after its final norm
-    where `final_norm` is set. With a `bridge`, what is compared are the projections of both.
+    where `final_norm` is set. With a `bridge`, what is compared are the projections of both; `trains_bridge` says that
+    the student's side is learned, too.
     """
 
     layers: dict[int, int]
@@ -87,6 +89,7 @@ class Objective:
     output: OutputObjective | None
     bridge: Bridge | None
     reads_ids: bool = True
+    trains_bridge: bool = False
 
     @staticmethod
     def of(
@@ -141,11 +144,14 @@ class Objective:
             else OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
             bridge=bridge,
             reads_ids=reads_ids,
+            trains_bridge=bridge is not None and config.bridge.train,
         )
 
     def on(self, device: torch.device) -> Objective:
-        """The same with its bridge's tensors on `device`."""
-        return self if self.bridge is None else replace(self, bridge=self.bridge.to(device))
+        """The same with its bridge's tensors on `device`; trained ones only where they are trained."""
+        if self.bridge is None:
+            return self
+        return replace(self, bridge=self.bridge.to(device, student=not self.trains_bridge))
 
     @property
     def known_ids(self) -> int:
@@ -188,6 +194,11 @@ class Objective:
         """Numbers per supervised row and layer that the teacher sends."""
         return self.teacher.hidden_size if self.bridge is None else self.bridge.rank
 
+    @property
+    def project_teacher(self) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+        """(Student layer, [n, d_T]) -> float32 [n, r] that the teacher sends; None where it sends its states."""
+        return None if self.bridge is None or self.bridge.full_width else self.bridge.project_teacher
+
     def rows(self, rollouts: list[Rollout]) -> RowTable:
         """The supervised rows of a batch."""
         return make_rows(
@@ -201,16 +212,18 @@ def identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> M
 
 
 def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, layers: list[int]) -> Bridge | None:
+    """The bridge of a run, from its directory or, at full width, without tensors yet; None where there is none."""
     if config.bridge.path == "none":
         return None
     loss = config.loss.representation
-    return open_bridge(
-        Path(config.bridge.path),
-        student=identity(student, str(config.student.hf_path or config.student.checkpoint)),
-        teacher=identity(teacher, str(config.teacher.hf_path or config.teacher.checkpoint)),
-        layers=layers,
-        capture=Capture(loss.position, loss.final_norm),
+    models = (
+        identity(student, str(config.student.hf_path or config.student.checkpoint)),
+        identity(teacher, str(config.teacher.hf_path or config.teacher.checkpoint)),
     )
+    capture = Capture(loss.position, loss.final_norm)
+    if config.bridge.path == FULL_WIDTH:
+        return full_width_bridge(layer_map(layers, student.num_layers, teacher.num_layers), *models, capture)
+    return open_bridge(Path(config.bridge.path), student=models[0], teacher=models[1], layers=layers, capture=capture)
 
 
 def _check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from nemo_oprd.bridge.full_width import FULL_WIDTH, draw_projector
 from nemo_oprd.config import Config, RepresentationLossConfig
 from nemo_oprd.teacher.layermap import layer_map
 from nemo_oprd.types import Rollout
@@ -32,7 +33,8 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     active = sum(1 for tokens in supervised if tokens)
     rows = sum(map(len, supervised))
     per_layer = dict.fromkeys(layers, 0.0)
-    maps = _bridge(config, layers, student.config, teacher.config, dtype)
+    learned: dict[str, torch.Tensor] = {}
+    maps = _bridge(config, layers, student.config, teacher.config, dtype, learned)
     output = _Output(config, rollouts, min(student.config.vocab_size, teacher.config.vocab_size))
     for rollout, tokens in zip(rollouts, supervised, strict=True):
         if not tokens:
@@ -53,7 +55,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             total = total + loss.weight * term / len(layers)
         total = total + output.term(student, teacher, rollout)
         total.backward()
-    gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in [*student.named_parameters(), *learned.items()] if p.grad is not None}
     rep_loss = sum(per_layer.values()) / max(1, len(layers))
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
@@ -68,13 +70,23 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _bridge(
-    config: Config, layers: list[int], student: Any, teacher: Any, dtype: torch.dtype
+    config: Config, layers: list[int], student: Any, teacher: Any, dtype: torch.dtype, learned: dict[str, torch.Tensor]
 ) -> dict[int, tuple[int, Map, Map]]:
-    """Student layer -> teacher layer, and what is compared of each side: P_S h + b and P_T (h - mu) with a bridge."""
+    """Student layer -> teacher layer, and what is compared of each side: P_S h + b and P_T (h - mu) with a bridge.
+
+    A full-width bridge compares W h with h. What is learned with the student is put into `learned`.
+    """
+    depths = student.num_hidden_layers, teacher.num_hidden_layers
     if config.bridge.path == "none":
-        depths = student.num_hidden_layers, teacher.num_hidden_layers
         return {s: (t, lambda h: h, lambda h: h) for s, t in layer_map(layers, *depths).items()}
-    tensors = load_file(Path(config.bridge.path) / "bridge.safetensors")
+    if config.bridge.path == FULL_WIDTH:
+        widths = teacher.hidden_size, student.hidden_size
+        tensors = {
+            f"s{s}.t{t}.student_projector": draw_projector(config.seed, s, *widths)
+            for s, t in layer_map(layers, *depths).items()
+        }
+    else:
+        tensors = load_file(Path(config.bridge.path) / "bridge.safetensors")
     found = {}
     for key in {name.rpartition(".")[0] for name in tensors}:
         student_layer, teacher_layer = (int(part[1:]) for part in key.split("."))
@@ -82,10 +94,14 @@ def _bridge(
             tensors[f"{key}.{name}"].to(dtype) if f"{key}.{name}" in tensors else torch.zeros((), dtype=dtype)
             for name in ("teacher_mean", "teacher_basis", "student_projector", "student_bias")
         )
+        if config.bridge.train and student_layer in layers:
+            learned[f"bridge.{key}.student_projector"] = projector.requires_grad_()
+            if f"{key}.student_bias" in tensors:
+                learned[f"bridge.{key}.student_bias"] = bias.requires_grad_()
         found[student_layer] = (
             teacher_layer,
             lambda h, p=projector, b=bias: h @ p.T + b,
-            lambda h, p=basis, m=mean: (h - m) @ p.T,
+            lambda h, p=basis, m=mean: (h - m) @ p.T if p.dim() else h,
         )
     return {layer: found[layer] for layer in layers}
 

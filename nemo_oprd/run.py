@@ -143,8 +143,10 @@ class Run:
         if bridge is None:
             return
         pairs = "  ".join(f"{student}:{teacher}" for student, teacher in layers.items())
-        self.log.say(f"bridge of rank {bridge.rank}, student layer:teacher layer  {pairs}")
-        if dist.get_rank() == 0:
+        trained = self.system.objective.trains_bridge
+        learns = ", trained with the student" if trained else ""
+        self.log.say(f"bridge of rank {bridge.rank}{learns}, student layer:teacher layer  {pairs}")
+        if dist.get_rank() == 0 and not trained:  # trained ones are written at the end
             save_bridge(bridge, self.output / "bridge")
 
     def __enter__(self) -> Run:
@@ -306,7 +308,12 @@ class Run:
             )
 
     def finish(self) -> None:
-        """HF export and the closing table."""
+        """The trained bridge, HF export and the closing table."""
+        if self.system.objective.trains_bridge and self.system.student.role.here:
+            start, steps = self.config.bridge.path, self.config.train.steps
+            bridge = self.system.student.trained_bridge({"trained_with_student": {"steps": steps, "from": start}})
+            if bridge is not None:
+                save_bridge(bridge, self.output / "bridge")
         if self.config.train.export_hf:
             target = self.output / "hf"
             export_hf(self.system.student, self.source, target)

@@ -6,6 +6,7 @@ What a user runs before launching 64 GPUs: the same batch at two layouts must gi
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
         if result.trouble:
             raise ValueError(f"{result.trouble}; expected finite numbers: look for NaN in the models' weights")
         # every rank takes part in the gathering, one keeps the result
-        stream = system.student.hf_gradients()
+        stream = chain(system.student.hf_gradients(), system.student.bridge_gradients())
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)

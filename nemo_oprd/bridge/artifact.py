@@ -1,7 +1,8 @@
 """The bridge as two files in a directory: `bridge.safetensors` (the maps) and `bridge.json` (what they are for).
 
 Tensors per layer pair, 1-based and absolute (DESIGN, "Bridge artifact"): `s{l_S}.t{l_T}.teacher_mean` [d_T],
-`.teacher_basis` [r, d_T], `.student_projector` [r, d_S], `.student_bias` [r] where there is one.
+`.teacher_basis` [r, d_T], `.student_projector` [r, d_S], `.student_bias` [r] where there is one. A full-width bridge
+(r = d_T, `"full_width": true` in the manifest) has the student's side alone.
 
 Loading checks everything that can be checked, because a bridge of other models, layers or positions gives a loss that
 falls and teaches nothing. The manifest carries the hash of the tensors: the two files are replaced one after the other,
@@ -37,7 +38,8 @@ def save_bridge(bridge: Bridge, directory: str | Path) -> None:
         ValueError: the tensors don't fit the bridge's own description.
     """
     tensors = {name: value.detach().cpu().float().contiguous() for name, value in bridge.tensors().items()}
-    checked_pairs(tensors, list(bridge.pairs), bridge.rank, bridge.student, bridge.teacher, "this bridge")
+    models = bridge.student, bridge.teacher
+    checked_pairs(tensors, list(bridge.pairs), bridge.rank, *models, "this bridge", full_width=bridge.full_width)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _replace(directory / TENSORS, save(tensors))
@@ -50,6 +52,7 @@ def write_manifest(bridge: Bridge, directory: str | Path) -> None:
     manifest = {
         "format": FORMAT,
         "rank": bridge.rank,
+        **({"full_width": True} if bridge.full_width else {}),
         "layer_pairs": [list(pair) for pair in sorted(bridge.pairs)],
         "student": asdict(bridge.student),
         "teacher": asdict(bridge.teacher),
@@ -148,10 +151,11 @@ def load_bridge(
         pairs = [LayerPair(int(s), int(t)) for s, t in manifest["layer_pairs"]]
         made_for = {role: ModelIdentity(**manifest[role]) for role in ("student", "teacher")}
         taken = Capture(**manifest["capture"])
-        made_rank = int(manifest["rank"])
+        made_rank, full_width = int(manifest["rank"]), bool(manifest.get("full_width", False))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}/{MANIFEST}: {error}; expected a manifest that fit-bridge wrote") from error
-    maps = checked_pairs(tensors, pairs, made_rank, made_for["student"], made_for["teacher"], where)
+    models = made_for["student"], made_for["teacher"]
+    maps = checked_pairs(tensors, pairs, made_rank, *models, where, full_width=full_width)
     bridge = Bridge(made_rank, maps, made_for["student"], made_for["teacher"], taken, manifest["report"])
     _check_models(bridge, {"student": student, "teacher": teacher}, where)
     if rank is not None and rank != bridge.rank:
@@ -202,6 +206,8 @@ def checked_pairs(
     student: ModelIdentity,
     teacher: ModelIdentity,
     where: str,
+    *,
+    full_width: bool = False,
 ) -> dict[LayerPair, LayerBridge]:
     """Tensors by full name -> maps per pair, float32; raises ValueError unless they are exactly what `pairs` needs."""
     if not pairs or len({pair.student for pair in pairs}) != len(pairs):
@@ -209,7 +215,9 @@ def checked_pairs(
             f"{where}: layer pairs {[tuple(p) for p in pairs]}; expected at least one, each student layer once"
         )
     limit = min(student.hidden_size, teacher.hidden_size)
-    if not 1 <= rank <= limit:
+    if full_width and rank != teacher.hidden_size:
+        raise ValueError(f"{where}: full-width maps of rank {rank}, expected the teacher's width {teacher.hidden_size}")
+    if not full_width and not 1 <= rank <= limit:
         raise ValueError(f"{where}: rank {rank}, expected 1..{limit}, the smaller of the two widths")
     shapes = {
         "teacher_mean": (teacher.hidden_size,),
@@ -217,6 +225,8 @@ def checked_pairs(
         "student_projector": (rank, student.hidden_size),
         "student_bias": (rank,),
     }
+    if full_width:
+        del shapes["teacher_mean"], shapes["teacher_basis"]
     known = {f"{pair.key}.{name}" for pair in pairs for name in shapes}
     if extra := sorted(set(tensors) - known):
         raise ValueError(f"{where}: tensors {extra[:4]} belong to none of the layer pairs {[p.key for p in pairs]}")

@@ -1,4 +1,4 @@
-"""A bridge in memory: the frozen maps of every layer pair, and the models and hidden states that they are for."""
+"""A bridge in memory: the maps of every layer pair, and the models and hidden states that they are for."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ class Capture:
 
 @dataclass(frozen=True)
 class LayerBridge:
-    """The frozen maps of one layer pair: float32 [d_T], [r, d_T], [r, d_S], [r] or None."""
+    """The maps of one layer pair: float32 [d_T], [r, d_T], [r, d_S], [r] or None.
 
-    teacher_mean: torch.Tensor
-    teacher_basis: torch.Tensor
-    student_projector: torch.Tensor
+    At full width the teacher's side is the identity, and mean and basis are None; so is a projector that has yet to be
+    drawn.
+    """
+
+    teacher_mean: torch.Tensor | None = None
+    teacher_basis: torch.Tensor | None = None
+    student_projector: torch.Tensor | None = None
     student_bias: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -51,7 +55,7 @@ class LayerBridge:
 
 @dataclass(frozen=True)
 class Bridge:
-    """A pair of frozen linear maps per supervised layer into one space of `rank` dimensions.
+    """A pair of linear maps per supervised layer into one space of `rank` dimensions.
 
     Layers are named by the student's (a student layer has one teacher layer; a teacher layer may serve several).
     `report` is what the fit has to say: anything that JSON can hold.
@@ -69,26 +73,38 @@ class Bridge:
         """Student layer -> teacher layer."""
         return dict(sorted(self.pairs))
 
-    def _at(self, layer: int) -> LayerBridge:
+    @property
+    def full_width(self) -> bool:
+        """Whether the teacher's states are compared as they are."""
+        return all(maps.teacher_basis is None for maps in self.pairs.values())
+
+    def at(self, layer: int) -> LayerBridge:
+        """The maps of a student layer."""
         return self.pairs[LayerPair(layer, self.layers[layer])]
 
     def project_teacher(self, layer: int, teacher_ND: torch.Tensor) -> torch.Tensor:
         """P_T (h_T - mu_T) for student layer `layer`: [n, d_T] -> [n, r], in float32 or, if given that, float64."""
-        at = self._at(layer)
+        at = self.at(layer)
         teacher_ND = _at_least_float32(teacher_ND)
+        if at.teacher_mean is None or at.teacher_basis is None:
+            return teacher_ND
         return (teacher_ND - at.teacher_mean.to(teacher_ND)) @ at.teacher_basis.to(teacher_ND).T
 
     def project_student(self, layer: int, student_ND: torch.Tensor) -> torch.Tensor:
         """P_S h_S + b: [n, d_S] -> [n, r], differentiable in h_S; precision as above."""
-        at = self._at(layer)
-        student_ND = _at_least_float32(student_ND)
-        projected_NR = student_ND @ at.student_projector.to(student_ND).T
-        return projected_NR if at.student_bias is None else projected_NR + at.student_bias.to(student_ND)
+        at = self.at(layer)
+        assert at.student_projector is not None, "the projector was not drawn yet"
+        return apply_projector(at.student_projector, at.student_bias, student_ND)
 
-    def to(self, device: torch.device | str) -> Bridge:
-        """The same bridge with its tensors on `device`."""
+    def to(self, device: torch.device | str, *, student: bool = True) -> Bridge:
+        """The same bridge with its tensors on `device`; without `student`, only the teacher's side of it."""
         moved = {
-            pair: LayerBridge(**{name: value.to(device) for name, value in maps.tensors().items()})
+            pair: LayerBridge(
+                **{
+                    name: value.to(device) if student or name.startswith("teacher") else value
+                    for name, value in maps.tensors().items()
+                }
+            )
             for pair, maps in self.pairs.items()
         }
         return Bridge(self.rank, moved, self.student, self.teacher, self.capture, self.report)
@@ -100,6 +116,13 @@ class Bridge:
             for pair, maps in sorted(self.pairs.items())
             for name, value in maps.tensors().items()
         }
+
+
+def apply_projector(projector: torch.Tensor, bias: torch.Tensor | None, student_ND: torch.Tensor) -> torch.Tensor:
+    """P_S h_S + b: [r, d_S], [r] or None, [n, d_S] -> [n, r]; differentiable in all of them."""
+    student_ND = _at_least_float32(student_ND)
+    projected_NR = student_ND @ projector.to(student_ND).T
+    return projected_NR if bias is None else projected_NR + bias.to(student_ND)
 
 
 def _at_least_float32(states_ND: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.megatron.attention import AttentionPlan
-from nemo_oprd.megatron.inject import inject_gradient, row_chunks
+from nemo_oprd.megatron.inject import Learned, inject_gradient, row_chunks
 
 if TYPE_CHECKING:
     from nemo_oprd.megatron.head import OutputTerm, Rows
@@ -153,6 +153,7 @@ class Supervision:
         num_responses: of the whole batch.
         measure: False on ranks whose rows another rank counts already (replicas under plain tensor parallelism).
         project: (layer, float32 [n, H]) -> what is compared; the bridge's student side goes here.
+        learned: layer -> the parameters of `project` that are trained.
         output: the output-space term, on the last stage.
     """
 
@@ -163,6 +164,7 @@ class Supervision:
     final_layer: int | None = None
     measure: bool = True
     project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    learned: Callable[[int], Learned] = lambda layer: ()
     output: OutputTerm | None = None
     measured: dict[int, torch.Tensor] = field(default_factory=dict)
     injections: Counter = field(default_factory=Counter)
@@ -199,7 +201,8 @@ class Supervision:
             self.injections[layer] += 1
             self.injected[layer] = self.injected.get(layer, 0.0) + squared
 
-        return inject_gradient(hidden, term.rows, loss, keep_rows=keep_rows, done=done)
+        learned = self.learned(layer)
+        return inject_gradient(hidden, term.rows, loss, keep_rows=keep_rows, done=done, learned=learned)
 
     def _student(self, layer: int, rows_NH: torch.Tensor) -> torch.Tensor:
         return rows_NH if self.project is None else self.project(layer, rows_NH)

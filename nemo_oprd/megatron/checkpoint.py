@@ -104,7 +104,16 @@ def continuity(config: Config, objective: Objective) -> dict[str, Any]:
         "deepest trained layer": objective.trained_depth,
         "final norm is trained": objective.student_final is not None or objective.trains_head,
         "head is trained": objective.trains_head,
+        "trained projectors": _trained_projectors(objective),
     }
+
+
+def _trained_projectors(objective: Objective) -> str | None:
+    """None where the bridge is frozen, or where there is none."""
+    if objective.bridge is None or not objective.trains_bridge:
+        return None
+    pairs = " ".join(f"{student}:{teacher}" for student, teacher in sorted(objective.layers.items()))
+    return f"rank {objective.bridge.rank}, layers {pairs}"
 
 
 def check_continuity(root: Path, step: int, config: Config, objective: Objective) -> None:

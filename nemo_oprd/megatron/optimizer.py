@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,7 +66,22 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
         params_dtype=dtype,
         use_distributed_optimizer=train.distributed_optimizer,
     )
-    return get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False, pg_collection=role.groups)
+    optimizer = get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False, pg_collection=role.groups)
+    _index_mixed_groups(optimizer)
+    return optimizer
+
+
+def _index_mixed_groups(optimizer: Any) -> None:
+    """Corrects which state of Megatron's distributed optimizer belongs to which parameter.
+
+    Its groups hold float32 parameters (trained projectors) before those of lower precision, but it numbers them in the
+    order of the gradient buffers, and would save and load one parameter's state as another's.
+    """
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "model_param_group_index_map"):
+            for group, parameters in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+                for order, parameter in enumerate(chain(*parameters)):
+                    part.model_param_group_index_map[parameter] = (group, order)
 
 
 def join_optimizer_creation() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch import BatchPlan, StepPlan
+from nemo_oprd.bridge.covariance import LayerPair
+from nemo_oprd.bridge.maps import Bridge
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.megatron.capture import Capture, LayerTerm, Supervision, profile_bins
@@ -32,6 +34,7 @@ from nemo_oprd.megatron.optimizer import (
     wrap_ddp,
 )
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.projectors import attach_projectors, gather_projectors, projectors_of, with_projectors
 from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.megatron.weights import gather_hf, load_hf
 from nemo_oprd.objective import Objective
@@ -93,6 +96,8 @@ class Student:
             return
         reached = objective.student_final is not None or objective.trains_head
         freeze_unreached(self.chunks, objective.trained_depth, final_norm=reached, head=objective.trains_head)
+        if objective.trains_bridge:
+            attach_projectors(self.chunks, role, objective, config.seed)
         self.teacher_head = self._load_teacher_head(read_teacher)
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
@@ -248,6 +253,34 @@ class Student:
             lambda p: p.main_grad.float() if p.requires_grad else None,  # type: ignore[attr-defined]
         )
 
+    def bridge_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """("bridge.s1.t2.student_projector", whole float32 gradient); needs `whole_gradients`. None if it is frozen."""
+        if self.objective.trains_bridge:
+            gathered = gather_projectors(
+                self.chunks,
+                self.role,
+                self.objective,
+                lambda p: p.main_grad.float(),  # type: ignore[attr-defined]
+            )
+            yield from ((f"bridge.{pair.key}.{part}", tensor) for pair, part, tensor in gathered)
+
+    def trained_bridge(self, report: dict[str, Any]) -> Bridge | None:
+        """The bridge with its trained projectors, on the CPU of the first rank; every rank of the role calls this.
+
+        Args:
+            report: what the bridge's manifest is to say of it.
+        """
+        bridge, trained = self.objective.bridge, dict[LayerPair, dict[str, torch.Tensor]]()
+        assert bridge is not None and self.objective.trains_bridge
+        gathered = gather_projectors(self.chunks, self.role, self.objective, lambda p: p.detach())
+        for pair, part, tensor in gathered:
+            if dist.get_rank() == 0:
+                trained.setdefault(pair, {})[part] = tensor.cpu()
+        if dist.get_rank() != 0:
+            return None
+        pairs = {pair: with_projectors(bridge.pairs[pair], parts) for pair, parts in trained.items()}
+        return replace(bridge, pairs=pairs, report=report)
+
     def _microbatches(
         self, rollouts: list[Rollout], step: StepPlan, targets: TeacherTargets
     ) -> tuple[list[Supervision], list[Microbatch]]:
@@ -259,7 +292,8 @@ class Student:
         observers, microbatches, start = [], [], 0
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
-        bridge, deepest = self.objective.bridge, max(self.objective.layers, default=0)
+        deepest, project = max(self.objective.layers, default=0), self._projection()
+        trained = {layer: list(each.parameters()) for layer, each in projectors_of(self.chunks).items()}
         for m, (pack, held) in enumerate(zip(plan.packs[at.data], plan.held(at), strict=True)):
             part = slice(start, start + len(held.row))
             start = part.stop
@@ -278,12 +312,20 @@ class Student:
                 len(rollouts),
                 self.objective.student_final,
                 measure=not plan.replicated or at.tensor == 0,
-                project=None if bridge is None else bridge.project_student,
+                project=project,
+                learned=lambda layer: trained.get(layer, ()),
                 output=terms_of_output[m] if terms_of_output else None,
             )
             observers.append(observer)
             microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.objective.depth))
         return observers, microbatches
+
+    def _projection(self) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+        """(Layer, [n, H]) -> what of the student is compared, where that is not its state."""
+        if self.objective.trains_bridge:
+            projectors = projectors_of(self.chunks)
+            return lambda layer, rows_NH: projectors[layer](rows_NH)
+        return None if self.objective.bridge is None else self.objective.bridge.project_student
 
     def _output_terms(
         self, rollouts: list[Rollout], plan: BatchPlan | None, targets: TeacherTargets

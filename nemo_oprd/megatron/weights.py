@@ -170,7 +170,7 @@ def gather_hf(
             tensor = value(mine[rule.megatron])
             joined = None if tensor is None else _unshard(tensor, rule, spec, role)
         if role.layout.pipeline > 1:
-            joined = _broadcast_from_stage(joined, stage, role)
+            joined = broadcast_from_stage(joined, stage, role)
         if joined is None:
             continue
         yield from zip(rule.hf, rule.form.take_apart(joined, spec), strict=True)
@@ -186,8 +186,11 @@ def _unshard(tensor: torch.Tensor, rule: WeightRule, spec: ModelSpec, role: Role
     return rule.form.unshard(shards, spec)
 
 
-def _broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -> torch.Tensor | None:
-    """Shape and dtype first: other stages know neither what `value` picked nor whether it picked anything."""
+def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -> torch.Tensor | None:
+    """A tensor of one pipeline stage on all of them; None where it is None there.
+
+    Shape and dtype first: other stages know neither what `value` picked nor whether it picked anything.
+    """
     assert role.at is not None
     group = role.groups.pp  # type: ignore[attr-defined]
     source = dist.get_global_rank(group, stage)

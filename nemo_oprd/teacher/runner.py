@@ -48,7 +48,7 @@ class Teacher:
         objective, term = self.objective, self.objective.output
         hidden, output = self._read(rollouts, plan) if self.chunks is not None else (None, None)
         # r numbers are few: a projection is not rounded to the run's precision
-        dtype = self.dtype if objective.bridge is None else torch.float32
+        dtype = self.dtype if objective.project_teacher is None else torch.float32
         carrier = _Carrier(plan.hidden, student_plan.hidden, student, objective)
         targets = TeacherTargets(*carrier.send(hidden, objective.layers, objective.target_width, dtype))
         if term is not None:
@@ -99,9 +99,8 @@ class Teacher:
         observers, microbatches = [], []
         for m, (pack, held) in enumerate(zip(plan.hidden.packs[at.data], plan.hidden.held(at), strict=True)):
             rows = torch.from_numpy(held.local[wanted_here[held.row]]).to(device())
-            project = None if objective.bridge is None else objective.bridge.project_teacher
             final = rows_of(output_rows[m], self.role) if output_rows else None
-            observer = Capture(rows, wanted, objective.teacher_final, project, final)
+            observer = Capture(rows, wanted, objective.teacher_final, objective.project_teacher, final)
             observers.append(observer)
             microbatches.append(make_microbatch(pack, rollouts, self.role, observer, objective.teacher_depth))
         with self._weights_here():

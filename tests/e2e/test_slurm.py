@@ -1,4 +1,4 @@
-"""`sbatch scripts/oprd_1p5b.sh` on a real two-node Slurm cluster (loopback): two nodes, distinct TP sizes, a second
+"""The sbatch scripts on a real two-node Slurm cluster (loopback): two nodes, distinct TP sizes, both stages, a second
 submission that resumes from the checkpoint, and a job that is asked to stop and queues itself again."""
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def submit(cluster: slurm_cluster.SlurmCluster, toy: Path, output: Path, log: Path, *overrides: str) -> str:
+def submit(
+    cluster: slurm_cluster.SlurmCluster, toy: Path, output: Path, log: Path, *overrides: str, script: str = "oprd_1p5b"
+) -> str:
     """One job on both nodes, one task per node, CPU; the README's overrides in small. Returns the job's number."""
     cluster.environment.update(
         PYTHON=sys.executable, CONFIG="quickstart", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
@@ -48,7 +50,7 @@ def submit(cluster: slurm_cluster.SlurmCluster, toy: Path, output: Path, log: Pa
         "train.prompts_per_step=4", "train.save_every=2", "train.schedule=constant", "logging.tensorboard=false",
     ]  # fmt: skip
     command = ["sbatch", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--output={log}", "--parsable"]
-    submitted = cluster.run([*command, "scripts/oprd_1p5b.sh", *settings, *overrides], cwd=ROOT)
+    submitted = cluster.run([*command, f"scripts/{script}.sh", *settings, *overrides], cwd=ROOT)
     assert submitted.returncode == 0, submitted.stderr
     return submitted.stdout.strip()
 
@@ -75,6 +77,47 @@ def test_two_nodes_and_a_second_submission(cluster: slurm_cluster.SlurmCluster, 
     assert os.environ.get("SLURM_JOB_ID") is None
 
 
+def test_both_stages_of_a_bridge(cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path: Path) -> None:
+    """Stage 1 is stopped and queues its job again, which goes on with its rollouts, and then to stage 2; a second
+    submission takes the bridge that is there."""
+    output, bridge, log = tmp_path / "run", tmp_path / "bridge", tmp_path / "job.log"
+    cluster.environment["BRIDGE"] = str(bridge)
+    settings = ["train.steps=2", "bridge.rank=2", "bridge.prompts=40", "loss.representation.kind=normalized_mse"]
+    job = submit(cluster, toy, output, log, *settings, script="bridge_qwen3_4b_to_1p7b")
+    deadline = time.monotonic() + 120
+    while not list(bridge.glob("rollouts/step_*.jsonl")):
+        assert time.monotonic() < deadline, log.read_text()[-4000:] if log.exists() else ""
+        time.sleep(0.1)
+    assert cluster.run(["scancel", "--signal=USR1", job]).returncode == 0
+    wait_for_restart(cluster, job, log)
+    (said,) = [line for line in log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
+    sampled = {file: file.stat().st_mtime_ns for file in bridge.glob("rollouts/step_*.jsonl")}
+    assert int(said.split(" after ")[1].split()[0]) == 4 * len(sampled) < 40
+    completes(cluster, job, log)
+    assert all(file.stat().st_mtime_ns == time_ns for file, time_ns in sampled.items())
+    assert updates(output) == [1, 2]
+    assert (output / "bridge" / "bridge.safetensors").read_bytes() == (bridge / "bridge.safetensors").read_bytes()
+    made = (bridge / "bridge.json").stat().st_mtime_ns
+    settings[0] = "train.steps=3"
+    completes(cluster, submit(cluster, toy, output, log, *settings, script="bridge_qwen3_4b_to_1p7b"), log)
+    assert updates(output) == [1, 2, 3] and (bridge / "bridge.json").stat().st_mtime_ns == made
+
+
+def wait_for_restart(cluster: slurm_cluster.SlurmCluster, job: str, log: Path) -> None:
+    """Until the job is in the queue again, and nothing is left of its first start; then it may start at once."""
+    deadline = time.monotonic() + 60
+    waiting = {"Restarts=1", "JobState=PENDING"}
+    while (
+        not waiting <= set((shown := cluster.run(["scontrol", "show", "job", job]).stdout).split())
+        or not cluster.idle()
+    ):
+        assert time.monotonic() < deadline, f"{shown}\n{log.read_text()[-4000:]}"
+        time.sleep(0.3)
+    # Slurm lets a requeued job wait for minutes. Some seconds it needs: the credential of the first start is revoked,
+    # and one made in the same second counts as that.
+    cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now+5"])
+
+
 def wait_for_update(output: Path, number: int, job: str, cluster: slurm_cluster.SlurmCluster, log: Path) -> None:
     deadline = time.monotonic() + 120
     while len(updates(output)) < number:
@@ -91,22 +134,11 @@ def test_a_job_that_is_asked_to_stop_saves_and_queues_itself(
     job = submit(cluster, toy, output, log, f"train.steps={steps}", "train.save_every=0")
     wait_for_update(output, 2, job, cluster, log)
     assert cluster.run(["scancel", "--signal=USR1", job]).returncode == 0
-    deadline = time.monotonic() + 60
-    # in the queue again, and nothing left of the first start
-    waiting = {"Restarts=1", "JobState=PENDING"}
-    while (
-        not waiting <= set((shown := cluster.run(["scontrol", "show", "job", job]).stdout).split())
-        or not cluster.idle()
-    ):
-        assert time.monotonic() < deadline, f"{shown}\n{log.read_text()[-4000:]}"
-        time.sleep(0.3)
+    wait_for_restart(cluster, job, log)
     said = [line for line in log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
     assert len(said) == 1
     done = int(said[0].split("after step ")[1].split()[0])
     assert 2 <= done < steps
-    # Slurm lets a requeued job wait for minutes. Some seconds it needs: the credential of the first start is revoked,
-    # and one made in the same second counts as that.
-    cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now+5"])
     completes(cluster, job, log)
     assert f"after {done} of {steps} steps" in log.read_text()
     assert updates(output) == list(range(1, steps + 1))

@@ -155,3 +155,25 @@ def run_fit_bridge(overrides: list[str]) -> None:
     from nemo_oprd.fit_bridge import fit_bridge
 
     fit_bridge(load_config("verify", overrides))
+
+
+def pairs_with_moments(overrides: list[str]) -> list[int]:
+    """`fit-bridge`; per rank, of how many layer pairs it holds moments."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from nemo_oprd import fit_bridge
+
+    made: list[object] = []
+
+    def spy(*args, **kwargs):  # type: ignore[no-untyped-def]
+        made.append(statistics(*args, **kwargs))
+        return made[-1]
+
+    statistics = fit_bridge.PairStatistics
+    with mock.patch.object(fit_bridge, "PairStatistics", spy):
+        run_fit_bridge(overrides)
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, len(made))
+    return counts

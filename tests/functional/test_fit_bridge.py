@@ -130,6 +130,24 @@ def test_the_bridge_is_used(pools: Pools, tmp_path: Path, rollouts: Path, ranks:
     assert max(agreement(gradients, expected["gradients"]).values()) < 1e-5
 
 
+SPREAD = [
+    (2, ["student.parallel.tensor=2"], [2, 1]),
+    (2, ["student.parallel.tensor=2", "student.parallel.sequence=true"], [2, 1]),
+    (4, ["student.parallel.tensor=2", "student.parallel.pipeline=2"], [1, 1, 1, 0]),
+    (2, [], [3, 3]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "expected"), SPREAD)
+def test_moments_are_spread_over_tensor_ranks(
+    pools: Pools, tmp_path: Path, rollouts: Path, ranks: int, layout: list[str], expected: list[int]
+) -> None:
+    """Layer pairs with moments per rank: they are what a fit needs memory for."""
+    base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
+    overrides = [*base, f"bridge.rank={RANK}", *layout, f"output={tmp_path / 'bridge'}"]
+    assert pools[ranks].run("cases:pairs_with_moments", overrides=overrides) == expected
+
+
 def test_mistakes(pools: Pools, tmp_path: Path, rollouts: Path) -> None:
     base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
     bridge = tmp_path / "bridge"

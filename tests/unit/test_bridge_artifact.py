@@ -19,7 +19,8 @@ from nemo_oprd.bridge.artifact import describe_tensors, load_bridge, save_bridge
 from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.fit import fit_ridge
-from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
+from nemo_oprd.bridge.full_width import draw_projector, full_width_bridge
+from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
 from nemo_oprd.losses.representation import ROW_LOSSES
 from nemo_oprd.losses.rows import make_rows
 from nemo_oprd.rollout.replay import read_rollouts
@@ -50,6 +51,40 @@ def test_round_trip(saved: Path) -> None:
     assert sorted(file.name for file in saved.iterdir()) == ["bridge.json", "bridge.safetensors"]
     save_bridge(dataclasses.replace(example(), report={}), saved)
     assert load_bridge(saved, layers={2: 3}).report == {}
+
+
+def full_width() -> Bridge:
+    pairs = {LayerPair(layer, layer): LayerBridge(student_projector=torch.randn(6, 4)) for layer in (1, 2)}
+    return Bridge(6, pairs, STUDENT, TEACHER)
+
+
+def test_full_width(tmp_path: Path) -> None:
+    """The student's side alone, of more dimensions than the student has; the teacher's states stay as they are."""
+    made = full_width()
+    save_bridge(made, tmp_path)
+    assert set(load_file(tmp_path / "bridge.safetensors")) == {f"s{n}.t{n}.student_projector" for n in (1, 2)}
+    bridge = load_bridge(tmp_path, student=STUDENT, teacher=TEACHER)
+    assert bridge.full_width and bridge.rank == 6
+    teacher_ND, student_ND = torch.randn(5, 6), torch.randn(5, 4)
+    assert torch.equal(bridge.project_teacher(1, teacher_ND), teacher_ND)
+    expected = student_ND.numpy() @ made.tensors()["s2.t2.student_projector"].numpy().T
+    torch.testing.assert_close(bridge.project_student(2, student_ND), torch.from_numpy(expected))
+    with pytest.raises(ValueError, match="full-width maps of rank 4, expected the teacher's width 6"):
+        save_bridge(dataclasses.replace(made, rank=4), tmp_path)
+    mixed = {**made.pairs, LayerPair(1, 1): dataclasses.replace(maps(0), student_projector=torch.randn(6, 4))}
+    with pytest.raises(ValueError, match="expected 1..4, the smaller of the two widths"):
+        save_bridge(dataclasses.replace(made, pairs=mixed), tmp_path)
+    start_over = full_width_bridge({1: 1, 2: 2}, STUDENT, TEACHER, Capture())
+    with pytest.raises(ValueError, match="s1.t1.student_projector is missing"):
+        save_bridge(start_over, tmp_path)
+
+
+def test_where_a_full_width_map_starts() -> None:
+    one = draw_projector(0, 1, 300, 200)
+    assert torch.equal(one, draw_projector(0, 1, 300, 200)) and one.dtype == torch.float32
+    assert float(one.std()) == pytest.approx(200**-0.5, rel=0.02)
+    for other in (draw_projector(0, 2, 300, 200), draw_projector(1, 1, 300, 200)):
+        assert abs(float((one * other).sum() / one.norm() / other.norm())) < 0.02
 
 
 def test_projections(saved: Path) -> None:

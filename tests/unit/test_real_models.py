@@ -8,13 +8,21 @@ programs' tables, its base, positions and tying are those known of the series; t
 from __future__ import annotations
 
 import copy
+import re
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 
+from nemo_oprd.bridge.artifact import save_bridge
+from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
+from nemo_oprd.bridge.maps import Bridge, LayerBridge
+from nemo_oprd.config import load_config
 from nemo_oprd.families import FAMILIES, parse_model_spec
 from nemo_oprd.megatron.convert import checkpoint_parameters
+from nemo_oprd.objective import Objective, identity
+from nemo_oprd.setup import make_layouts
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
 QWEN = {**COMMON, "rms_norm_eps": 1e-06, "vocab_size": 151936, "use_sliding_window": False}
@@ -153,3 +161,41 @@ def test_shapes_and_frequencies(name: str) -> None:
 def test_a_vocabulary_of_200k_is_split_evenly() -> None:
     spec = parse_model_spec(MODELS["Phi-4-mini-reasoning"])
     assert [spec.padded_vocab(size) for size in (1, 4, 8)] == [200064, 200192, 200704]
+
+
+def test_the_bridge_recipe(tmp_path: Path) -> None:
+    """Layer map, tensors and layouts of `conf/bridge_qwen3_4b_to_1p7b.yaml` with the sizes of its Slurm script."""
+    script = (Path(__file__).parents[2] / "scripts" / "bridge_qwen3_4b_to_1p7b.sh").read_text()
+    sizes = re.findall(r"^SIZES=\((.*)\)$", script, re.MULTILINE)[0].split()
+    config = load_config("bridge_qwen3_4b_to_1p7b", [*sizes, f"bridge.path={tmp_path}"])
+    names = [Path(str(model.hf_path)).name for model in (config.student, config.teacher)]
+    assert names == ["Qwen3-1.7B-Base", "Qwen3-4B"]
+    student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in ("Qwen3-1.7B-Base", "Qwen3-4B"))
+
+    fitting = Objective.of(config, student, teacher, fitting=True)
+    # eq. (layer mapping), written out: round((l - 1) / 27 * 35) + 1
+    assert fitting.layers == {layer: round((layer - 1) / 27 * 35) + 1 for layer in range(1, 29)}
+    rank = config.bridge.rank
+    assert rank == 8
+    pairs = {
+        LayerPair(s, t): LayerBridge(torch.zeros(2560), torch.zeros(8, 2560), torch.zeros(8, 2048))
+        for s, t in fitting.layers.items()
+    }
+    save_bridge(Bridge(8, pairs, identity(student), identity(teacher)), tmp_path)
+    objective = Objective.of(config, student, teacher)
+    assert (objective.layers, objective.target_width, objective.teacher_depth) == (fitting.layers, 8, 36)
+    assert not objective.trains_bridge
+    whole = ["bridge.train=true", "bridge.path=full_width"]
+    objective = Objective.of(load_config("bridge_qwen3_4b_to_1p7b", whole), student, teacher)
+    assert objective.layers == fitting.layers and objective.target_width == 2560 and objective.trains_bridge
+
+    for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
+        assert (layout.tensor, layout.data) == (2, 4)
+        spec.check_tensor_parallel(layout.tensor, "tensor")
+        assert layout.layers_per_stage(spec.num_layers) == [spec.num_layers]
+    student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    # docs/bridge.md counts these
+    statistics = PairStatistics(LayerPair(1, 1), 2560, 2048, device="meta")
+    held = [value for moments in statistics.moments for value in moments.state_dict().values() if value is not None]
+    tensors = [value for value in held if isinstance(value, torch.Tensor) and value.dim() == 2]
+    assert sum(value.nbytes for value in tensors) == 8 * 3 * (2560**2 + 2048**2 + 2560 * 2048)
