@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from nemo_oprd.config_values import build, check_key, refuse_secrets
 from nemo_oprd.layout import Layout
+from nemo_oprd.weight_schedule import WeightStage
 
 
 @dataclass
@@ -88,12 +89,13 @@ class TeacherConfig(ModelConfig):
 
 @dataclass
 class RepresentationLossConfig:
-    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu.
+    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu, or its schedule over the updates:
+    a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}], see `WeightStage`.
 
     `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
     """
 
-    weight: float = 1.0
+    weight: float | list[WeightStage] = 1.0
     kind: Literal["mse", "normalized_mse", "cosine"] = "mse"
     layers: Literal["all", "last", "even", "odd", "none"] | list[int] = "all"
     positions: Literal["all", "last_k", "first_k"] = "last_k"
@@ -107,13 +109,13 @@ class RepresentationLossConfig:
 @dataclass
 class OutputLossConfig:
     """The output-space term (DESIGN: loss semantics; `losses/output.py` has the equations). `weight` is the paper's
-    weight of OPD in the composition.
+    weight of OPD in the composition, or its schedule (`WeightStage`).
 
     `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds but sampled_token, `k` is the
     size of the top sets whose overlap is measured. `chunk_tokens` bounds the rows whose logits exist at a time.
     """
 
-    weight: float = 0.0
+    weight: float | list[WeightStage] = 0.0
     kind: Literal["none", "sampled_token", "top_k", "full_vocab", "forward_kl", "jsd"] = "none"
     k: int = 16
     chunk_tokens: int = 1024

@@ -20,6 +20,7 @@ from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_laye
 from nemo_oprd.losses.rows import RowTable, make_rows
 from nemo_oprd.teacher.layermap import layer_map
 from nemo_oprd.types import Rollout
+from nemo_oprd.weight_schedule import Weight, largest, vanishes, weight_at
 
 # what the teacher sends for each output row with sampled_token: log-probability of the token, entropy
 SAMPLED_COLUMNS = 2
@@ -53,7 +54,7 @@ class OutputObjective:
             config.support_weight,
             config.jsd_beta,
         )
-        return OutputObjective(loss, config.weight, config.aggregation, config.chunk_tokens, vocab_size)
+        return OutputObjective(loss, largest(config.weight), config.aggregation, config.chunk_tokens, vocab_size)
 
     @property
     def sampled(self) -> bool:
@@ -71,6 +72,10 @@ class Objective:
 
     `layers` maps student layers to teacher layers (1-based). The last layer of each model is taken after its final norm
     where `final_norm` is set. With a `bridge`, what is compared are the projections of both.
+
+    `weights` are those of the representation and of the output term as configured; `at` gives the objective of one
+    step. Made by `of`, `weight` and `output.weight` are the largest of all steps: what is built, and what the guard
+    tries before the first step.
     """
 
     layers: dict[int, int]
@@ -86,6 +91,7 @@ class Objective:
     teacher: ModelSpec
     output: OutputObjective | None
     bridge: Bridge | None
+    weights: tuple[Weight, Weight] = (1.0, 0.0)
 
     @staticmethod
     def of(
@@ -123,7 +129,7 @@ class Objective:
                 )
         return Objective(
             layers=pairs,
-            weight=loss.weight,
+            weight=largest(loss.weight),
             row_loss=ROW_LOSSES[loss.kind],
             dim_reduction=loss.dim_reduction,
             final_norm=loss.final_norm,
@@ -137,7 +143,14 @@ class Objective:
             if fitting
             else OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
             bridge=bridge,
+            weights=(loss.weight, config.loss.output.weight),
         )
+
+    def at(self, step: int) -> Objective:
+        """The objective of the update after `step` others."""
+        representation, output = (weight_at(weight, step) for weight in self.weights)
+        term = None if self.output is None else replace(self.output, weight=output)
+        return replace(self, weight=representation, output=term)
 
     def on(self, device: torch.device) -> Objective:
         """The same with its bridge's tensors on `device`."""
@@ -152,6 +165,16 @@ class Objective:
     def trains_head(self) -> bool:
         """Whether a loss reaches the student's LM head."""
         return self.output is not None and self.output.weight > 0
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a weight changes over the steps."""
+        return any(isinstance(weight, list) for weight in self.weights)
+
+    @property
+    def trains_in_parts(self) -> bool:
+        """Whether what only the output term reaches is trained in some steps and left alone in others."""
+        return self.trains_head and vanishes(self.weights[1])
 
     @property
     def depth(self) -> int:

@@ -43,7 +43,7 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     known = min(spec.vocab_size, read_model_spec(model_directory(config.teacher)).vocab_size)
     rollouts = read_rollouts(config.rollout.replay, known, spec.max_positions)
     system = make_system(config)
-    result = system.accumulate(rollouts, whole_gradients=True)
+    result = system.accumulate(rollouts, step=0, whole_gradients=True)
     if result is not None:
         if result.trouble:
             raise ValueError(f"{result.trouble}; expected finite numbers: look for NaN in the models' weights")

@@ -120,6 +120,7 @@ class StepResult:
     """
 
     loss: float
+    weights: dict[str, float]
     output_loss: float | None
     output_means: dict[str, float]
     sampled: bool
@@ -162,6 +163,7 @@ class StepResult:
         )
         return StepResult(
             loss=objective.weight * rep_loss + (term.weight * float(tally.output[1]) if term and term.weight else 0.0),
+            weights=_weights(objective),
             output_loss=output_loss,
             output_means=tally.output_means(),
             sampled=term is not None and term.sampled,
@@ -182,7 +184,7 @@ class StepResult:
 
     def metrics(self) -> dict[str, float]:
         """Metric names as in metrics.jsonl (docs/runs.md)."""
-        named = {"loss/total": self.loss}
+        named = {"loss/total": self.loss, **self.weights}
         if cosines := self.cosine_per_layer.values():
             named |= {"rep/loss": self.rep_loss, "rep/cosine_similarity": sum(cosines) / len(cosines)}
         for name, values in (
@@ -209,6 +211,14 @@ class StepResult:
             **({"actor/pg_loss": self.output_loss} if self.sampled else {}),
             **{name: value for name, value in named.items() if name},
         }
+
+
+def _weights(objective: Objective) -> dict[str, float]:
+    """The weights of the terms, where they change."""
+    if not objective.scheduled:
+        return {}
+    named = {"loss/weight_representation": objective.weight} if objective.layers else {}
+    return named if objective.output is None else {**named, "loss/weight_output": objective.output.weight}
 
 
 def _trouble(

@@ -28,10 +28,12 @@ from nemo_oprd.megatron.optimizer import (
     join_optimizer_creation,
     learning_rate,
     make_optimizer,
+    mark_partial,
     set_learning_rate,
     wrap_ddp,
 )
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.partial_training import PartialTraining
 from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.megatron.weights import gather_hf, load_hf
 from nemo_oprd.objective import Objective
@@ -91,11 +93,15 @@ class Student:
                 chunk.requires_grad_(False)
                 chunk.eval()
             return
-        reached = objective.student_final is not None or objective.trains_head
+        final_norm = objective.student_final is not None
+        reached = final_norm or objective.trains_head
         freeze_unreached(self.chunks, objective.trained_depth, final_norm=reached, head=objective.trains_head)
+        if objective.trains_in_parts:
+            mark_partial(self.chunks, max(objective.layers, default=0), final_norm=final_norm, head=False)
         self.teacher_head = self._load_teacher_head(read_teacher)
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
+        self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
 
     @property
     def spec(self) -> ModelSpec:
@@ -114,9 +120,15 @@ class Student:
         # ids that only one of the models has count for neither
         return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
 
-    def start_step(self, plan: StepPlan, num_responses: int) -> None:
-        """Clears the gradients and measurements of the step before; `plan` is that of the whole batch."""
+    def start_step(self, plan: StepPlan, num_responses: int, step: int | None = None) -> None:
+        """Clears the gradients and measurements of the step before.
+
+        Args:
+            plan: of the whole batch.
+            step: updates tried before, which decides the weights of the terms; None takes their largest.
+        """
         self._whole, self._plans = plan, list[StepPlan]()
+        self._now = self.objective if step is None else self.objective.at(step)
         self._targets_bytes = 0
         if not self.role.here:
             return
@@ -169,7 +181,7 @@ class Student:
             return None
         dist.all_reduce(self._tally.sums, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
         tally = Tally(self._tally.sums.cpu(), self._tally.layers, self._tally.num_responses)
-        objective = self.objective
+        objective = self._now
         result = StepResult.of(tally, self._whole, self._plans, objective, self._targets_bytes)
         hidden = [plan.hidden for plan in self._plans]
         if objective.weight > 0:
@@ -199,7 +211,8 @@ class Student:
         if trouble is None and not math.isfinite(norm):
             trouble = f"the gradient's norm is {norm}: {self._not_finite()}"
         if trouble is None:
-            self.optimizer.step()
+            with self.partial_training.step(reached=self._now.trains_head):
+                self.optimizer.step()
         return Update(rate, norm, trouble)
 
     def _not_finite(self) -> str:
@@ -255,7 +268,7 @@ class Student:
         assert at is not None
         terms_of_output = self._output_terms(rollouts, step.output, targets)
         weight, response = torch.from_numpy(plan.table.weight).float(), torch.from_numpy(plan.table.response)
-        scale = self.objective.weight / max(1, len(self.objective.layers))
+        scale = self._now.weight / max(1, len(self.objective.layers))
         observers, microbatches, start = [], [], 0
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
@@ -289,7 +302,7 @@ class Student:
         self, rollouts: list[Rollout], plan: BatchPlan | None, targets: TeacherTargets
     ) -> list[OutputTerm]:
         """Per microbatch, the output-space term; none before the last stage, or without such a term."""
-        term, at = self.objective.output, self.role.at
+        term, at = self._now.output, self.role.at
         if plan is None or term is None or targets.output is None or at is None:
             return []
         tokens, weight = torch.from_numpy(plan.table.tokens(rollouts)), torch.from_numpy(plan.table.weight).float()
