@@ -93,6 +93,9 @@ class RepresentationLossConfig:
     a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}], see `WeightStage`.
 
     `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
+
+    `layer_weights` w_l make the term sum_l w_l L_l / sum_l w_l instead of the plain mean over the supervised layers
+    (null): a list with one weight per supervised layer, or {layer: weight}, where the other layers have 1.
     """
 
     weight: float | list[WeightStage] = 1.0
@@ -104,6 +107,7 @@ class RepresentationLossConfig:
     final_norm: bool = True
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     dim_reduction: Literal["mean", "sum"] = "mean"
+    layer_weights: list[float] | dict[str, float] | None = None
 
 
 @dataclass

@@ -117,6 +117,13 @@ def _check_losses(config: Config) -> None:
     output = config.loss.output
     for key in ("loss.representation.weight", "loss.output.weight"):
         _check_weight(key, _value(config, key))
+    weights = config.loss.representation.layer_weights or []
+    for layer_weight in weights.values() if isinstance(weights, dict) else weights:
+        if layer_weight <= 0:
+            raise ValueError(
+                f"loss.representation.layer_weights holds {layer_weight}: expected numbers above 0; leave a layer that "
+                "shall not count out of loss.representation.layers"
+            )
     if config.loss.representation.layers == "none" and output.kind == "none":
         raise ValueError(
             "loss.representation.layers=none and loss.output.kind=none: expected something to learn; choose layers or "

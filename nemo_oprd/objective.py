@@ -16,7 +16,7 @@ from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
 from nemo_oprd.config import Config, OutputLossConfig
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.losses.output import OutputLoss
-from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers
+from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers, weights_of_layers
 from nemo_oprd.losses.rows import RowTable, make_rows
 from nemo_oprd.teacher.layermap import layer_map
 from nemo_oprd.types import Rollout
@@ -70,7 +70,8 @@ class OutputObjective:
 class Objective:
     """What the student is trained on.
 
-    `layers` maps student layers to teacher layers (1-based). The last layer of each model is taken after its final norm
+    `layers` maps student layers to teacher layers (1-based); the term is sum_l w_l L_l / sum_l w_l over the student's,
+    with w_l = `layer_weights[l]`. The last layer of each model is taken after its final norm
     where `final_norm` is set. With a `bridge`, what is compared are the projections of both.
 
     `weights` are those of the representation and of the output term as configured; `at` gives the objective of one
@@ -79,6 +80,7 @@ class Objective:
     """
 
     layers: dict[int, int]
+    layer_weights: dict[int, float]
     weight: float
     row_loss: RowLoss
     dim_reduction: str
@@ -129,6 +131,7 @@ class Objective:
                 )
         return Objective(
             layers=pairs,
+            layer_weights=weights_of_layers(loss.layer_weights, loss.layers, student.num_layers),
             weight=largest(loss.weight),
             row_loss=ROW_LOSSES[loss.kind],
             dim_reduction=loss.dim_reduction,

@@ -33,6 +33,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     active = sum(1 for tokens in supervised if tokens)
     rows = sum(map(len, supervised))
     per_layer = dict.fromkeys(layers, 0.0)
+    shares = _shares(layers, loss)
     maps = _bridge(config, layers, student.config, teacher.config, dtype)
     output = _Output(config, rollouts, min(student.config.vocab_size, teacher.config.vocab_size))
     for rollout, tokens in zip(rollouts, supervised, strict=True):
@@ -50,11 +51,11 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][where])
             term = weight * _distance(*compared, loss).sum()
             per_layer[layer] += float(term.detach())
-            total = total + weight_of_layers * term / len(layers)
+            total = total + weight_of_layers * shares[layer] * term
         total = total + weight_of_output * output.term(student, teacher, rollout)
         total.backward()
     gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
-    rep_loss = sum(per_layer.values()) / max(1, len(layers))
+    rep_loss = sum(shares[layer] * per_layer[layer] for layer in layers)
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
         "loss/total": weight_of_layers * rep_loss + weight_of_output * (output.loss or 0.0),
@@ -215,6 +216,16 @@ def _layers(layers: Any, depth: int) -> list[int]:
         "even": list(range(2, depth + 1, 2)),
         "odd": list(range(1, depth + 1, 2)),
     }[layers]
+
+
+def _shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, float]:
+    """w_l / sum w."""
+    given = loss.layer_weights
+    if isinstance(given, list):
+        order = loss.layers if isinstance(loss.layers, list) else layers
+        given = {str(layer): w for layer, w in zip(order, given, strict=True)}
+    weights = {layer: (given or {}).get(str(layer), 1.0) for layer in layers}
+    return {layer: w / sum(weights.values()) for layer, w in weights.items()}
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor, loss: RepresentationLossConfig) -> torch.Tensor:

@@ -154,7 +154,8 @@ class StepResult:
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
         per_layer = tally.column("loss")
-        rep_loss = sum(per_layer.values()) / max(1, len(per_layer))
+        weights = objective.layer_weights
+        rep_loss = sum(weights[layer] * loss for layer, loss in per_layer.items()) / (sum(weights.values()) or 1.0)
         first, last = (
             _cumulative(sums, numbers) if per_layer and positions in ("all", complete) else {}
             for sums, numbers, complete in zip(

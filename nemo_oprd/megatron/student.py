@@ -268,7 +268,8 @@ class Student:
         assert at is not None
         terms_of_output = self._output_terms(rollouts, step.output, targets)
         weight, response = torch.from_numpy(plan.table.weight).float(), torch.from_numpy(plan.table.response)
-        scale = self._now.weight / max(1, len(self.objective.layers))
+        weights = self._now.layer_weights
+        scale = {layer: self._now.weight * weights[layer] / sum(weights.values()) for layer in weights}
         observers, microbatches, start = [], [], 0
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
@@ -277,9 +278,11 @@ class Student:
             part = slice(start, start + len(held.row))
             start = part.stop
             rows = torch.from_numpy(held.local).to(here)
-            weights = weight[torch.from_numpy(held.row)].to(here)
+            row_weight = weight[torch.from_numpy(held.row)].to(here)
             terms = {
-                layer: LayerTerm(rows, weights, response[torch.from_numpy(held.row)].to(here), target[part], scale)
+                layer: LayerTerm(
+                    rows, row_weight, response[torch.from_numpy(held.row)].to(here), target[part], scale[layer]
+                )
                 for layer, target in targets.hidden.items()
             }
             if deepest in terms:
