@@ -88,6 +88,17 @@ class TeacherConfig(ModelConfig):
 
 
 @dataclass
+class AdaptiveConfig:
+    """Weights of layers, and of positions, by the measured gap between student and teacher (`losses/adaptive.py` has
+    the formula); `decay` is that of its moving average over the updates.
+    """
+
+    layers: bool = False
+    positions: bool = False
+    decay: float = 0.9
+
+
+@dataclass
 class RepresentationLossConfig:
     """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu, or its schedule over the updates:
     a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}], see `WeightStage`.
@@ -108,6 +119,7 @@ class RepresentationLossConfig:
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     dim_reduction: Literal["mean", "sum"] = "mean"
     layer_weights: list[float] | dict[str, float] | None = None
+    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
 
 
 @dataclass

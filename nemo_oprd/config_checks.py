@@ -124,6 +124,9 @@ def _check_losses(config: Config) -> None:
                 f"loss.representation.layer_weights holds {layer_weight}: expected numbers above 0; leave a layer that "
                 "shall not count out of loss.representation.layers"
             )
+    decay = config.loss.representation.adaptive.decay
+    if not 0 <= decay < 1:
+        raise ValueError(f"loss.representation.adaptive.decay={decay}: expected a number in [0, 1); choose e.g. 0.9")
     if config.loss.representation.layers == "none" and output.kind == "none":
         raise ValueError(
             "loss.representation.layers=none and loss.output.kind=none: expected something to learn; choose layers or "

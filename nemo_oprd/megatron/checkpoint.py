@@ -113,7 +113,10 @@ def continuity(config: Config, objective: Objective) -> dict[str, Any]:
 
 def _kept(student: Student) -> dict[str, Any]:
     """What goes into state.json besides."""
-    return {"partial training": student.partial_training.state} if student.objective.trains_in_parts else {}
+    kept: dict[str, Any] = {"gaps": {name: factors.gaps for name, factors in student.factors.items()}}
+    if student.objective.trains_in_parts:
+        kept["partial training"] = student.partial_training.state
+    return kept
 
 
 @contextmanager
@@ -151,8 +154,12 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     if "optimizer" in state:
         student.optimizer.load_state_dict(loaded["optimizer"])
         separate_adam_steps(student.optimizer)
+    saved = read_state(directory)
+    for name, gaps in saved.get("gaps", {}).items():
+        if name in student.factors:
+            student.factors[name].gaps = {int(key): gap for key, gap in gaps.items()}
     if student.objective.trains_in_parts:
-        student.partial_training.restore(read_state(directory)["partial training"])
+        student.partial_training.restore(saved["partial training"])
 
 
 def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nemo_oprd.batch import BatchPlan, StepPlan
+from nemo_oprd.losses.rows import RowTable
 from nemo_oprd.megatron.capture import PROFILE_BINS, Supervision, profile_bins
 from nemo_oprd.megatron.head import OutputTerm
 from nemo_oprd.objective import Objective
@@ -116,6 +117,7 @@ class StepResult:
 
     `cosine_first_k` and `cosine_last_k` map k to the mean cosine of the deepest supervised layer over the first (last)
     k tokens of every response (the paper's position figure); they hold those k of which every token was supervised.
+    `position_gap` is 1 - that cosine per profile bin (`row_bins`).
     `trouble` says where a loss or gradient is not finite, None if all are.
     """
 
@@ -131,6 +133,7 @@ class StepResult:
     norm_ratio_per_layer: dict[int, float]
     gradient_norm_per_layer: dict[int, float]
     gradient_share_per_layer: dict[int, float]
+    position_gap: dict[int, float]
     cosine_first_k: dict[int, float]
     cosine_last_k: dict[int, float]
     loss_per_response: list[float]
@@ -175,6 +178,7 @@ class StepResult:
             norm_ratio_per_layer={layer: value / count for layer, value in tally.column("norm_ratio").items()},
             gradient_norm_per_layer={layer: value**0.5 for layer, value in gradient.items()},
             gradient_share_per_layer={layer: _ratio(value, all_gradients) for layer, value in gradient.items()},
+            position_gap=_gap_per_bin(tally, table, positions) if per_layer else {},
             cosine_first_k=first,
             cosine_last_k=last,
             loss_per_response=tally.per_response.tolist(),
@@ -253,6 +257,18 @@ def _place(response: int, waves: list[BatchPlan]) -> str:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def row_bins(table: RowTable, positions: str) -> np.ndarray:
+    """Profile bin of each row, counted from the end of its response with last_k, else from the start."""
+    return profile_bins(table.from_end if positions == "last_k" else table.from_start)
+
+
+def _gap_per_bin(tally: Tally, table: RowTable, positions: str) -> dict[int, float]:
+    """Profile bin -> 1 - mean cosine of the deepest supervised layer, for the bins that have rows."""
+    sums = tally.profile[1 if positions == "last_k" else 0].tolist()
+    counts = np.bincount(row_bins(table, positions), minlength=PROFILE_BINS).tolist()
+    return {j: 1 - total / count for j, (total, count) in enumerate(zip(sums, counts, strict=True)) if count}
 
 
 def _cumulative(sums: np.ndarray, numbers: np.ndarray) -> dict[int, float]:

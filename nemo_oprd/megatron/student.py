@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from nemo_oprd.batch import BatchPlan, StepPlan
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
-from nemo_oprd.megatron.capture import Capture, LayerTerm, Supervision, profile_bins
+from nemo_oprd.losses.adaptive import GapFactors
+from nemo_oprd.losses.rows import RowTable
+from nemo_oprd.megatron.capture import PROFILE_BINS, Capture, LayerTerm, Supervision, profile_bins
 from nemo_oprd.megatron.guard import check_injections, check_output_passes
 from nemo_oprd.megatron.head import OutputTerm, rows_of, vocab_shard
-from nemo_oprd.megatron.measure import StepResult, Tally
+from nemo_oprd.megatron.measure import StepResult, Tally, row_bins
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.names import named_parameters
 from nemo_oprd.megatron.optimizer import (
@@ -79,6 +81,8 @@ class Student:
         """
         self.config, self.role, self.objective = config, role, objective
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        adaptive = config.loss.representation.adaptive
+        self.factors = {name: GapFactors(adaptive.decay) for name in ("layers", "positions") if getattr(adaptive, name)}
         self.chunks: list[DistillingModel] = []
         self.ddp: list[Any] = []
         self.optimizer: Any = None
@@ -129,6 +133,9 @@ class Student:
         """
         self._whole, self._plans = plan, list[StepPlan]()
         self._now = self.objective if step is None else self.objective.at(step)
+        if layers := self.factors.get("layers"):
+            weights = {layer: w * layers.factor(layer) for layer, w in self._now.layer_weights.items()}
+            self._now = replace(self._now, layer_weights=weights)
         self._targets_bytes = 0
         if not self.role.here:
             return
@@ -183,6 +190,7 @@ class Student:
         tally = Tally(self._tally.sums.cpu(), self._tally.layers, self._tally.num_responses)
         objective = self._now
         result = StepResult.of(tally, self._whole, self._plans, objective, self._targets_bytes)
+        result.weights |= self._adapted_weights()
         hidden = [plan.hidden for plan in self._plans]
         if objective.weight > 0:
             counts = {layer: int(count) for layer, count in tally.column("injections").items()}
@@ -202,6 +210,9 @@ class Student:
         """
         if not self.role.here or measured is None:
             return None
+        for name, gaps in (("layers", measured.relative_error_per_layer), ("positions", measured.position_gap)):
+            if name in self.factors:
+                self.factors[name].measure(gaps)
         rate = learning_rate(step, self.config.train)
         set_learning_rate(self.optimizer, rate, self.config.train.weight_decay)
         # asked before the step, which would spread what is not finite over all weights
@@ -267,7 +278,8 @@ class Student:
         at, here, plan = self.role.at, device(), step.hidden
         assert at is not None
         terms_of_output = self._output_terms(rollouts, step.output, targets)
-        weight, response = torch.from_numpy(plan.table.weight).float(), torch.from_numpy(plan.table.response)
+        weight = torch.from_numpy(self._row_weights(plan.table)).float()
+        response = torch.from_numpy(plan.table.response)
         weights = self._now.layer_weights
         scale = {layer: self._now.weight * weights[layer] / sum(weights.values()) for layer in weights}
         observers, microbatches, start = [], [], 0
@@ -300,6 +312,28 @@ class Student:
             observers.append(observer)
             microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.objective.depth))
         return observers, microbatches
+
+    def _row_weights(self, table: RowTable) -> np.ndarray:
+        """The weights of some of the batch's rows: those of the table, or by their positions' gaps."""
+        positions = self.factors.get("positions")
+        if positions is None:
+            return table.weight
+        factors = np.array([positions.factor(j) for j in range(PROFILE_BINS)])
+        whole, kind = self._whole.hidden.table, self.objective.positions
+        total = (whole.weight * factors[row_bins(whole, kind)]).sum()
+        return table.weight * factors[row_bins(table, kind)] / total
+
+    def _adapted_weights(self) -> dict[str, float]:
+        """What the gaps have made of the weights, for the log: with a mean of 1 over layers, and over position bins."""
+        named = {}
+        if "layers" in self.factors:
+            weights = self._now.layer_weights
+            mean = sum(weights.values()) / max(1, len(weights))
+            named = {f"rep/layer_weight/{layer}": weight / mean for layer, weight in weights.items()}
+        if positions := self.factors.get("positions"):
+            bins = np.unique(row_bins(self._whole.hidden.table, self.objective.positions)).tolist()
+            named |= {f"rep/position_weight/{1 << j}": positions.factor(j) for j in bins}
+        return named
 
     def _output_terms(
         self, rollouts: list[Rollout], plan: BatchPlan | None, targets: TeacherTargets
