@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from nemo_oprd.config_values import build, check_key, refuse_secrets
 from nemo_oprd.layout import Layout
+from nemo_oprd.weight_schedule import WeightStage
 
 
 @dataclass
@@ -91,13 +92,28 @@ class TeacherConfig(ModelConfig):
 
 
 @dataclass
-class RepresentationLossConfig:
-    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu.
-
-    `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
+class AdaptiveConfig:
+    """Weights of layers, and of positions, by the measured gap between student and teacher (`losses/adaptive.py` has
+    the formula); `decay` is that of its moving average over the updates.
     """
 
-    weight: float = 1.0
+    layers: bool = False
+    positions: bool = False
+    decay: float = 0.9
+
+
+@dataclass
+class RepresentationLossConfig:
+    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu, or its schedule over the updates:
+    a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}], see `WeightStage`.
+
+    `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
+
+    `layer_weights` w_l make the term sum_l w_l L_l / sum_l w_l instead of the plain mean over the supervised layers
+    (null): a list with one weight per supervised layer, or {layer: weight}, where the other layers have 1.
+    """
+
+    weight: float | list[WeightStage] = 1.0
     kind: Literal["mse", "normalized_mse", "cosine"] = "mse"
     layers: Literal["all", "last", "even", "odd", "none"] | list[int] = "all"
     positions: Literal["all", "last_k", "first_k"] = "last_k"
@@ -106,18 +122,20 @@ class RepresentationLossConfig:
     final_norm: bool = True
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     dim_reduction: Literal["mean", "sum"] = "mean"
+    layer_weights: list[float] | dict[str, float] | None = None
+    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
 
 
 @dataclass
 class OutputLossConfig:
     """The output-space term (DESIGN: loss semantics; `losses/output.py` has the equations). `weight` is the paper's
-    weight of OPD in the composition.
+    weight of OPD in the composition, or its schedule (`WeightStage`).
 
     `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds but sampled_token, `k` is the
     size of the top sets whose overlap is measured. `chunk_tokens` bounds the rows whose logits exist at a time.
     """
 
-    weight: float = 0.0
+    weight: float | list[WeightStage] = 0.0
     kind: Literal["none", "sampled_token", "top_k", "full_vocab", "forward_kl", "jsd"] = "none"
     k: int = 16
     chunk_tokens: int = 1024

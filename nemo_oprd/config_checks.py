@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Any
 
 from nemo_oprd.config import Config, ModelConfig
+from nemo_oprd.weight_schedule import Weight, largest, weight_at
 
 # null counts as right where a key allows it
 MORE_THAN_ZERO = (
@@ -41,8 +42,6 @@ ZERO_OR_MORE = (
     "evaluation.every",
     "evaluation.temperature",
     "logging.spike_factor",
-    "loss.output.weight",
-    "loss.representation.weight",
     "rollout.temperature",
     "seed",
     "train.clip_grad",
@@ -137,13 +136,62 @@ def _check_reading_text(config: Config) -> None:
 
 def _check_losses(config: Config) -> None:
     output = config.loss.output
+    for key in ("loss.representation.weight", "loss.output.weight"):
+        _check_weight(key, _value(config, key))
+    weights = config.loss.representation.layer_weights or []
+    for layer_weight in weights.values() if isinstance(weights, dict) else weights:
+        if layer_weight <= 0:
+            raise ValueError(
+                f"loss.representation.layer_weights holds {layer_weight}: expected numbers above 0; leave a layer that "
+                "shall not count out of loss.representation.layers"
+            )
+    decay = config.loss.representation.adaptive.decay
+    if not 0 <= decay < 1:
+        raise ValueError(f"loss.representation.adaptive.decay={decay}: expected a number in [0, 1); choose e.g. 0.9")
     if config.loss.representation.layers == "none" and output.kind == "none":
         raise ValueError(
             "loss.representation.layers=none and loss.output.kind=none: expected something to learn; choose layers or "
             "a kind"
         )
-    if output.weight > 0 and output.kind == "none":
-        raise ValueError(f"loss.output.weight={output.weight} with loss.output.kind=none; choose a kind, or weight 0")
+    if largest(output.weight) > 0 and output.kind == "none":
+        given = "a schedule" if isinstance(output.weight, list) else output.weight
+        raise ValueError(f"loss.output.weight={given} with loss.output.kind=none; choose a kind, or weight 0")
+    _check_schedules(config)
+
+
+def _check_weight(key: str, weight: Weight) -> None:
+    if not isinstance(weight, list):
+        if weight < 0:
+            raise ValueError(f"{key}={weight}: expected 0 or more; choose another number")
+        return
+    if not weight:
+        raise ValueError(f"{key}=[]: expected a number, or at least one stage; give one")
+    begin = 0
+    for i, stage in enumerate(weight):
+        if min(stage.weight, stage.start or 0.0) < 0:
+            raise ValueError(f"{key}[{i}] has a weight below 0; expected 0 or more: choose another number")
+        if stage.until is None and (i < len(weight) - 1 or stage.start is not None):
+            raise ValueError(
+                f"{key}[{i}] has no end; expected the number of its last update, which only a last stage of constant "
+                "weight may leave out: give until"
+            )
+        if stage.until is not None and stage.until <= begin:
+            raise ValueError(f"{key}[{i}].until={stage.until}: expected more than {begin}, where the stage begins")
+        begin = stage.until or begin
+
+
+def _check_schedules(config: Config) -> None:
+    """A scheduled run trains something in every update."""
+    representation, output = config.loss.representation, config.loss.output
+    if not isinstance(representation.weight, list) and not isinstance(output.weight, list):
+        return
+    for step in range(config.train.steps):
+        of_layers = 0.0 if representation.layers == "none" else weight_at(representation.weight, step)
+        if of_layers == weight_at(output.weight, step) == 0:
+            raise ValueError(
+                f"loss.representation.weight and loss.output.weight are both 0 at update {step + 1}; expected "
+                "something to learn in each of train.steps updates: change their schedules"
+            )
 
 
 def _check_bridge(config: Config) -> None:

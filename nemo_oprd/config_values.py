@@ -92,14 +92,22 @@ def _build(root: type, hint: Any, value: Any, key: str) -> Any:
         for name in value:
             if name not in _fields(typing.cast(type, hint)):
                 raise _unknown(root, prefix + str(name), "configuration")
+        # only items of lists come without keys: everything else was laid over the schema's defaults
+        needed = [f.name for f in dataclasses.fields(hint) if f.default is f.default_factory is dataclasses.MISSING]
+        for name in needed:
+            if name not in value:
+                raise ValueError(f"{key}={value!r}: expected {_describe(hint)}; give {name}")
         parts = {
             name: _build(root, inner, value[name], prefix + name)
             for name, inner in _fields(typing.cast(type, hint)).items()
+            if name in value
         }
         return typing.cast(type, hint)(**parts)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
+            if isinstance(value, list) and dataclasses.is_dataclass((*typing.get_args(option), None)[0]):
+                return _build(root, option, value, key)  # its message says which item is wrong
             try:
                 return _build(root, option, value, key)
             except ValueError:
@@ -128,6 +136,8 @@ def _describe(hint: Any) -> str:
         return " | ".join(map(str, arguments))
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_describe(option) for option in arguments)
+    if dataclasses.is_dataclass(hint):
+        return "{" + ", ".join(_fields(typing.cast(type, hint))) + "}"
     if origin in (list, tuple, dict):
         return f"{origin.__name__} of {_describe(arguments[-1])}"
     return {types.NoneType: "null", int: "an integer", float: "a number", str: "text", bool: "true or false"}[hint]

@@ -17,10 +17,11 @@ from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
 from nemo_oprd.config import Config, OutputLossConfig
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.losses.output import OutputLoss
-from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers
+from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers, weights_of_layers
 from nemo_oprd.losses.rows import RowTable, make_rows
 from nemo_oprd.teacher.layermap import layer_map
 from nemo_oprd.types import Rollout
+from nemo_oprd.weight_schedule import Weight, largest, vanishes, weight_at
 
 # what the teacher sends for each output row with sampled_token: log-probability of the token, entropy
 SAMPLED_COLUMNS = 2
@@ -54,7 +55,7 @@ class OutputObjective:
             config.support_weight,
             config.jsd_beta,
         )
-        return OutputObjective(loss, config.weight, config.aggregation, config.chunk_tokens, vocab_size)
+        return OutputObjective(loss, largest(config.weight), config.aggregation, config.chunk_tokens, vocab_size)
 
     @property
     def sampled(self) -> bool:
@@ -70,12 +71,18 @@ class OutputObjective:
 class Objective:
     """What the student is trained on.
 
-    `layers` maps student layers to teacher layers (1-based). The last layer of each model is taken after its final norm
-    where `final_norm` is set. With a `bridge`, what is compared are the projections of both; `trains_bridge` says that
-    the student's side is learned, too.
+    `layers` maps student layers to teacher layers (1-based); the term is sum_l w_l L_l / sum_l w_l over the student's,
+    with w_l = `layer_weights[l]`. The last layer of each model is taken after its final norm where `final_norm` is set.
+    With a `bridge`, what is compared are the projections of both; `trains_bridge` says that the student's side is
+    learned, too.
+
+    `weights` are those of the representation and of the output term as configured; `at` gives the objective of one
+    step. Made by `of`, `weight` and `output.weight` are the largest of all steps: what is built, and what the guard
+    tries before the first step.
     """
 
     layers: dict[int, int]
+    layer_weights: dict[int, float]
     weight: float
     row_loss: RowLoss
     dim_reduction: str
@@ -90,6 +97,7 @@ class Objective:
     bridge: Bridge | None
     reads_ids: bool = True
     trains_bridge: bool = False
+    weights: tuple[Weight, Weight] = (1.0, 0.0)
 
     @staticmethod
     def of(
@@ -129,7 +137,8 @@ class Objective:
                 )
         return Objective(
             layers=pairs,
-            weight=loss.weight,
+            layer_weights=weights_of_layers(loss.layer_weights, loss.layers, student.num_layers),
+            weight=largest(loss.weight),
             row_loss=ROW_LOSSES[loss.kind],
             dim_reduction=loss.dim_reduction,
             final_norm=loss.final_norm,
@@ -145,7 +154,14 @@ class Objective:
             bridge=bridge,
             reads_ids=reads_ids,
             trains_bridge=bridge is not None and config.bridge.train,
+            weights=(loss.weight, config.loss.output.weight),
         )
+
+    def at(self, step: int) -> Objective:
+        """The objective of the update after `step` others."""
+        representation, output = (weight_at(weight, step) for weight in self.weights)
+        term = None if self.output is None else replace(self.output, weight=output)
+        return replace(self, weight=representation, output=term)
 
     def on(self, device: torch.device) -> Objective:
         """The same with its bridge's tensors on `device`; trained ones only where they are trained."""
@@ -162,6 +178,16 @@ class Objective:
     def trains_head(self) -> bool:
         """Whether a loss reaches the student's LM head."""
         return self.output is not None and self.output.weight > 0
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a weight changes over the steps."""
+        return any(isinstance(weight, list) for weight in self.weights)
+
+    @property
+    def trains_in_parts(self) -> bool:
+        """Whether what only the output term reaches is trained in some steps and left alone in others."""
+        return self.trains_head and vanishes(self.weights[1])
 
     @property
     def depth(self) -> int:

@@ -20,7 +20,7 @@ from nemo_oprd.types import Rollout
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Losses and gradients of the objective.
+    """Losses and gradients of the objective, with the weights of the first update.
 
     Returns:
         {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float where there
@@ -30,9 +30,11 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     loss = config.loss.representation
     layers = _layers(loss.layers, student.config.num_hidden_layers)
     supervised = [_tokens(rollout, loss) for rollout in rollouts]
+    weight_of_layers, weight_of_output = _first_weight(loss.weight), _first_weight(config.loss.output.weight)
     active = sum(1 for tokens in supervised if tokens)
     rows = sum(map(len, supervised))
     per_layer = dict.fromkeys(layers, 0.0)
+    shares = _shares(layers, loss)
     learned: dict[str, torch.Tensor] = {}
     maps = _bridge(config, layers, student.config, teacher.config, dtype, learned)
     output = _Output(config, rollouts, min(student.config.vocab_size, teacher.config.vocab_size))
@@ -52,18 +54,26 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][there])
             term = weight * _distance(*compared, loss).sum()
             per_layer[layer] += float(term.detach())
-            total = total + loss.weight * term / len(layers)
-        total = total + output.term(student, teacher, rollout)
+            total = total + weight_of_layers * shares[layer] * term
+        total = total + weight_of_output * output.term(student, teacher, rollout)
         total.backward()
     gradients = {name: p.grad for name, p in [*student.named_parameters(), *learned.items()] if p.grad is not None}
-    rep_loss = sum(per_layer.values()) / max(1, len(layers))
+    rep_loss = sum(shares[layer] * per_layer[layer] for layer in layers)
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
-        "loss/total": loss.weight * rep_loss + output.config.weight * (output.loss or 0.0),
+        "loss/total": weight_of_layers * rep_loss + weight_of_output * (output.loss or 0.0),
         "rep/loss": rep_loss,
         "rep/loss_per_layer": per_layer,
         "gradients": gradients,
     }
+
+
+def _first_weight(weight: Any) -> float:
+    """A term's weight in the first update."""
+    if not isinstance(weight, list):
+        return float(weight)
+    first = weight[0]
+    return first.weight if first.start is None else first.start + (first.weight - first.start) / first.until
 
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -116,7 +126,7 @@ class _Output:
         self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
 
     def term(self, student: Any, teacher: Any, rollout: Rollout) -> torch.Tensor | float:
-        """One response's part of `output.weight * output/loss`."""
+        """One response's part of `output/loss`."""
         if self.loss is None:
             return 0.0
         masked_in = [t for t, m in enumerate(rollout.mask) if m]
@@ -128,7 +138,7 @@ class _Output:
         value, differentiable = self._divergence(log_p, log_q, torch.tensor([rollout.response_ids])[0][masked_in])
         weight = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
         self.loss += weight * float(value.sum().detach())
-        return self.config.weight * weight * differentiable.sum()
+        return weight * differentiable.sum()
 
     def _log_probabilities(self, model: Any, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=ids, use_cache=False).logits[0, where, : self.vocab_size]
@@ -238,6 +248,16 @@ def _layers(layers: Any, depth: int) -> list[int]:
         "even": list(range(2, depth + 1, 2)),
         "odd": list(range(1, depth + 1, 2)),
     }[layers]
+
+
+def _shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, float]:
+    """w_l / sum w."""
+    given = loss.layer_weights
+    if isinstance(given, list):
+        order = loss.layers if isinstance(loss.layers, list) else layers
+        given = {str(layer): w for layer, w in zip(order, given, strict=True)}
+    weights = {layer: (given or {}).get(str(layer), 1.0) for layer in layers}
+    return {layer: w / sum(weights.values()) for layer, w in weights.items()}
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor, loss: RepresentationLossConfig) -> torch.Tensor:

@@ -54,9 +54,16 @@ class System:
     teacher: Teacher
 
     def accumulate(
-        self, rollouts: list[Rollout], clock: Clock | None = None, *, whole_gradients: bool = False
+        self,
+        rollouts: list[Rollout],
+        clock: Clock | None = None,
+        *,
+        step: int | None = None,
+        whole_gradients: bool = False,
     ) -> StepResult | None:
         """Teacher forward, transport, student forward/backward on one batch. None on ranks outside the student.
+
+        The weights of the terms are those of the update after `step` others; None takes the largest of the run.
 
         The batch goes through in waves of `teacher.resident_microbatches`, which bounds the targets that are held.
         Their gradients add up, and are reduced over ranks with the last one.
@@ -64,7 +71,7 @@ class System:
         clock = clock or Clock()
         plan = self.plan(rollouts)
         waves = plan.waves(self.config.teacher.resident_microbatches)
-        self.student.start_step(plan, len(rollouts))
+        self.student.start_step(plan, len(rollouts), step)
         for number, wave in enumerate(waves, start=1):
             with clock("teacher"):
                 targets = self.teach(rollouts, wave)

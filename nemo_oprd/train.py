@@ -24,7 +24,7 @@ def train(config: Config) -> None:
         for step in range(run.first_step, config.train.steps):
             with run.clock("generate"):
                 rollouts = run.rollouts(step)
-            measured = run.system.accumulate(rollouts, run.clock)
+            measured = run.system.accumulate(rollouts, run.clock, step=step)
             with run.clock("update"):
                 update = run.system.student.update(step, measured)
             with run.clock("sync"):

@@ -42,7 +42,7 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     rollouts = recorded_rollouts(config)
     assert rollouts is not None
     system = make_system(config)
-    result = system.accumulate(rollouts, whole_gradients=True)
+    result = system.accumulate(rollouts, step=0, whole_gradients=True)
     if result is not None:
         if result.trouble:
             raise ValueError(f"{result.trouble}; expected finite numbers: look for NaN in the models' weights")

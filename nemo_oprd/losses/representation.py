@@ -35,6 +35,36 @@ def cosine(student_NH: torch.Tensor, teacher_NH: torch.Tensor, dim_reduction: st
     return 1.0 - torch.nn.functional.cosine_similarity(student_NH, teacher_NH, dim=-1)
 
 
+def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str | list[int], num_layers: int) -> dict:
+    """Supervised layer -> its weight w_l in the term sum_l w_l L_l / sum_l w_l.
+
+    Args:
+        given: one weight per supervised layer (in the order of `layers` where that is a list, else ascending), or some
+            layers' weights by number where the others have 1; None is 1 for all.
+
+    Raises:
+        ValueError: another number of weights than of supervised layers, or a layer that is not supervised.
+    """
+    supervised = supervised_layers(layers, num_layers)
+    if given is None:
+        return dict.fromkeys(supervised, 1.0)
+    if isinstance(given, list):
+        if len(given) != len(supervised):
+            raise ValueError(
+                f"loss.representation.layer_weights={given}: expected {len(supervised)} weights, one for each of the "
+                f"supervised layers {supervised}; got {len(given)}: give as many, or {{layer: weight}}"
+            )
+        order = layers if isinstance(layers, list) else supervised
+        return dict(sorted(zip(order, given, strict=True)))
+    unknown = sorted(set(given) - {str(layer) for layer in supervised})
+    if unknown:
+        raise ValueError(
+            f"loss.representation.layer_weights has a weight for layer {unknown[0]}; expected some of the supervised "
+            f"layers {supervised}: choose one of these, or supervise it"
+        )
+    return {layer: given.get(str(layer), 1.0) for layer in supervised}
+
+
 ROW_LOSSES: dict[str, RowLoss] = {"mse": mse, "normalized_mse": normalized_mse, "cosine": cosine}
 
 

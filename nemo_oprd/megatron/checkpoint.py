@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -78,14 +80,14 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     try:
-        with naming(partial), in_process_writer():
+        with naming(partial), in_process_writer(), _one_step_count(student):
             dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
         if dist.get_rank() == 0:
             with naming(partial):
                 (partial / "hf").mkdir()
                 shutil.copy(source / "config.json", partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
-                seal(root, {"step": step, **continuity(student.config, student.objective)}, best)
+                seal(root, {"step": step, **continuity(student.config, student.objective), **_kept(student)}, best)
             prune(root, keep, step)
     except Exception:
         if dist.get_rank() == 0:  # what fills the disk should not also keep the run from starting again
@@ -105,6 +107,8 @@ def continuity(config: Config, objective: Objective) -> dict[str, Any]:
         "final norm is trained": objective.student_final is not None or objective.trains_head,
         "head is trained": objective.trains_head,
         "trained projectors": _trained_projectors(objective),
+        # whose step counts are kept apart
+        "trained in parts": objective.trains_in_parts,
     }
 
 
@@ -116,13 +120,29 @@ def _trained_projectors(objective: Objective) -> str | None:
     return f"rank {objective.bridge.rank}, layers {pairs}"
 
 
+def _kept(student: Student) -> dict[str, Any]:
+    """What goes into state.json besides."""
+    kept: dict[str, Any] = {"gaps": {name: factors.gaps for name, factors in student.factors.items()}}
+    if student.objective.trains_in_parts:
+        kept["partial training"] = student.partial_training.state
+    return kept
+
+
+@contextmanager
+def _one_step_count(student: Student) -> Iterator[None]:
+    with student.partial_training.one_count() if student.role.here else nullcontext():
+        yield
+
+
 def check_continuity(root: Path, step: int, config: Config, objective: Objective) -> None:
     """Raises ValueError where the run can't go on from the checkpoint after `step` updates."""
     state = read_state(iteration_directory(root, step))
     for name, value in continuity(config, objective).items():
-        if state.get(name) != value:
+        # a checkpoint of before there were schedules
+        saved = state.get(name, False) if name == "trained in parts" else state.get(name)
+        if saved != value:
             raise ValueError(
-                f"{iteration_directory(root, step)} was made with {name}={state.get(name)} and this run has {value}: "
+                f"{iteration_directory(root, step)} was made with {name}={saved} and this run has {value}: "
                 "the run could not go on as it began; set it back, or choose another output"
             )
 
@@ -143,6 +163,12 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     if "optimizer" in state:
         student.optimizer.load_state_dict(loaded["optimizer"])
         separate_adam_steps(student.optimizer)
+    saved = read_state(directory)
+    for name, gaps in saved.get("gaps", {}).items():
+        if name in student.factors:
+            student.factors[name].gaps = {int(key): gap for key, gap in gaps.items()}
+    if student.objective.trains_in_parts:
+        student.partial_training.restore(saved["partial training"])
 
 
 def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:

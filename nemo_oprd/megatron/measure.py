@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nemo_oprd.batch import BatchPlan, StepPlan
+from nemo_oprd.losses.rows import RowTable
 from nemo_oprd.megatron.capture import PROFILE_BINS, Supervision, profile_bins
 from nemo_oprd.megatron.head import OutputTerm
 from nemo_oprd.objective import Objective
@@ -116,10 +117,12 @@ class StepResult:
 
     `cosine_first_k` and `cosine_last_k` map k to the mean cosine of the deepest supervised layer over the first (last)
     k tokens of every response (the paper's position figure); they hold those k of which every token was supervised.
+    `position_gap` is 1 - that cosine per profile bin (`row_bins`).
     `trouble` says where a loss or gradient is not finite, None if all are.
     """
 
     loss: float
+    weights: dict[str, float]
     output_loss: float | None
     output_means: dict[str, float]
     sampled: bool
@@ -130,6 +133,7 @@ class StepResult:
     norm_ratio_per_layer: dict[int, float]
     gradient_norm_per_layer: dict[int, float]
     gradient_share_per_layer: dict[int, float]
+    position_gap: dict[int, float]
     cosine_first_k: dict[int, float]
     cosine_last_k: dict[int, float]
     loss_per_response: list[float]
@@ -153,7 +157,8 @@ class StepResult:
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
         per_layer = tally.column("loss")
-        rep_loss = sum(per_layer.values()) / max(1, len(per_layer))
+        weights = objective.layer_weights
+        rep_loss = sum(weights[layer] * loss for layer, loss in per_layer.items()) / (sum(weights.values()) or 1.0)
         first, last = (
             _cumulative(sums, numbers) if per_layer and positions in ("all", complete) else {}
             for sums, numbers, complete in zip(
@@ -162,6 +167,7 @@ class StepResult:
         )
         return StepResult(
             loss=objective.weight * rep_loss + (term.weight * float(tally.output[1]) if term and term.weight else 0.0),
+            weights=_weights(objective),
             output_loss=output_loss,
             output_means=tally.output_means(),
             sampled=term is not None and term.sampled,
@@ -172,6 +178,7 @@ class StepResult:
             norm_ratio_per_layer={layer: value / count for layer, value in tally.column("norm_ratio").items()},
             gradient_norm_per_layer={layer: value**0.5 for layer, value in gradient.items()},
             gradient_share_per_layer={layer: _ratio(value, all_gradients) for layer, value in gradient.items()},
+            position_gap=_gap_per_bin(tally, table, positions) if per_layer else {},
             cosine_first_k=first,
             cosine_last_k=last,
             loss_per_response=tally.per_response.tolist(),
@@ -182,7 +189,7 @@ class StepResult:
 
     def metrics(self) -> dict[str, float]:
         """Metric names as in metrics.jsonl (docs/runs.md)."""
-        named = {"loss/total": self.loss}
+        named = {"loss/total": self.loss, **self.weights}
         if cosines := self.cosine_per_layer.values():
             named |= {"rep/loss": self.rep_loss, "rep/cosine_similarity": sum(cosines) / len(cosines)}
         for name, values in (
@@ -209,6 +216,14 @@ class StepResult:
             **({"actor/pg_loss": self.output_loss} if self.sampled else {}),
             **{name: value for name, value in named.items() if name},
         }
+
+
+def _weights(objective: Objective) -> dict[str, float]:
+    """The weights of the terms, where they change."""
+    if not objective.scheduled:
+        return {}
+    named = {"loss/weight_representation": objective.weight} if objective.layers else {}
+    return named if objective.output is None else {**named, "loss/weight_output": objective.output.weight}
 
 
 def _trouble(
@@ -242,6 +257,18 @@ def _place(response: int, waves: list[BatchPlan]) -> str:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def row_bins(table: RowTable, positions: str) -> np.ndarray:
+    """Profile bin of each row, counted from the end of its response with last_k, else from the start."""
+    return profile_bins(table.from_end if positions == "last_k" else table.from_start)
+
+
+def _gap_per_bin(tally: Tally, table: RowTable, positions: str) -> dict[int, float]:
+    """Profile bin -> 1 - mean cosine of the deepest supervised layer, for the bins that have rows."""
+    sums = tally.profile[1 if positions == "last_k" else 0].tolist()
+    counts = np.bincount(row_bins(table, positions), minlength=PROFILE_BINS).tolist()
+    return {j: 1 - total / count for j, (total, count) in enumerate(zip(sums, counts, strict=True)) if count}
 
 
 def _cumulative(sums: np.ndarray, numbers: np.ndarray) -> dict[int, float]:

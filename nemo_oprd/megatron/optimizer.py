@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey
 
 from nemo_oprd.config import TrainConfig
 from nemo_oprd.megatron.capture import DistillingLayer
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role
+from nemo_oprd.megatron.partial_training import GROUP_KEY, MARK
 
 
 def freeze_unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
-    """Turns gradients off where no loss has a path: they are not decayed, and have no optimizer state.
+    """Turns gradients off where no loss has a path: they are not decayed, and have no optimizer state. See
+    `_unreached` for the arguments.
+    """
+    for module in _unreached(chunks, depth, final_norm=final_norm, head=head):
+        module.requires_grad_(False)
+
+
+def mark_partial(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
+    """Marks for `make_optimizer` what is out of the reach of the loss that is there in all steps."""
+    for module in _unreached(chunks, depth, final_norm=final_norm, head=head):
+        for parameter in module.parameters():
+            setattr(parameter, MARK, True)
+
+
+def _unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> Iterator[torch.nn.Module]:
+    """The parts of a model that no loss has a path to.
 
     Args:
         depth: the deepest layer that a loss reaches.
@@ -28,12 +46,12 @@ def freeze_unreached(chunks: list[DistillingModel], depth: int, *, final_norm: b
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             if isinstance(layer, DistillingLayer) and layer.layer_number > depth:
-                layer.requires_grad_(False)
+                yield layer
         if chunk.post_process:
             if not final_norm:
-                chunk.decoder.final_layernorm.requires_grad_(False)
+                yield chunk.decoder.final_layernorm
             if not head and not chunk.share_embeddings_and_output_weights:
-                chunk.output_layer.requires_grad_(False)
+                yield chunk.output_layer
 
 
 def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer: bool) -> list[Any]:
@@ -66,7 +84,10 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
         params_dtype=dtype,
         use_distributed_optimizer=train.distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False, pg_collection=role.groups)
+    overrides = {**get_standard_config_overrides(config), ParamKey(attr=MARK): {GROUP_KEY: True}}
+    optimizer = get_megatron_optimizer(
+        config, ddp_chunks, overrides, use_gloo_process_groups=False, pg_collection=role.groups
+    )
     _index_mixed_groups(optimizer)
     return optimizer
 

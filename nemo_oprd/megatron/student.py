@@ -19,10 +19,12 @@ from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
-from nemo_oprd.megatron.capture import Capture, LayerTerm, Supervision, profile_bins
+from nemo_oprd.losses.adaptive import GapFactors
+from nemo_oprd.losses.rows import RowTable
+from nemo_oprd.megatron.capture import PROFILE_BINS, Capture, LayerTerm, Supervision, profile_bins
 from nemo_oprd.megatron.guard import check_injections, check_output_passes
 from nemo_oprd.megatron.head import OutputTerm, rows_of, vocab_shard
-from nemo_oprd.megatron.measure import StepResult, Tally
+from nemo_oprd.megatron.measure import StepResult, Tally, row_bins
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.names import named_parameters
 from nemo_oprd.megatron.optimizer import (
@@ -30,10 +32,12 @@ from nemo_oprd.megatron.optimizer import (
     join_optimizer_creation,
     learning_rate,
     make_optimizer,
+    mark_partial,
     set_learning_rate,
     wrap_ddp,
 )
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.partial_training import PartialTraining
 from nemo_oprd.megatron.projectors import attach_projectors, gather_projectors, projectors_of, with_projectors
 from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.megatron.weights import gather_hf, load_hf
@@ -80,6 +84,8 @@ class Student:
         """
         self.config, self.role, self.objective = config, role, objective
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        adaptive = config.loss.representation.adaptive
+        self.factors = {name: GapFactors(adaptive.decay) for name in ("layers", "positions") if getattr(adaptive, name)}
         self.chunks: list[DistillingModel] = []
         self.ddp: list[Any] = []
         self.optimizer: Any = None
@@ -94,13 +100,17 @@ class Student:
                 chunk.requires_grad_(False)
                 chunk.eval()
             return
-        reached = objective.student_final is not None or objective.trains_head
+        final_norm = objective.student_final is not None
+        reached = final_norm or objective.trains_head
         freeze_unreached(self.chunks, objective.trained_depth, final_norm=reached, head=objective.trains_head)
         if objective.trains_bridge:
             attach_projectors(self.chunks, role, objective, config.seed)
+        if objective.trains_in_parts:
+            mark_partial(self.chunks, max(objective.layers, default=0), final_norm=final_norm, head=False)
         self.teacher_head = self._load_teacher_head(read_teacher)
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
+        self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
 
     @property
     def spec(self) -> ModelSpec:
@@ -119,9 +129,18 @@ class Student:
         # ids that only one of the models has count for neither
         return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
 
-    def start_step(self, plan: StepPlan, num_responses: int) -> None:
-        """Clears the gradients and measurements of the step before; `plan` is that of the whole batch."""
+    def start_step(self, plan: StepPlan, num_responses: int, step: int | None = None) -> None:
+        """Clears the gradients and measurements of the step before.
+
+        Args:
+            plan: of the whole batch.
+            step: updates tried before, which decides the weights of the terms; None takes their largest.
+        """
         self._whole, self._plans = plan, list[StepPlan]()
+        self._now = self.objective if step is None else self.objective.at(step)
+        if layers := self.factors.get("layers"):
+            weights = {layer: w * layers.factor(layer) for layer, w in self._now.layer_weights.items()}
+            self._now = replace(self._now, layer_weights=weights)
         self._targets_bytes = 0
         if not self.role.here:
             return
@@ -174,8 +193,9 @@ class Student:
             return None
         dist.all_reduce(self._tally.sums, group=self.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
         tally = Tally(self._tally.sums.cpu(), self._tally.layers, self._tally.num_responses)
-        objective = self.objective
+        objective = self._now
         result = StepResult.of(tally, self._whole, self._plans, objective, self._targets_bytes)
+        result.weights |= self._adapted_weights()
         hidden = [plan.hidden for plan in self._plans]
         if objective.weight > 0:
             counts = {layer: int(count) for layer, count in tally.column("injections").items()}
@@ -195,6 +215,9 @@ class Student:
         """
         if not self.role.here or measured is None:
             return None
+        for name, gaps in (("layers", measured.relative_error_per_layer), ("positions", measured.position_gap)):
+            if name in self.factors:
+                self.factors[name].measure(gaps)
         rate = learning_rate(step, self.config.train)
         set_learning_rate(self.optimizer, rate, self.config.train.weight_decay)
         # asked before the step, which would spread what is not finite over all weights
@@ -204,7 +227,8 @@ class Student:
         if trouble is None and not math.isfinite(norm):
             trouble = f"the gradient's norm is {norm}: {self._not_finite()}"
         if trouble is None:
-            self.optimizer.step()
+            with self.partial_training.step(reached=self._now.trains_head):
+                self.optimizer.step()
         return Update(rate, norm, trouble)
 
     def _not_finite(self) -> str:
@@ -287,8 +311,10 @@ class Student:
         at, here, plan = self.role.at, device(), step.hidden
         assert at is not None
         terms_of_output = self._output_terms(rollouts, step.output, targets)
-        weight, response = torch.from_numpy(plan.table.weight).float(), torch.from_numpy(plan.table.response)
-        scale = self.objective.weight / max(1, len(self.objective.layers))
+        weight = torch.from_numpy(self._row_weights(plan.table)).float()
+        response = torch.from_numpy(plan.table.response)
+        weights = self._now.layer_weights
+        scale = {layer: self._now.weight * weights[layer] / sum(weights.values()) for layer in weights}
         observers, microbatches, start = [], [], 0
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
@@ -298,9 +324,11 @@ class Student:
             part = slice(start, start + len(held.row))
             start = part.stop
             rows = torch.from_numpy(held.local).to(here)
-            weights = weight[torch.from_numpy(held.row)].to(here)
+            row_weight = weight[torch.from_numpy(held.row)].to(here)
             terms = {
-                layer: LayerTerm(rows, weights, response[torch.from_numpy(held.row)].to(here), target[part], scale)
+                layer: LayerTerm(
+                    rows, row_weight, response[torch.from_numpy(held.row)].to(here), target[part], scale[layer]
+                )
                 for layer, target in targets.hidden.items()
             }
             if deepest in terms:
@@ -327,11 +355,33 @@ class Student:
             return lambda layer, rows_NH: projectors[layer](rows_NH)
         return None if self.objective.bridge is None else self.objective.bridge.project_student
 
+    def _row_weights(self, table: RowTable) -> np.ndarray:
+        """The weights of some of the batch's rows: those of the table, or by their positions' gaps."""
+        positions = self.factors.get("positions")
+        if positions is None:
+            return table.weight
+        factors = np.array([positions.factor(j) for j in range(PROFILE_BINS)])
+        whole, kind = self._whole.hidden.table, self.objective.positions
+        total = (whole.weight * factors[row_bins(whole, kind)]).sum()
+        return table.weight * factors[row_bins(table, kind)] / total
+
+    def _adapted_weights(self) -> dict[str, float]:
+        """What the gaps have made of the weights, for the log: with a mean of 1 over layers, and over position bins."""
+        named = {}
+        if "layers" in self.factors:
+            weights = self._now.layer_weights
+            mean = sum(weights.values()) / max(1, len(weights))
+            named = {f"rep/layer_weight/{layer}": weight / mean for layer, weight in weights.items()}
+        if positions := self.factors.get("positions"):
+            bins = np.unique(row_bins(self._whole.hidden.table, self.objective.positions)).tolist()
+            named |= {f"rep/position_weight/{1 << j}": positions.factor(j) for j in bins}
+        return named
+
     def _output_terms(
         self, rollouts: list[Rollout], plan: BatchPlan | None, targets: TeacherTargets
     ) -> list[OutputTerm]:
         """Per microbatch, the output-space term; none before the last stage, or without such a term."""
-        term, at = self.objective.output, self.role.at
+        term, at = self._now.output, self.role.at
         if plan is None or term is None or targets.output is None or at is None:
             return []
         tokens, weight = torch.from_numpy(plan.table.tokens(rollouts)), torch.from_numpy(plan.table.weight).float()

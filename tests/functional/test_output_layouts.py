@@ -40,6 +40,14 @@ OBJECTIVES = {
     "top_k": ("qwen3", [*REPRESENTATION, *output("top_k", "k=5", "support=union", "aggregation=token_mean")]),
     "forward_kl, tied": ("qwen2", [*REPRESENTATION, *output("forward_kl")]),
     "alone": ("qwen3", ["loss.representation.layers=none", *output("full_vocab", "k=5")]),
+    "weighted layers": (
+        "qwen3",
+        [
+            *["loss.representation.layers=[8,2,5]", "loss.representation.layer_weights=[1,0.25,3]"],
+            *output("full_vocab"),
+        ],
+    ),
+    "one layer's weight": ("qwen3", [*REPRESENTATION, "loss.representation.layer_weights={6:5}", *output("jsd")]),
     "jsd": ("qwen3", ["loss.representation.weight=3", *REPRESENTATION, *output("jsd", "jsd_beta=0.3", "k=5")]),
 }
 CASES = [
@@ -59,6 +67,8 @@ CASES = [
     Case("tp2 cp2", "pp4", objective="sampled_token", tokens=SMALL),
     Case("tp2 sp", "pp2 dedicated", objective="top_k", tokens=SMALL, extra=WAVES),
     Case("pp2", "tp2 dedicated", objective="sampled_token"),
+    Case("tp2 sp", "pp2", objective="weighted layers", tokens=SMALL),
+    Case("pp2", objective="one layer's weight", recompute="uniform 1"),
     Case("tp2 sp", "pp2", objective="alone", tokens=SMALL),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent / "nemo_oprd"
 # lowest first; a module may import from its own group and from groups before it
 ORDER = [
-    ("types", "layout", "config", "config_checks", "config_values", "disk", "survival"),
+    ("types", "layout", "weight_schedule", "config", "config_values", "config_checks", "disk", "survival"),
     ("losses", "families", "tokens", "data", "batch", "bridge"),
     ("objective",),
     ("megatron",),

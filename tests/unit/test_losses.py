@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
+from nemo_oprd.losses.adaptive import LEAST, GapFactors
 from nemo_oprd.losses.representation import ROW_LOSSES, supervised_layers
 from nemo_oprd.teacher.layermap import layer_map
 
@@ -66,3 +68,14 @@ def test_layer_map_is_the_papers_formula(student: int, teacher: int) -> None:
 
 def test_layer_map_of_one_layer() -> None:
     assert layer_map([1], 1, 9) == {1: 9}
+
+
+def test_factors_follow_the_gaps() -> None:
+    factors = GapFactors(0.75)
+    assert factors.factor(1) == 1.0
+    factors.measure({1: 0.0, 2: 4.0})
+    factors.measure({2: 8.0, 3: 2.0, 1: math.nan})
+    assert factors.gaps == {1: 0.0, 2: 5.0, 3: 2.0}
+    assert [factors.factor(key) for key in (1, 2, 3, 4)] == [LEAST, 5 * 3 / 7, 2 * 3 / 7, 1.0]
+    agreed = GapFactors(0.75, {1: 0.0, 2: 0.0})
+    assert [agreed.factor(key) for key in (1, 2)] == [1.0, 1.0]

@@ -12,6 +12,7 @@ from nemo_oprd.config import Config, TrainConfig
 from nemo_oprd.megatron import parallel
 from nemo_oprd.megatron.optimizer import learning_rate
 from nemo_oprd.runlog import RunLog
+from nemo_oprd.weight_schedule import WeightStage, largest, vanishes, weight_at
 
 
 def test_constant_and_warmup() -> None:
@@ -42,3 +43,13 @@ def test_a_restart_drops_what_it_will_write_again(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [record["step"] for record in records] == [0, 1, 2, 2, 3]
     assert records[-1]["rep/loss"] == 0.5
+
+
+def test_weights_by_stages() -> None:
+    stages = [WeightStage(0.0, until=2), WeightStage(0.3, until=5, start=0.0), WeightStage(2.0)]
+    assert [weight_at(stages, step) for step in range(7)] == pytest.approx([0, 0, 0.1, 0.2, 0.3, 2, 2])
+    assert weight_at(stages, 4) == 0.3  # reached exactly
+    assert [weight_at(stages[:2], step) for step in (4, 5, 99)] == [0.3, 0.3, 0.3]  # the last weight stays
+    assert (largest(stages), largest(0.5), vanishes(stages), vanishes(stages[1:]), vanishes(0.0)) == (
+        2.0, 0.5, True, False, True
+    )  # fmt: skip

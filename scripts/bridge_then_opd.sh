@@ -1,0 +1,20 @@
+#!/bin/bash
+# Qwen3-1.7B-Base from Qwen3-4B on a Slurm cluster, first through a bridge, then on distributions:
+# `sbatch scripts/bridge_then_opd.sh [key=value ...]`, once the bridge of conf/bridge_qwen3_4b_to_1p7b.yaml is fitted.
+#
+# Everything else is as in scripts/oprd_1p5b.sh: sizes, signals, going on where it stopped.
+#SBATCH --job-name=bridge_then_opd
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
+export CONFIG=${CONFIG:-bridge_then_opd_qwen3_4b_to_1p7b}
+exec bash scripts/oprd_1p5b.sh "$@"

@@ -1,0 +1,117 @@
+"""Weights of the terms that change over the updates, and parameters that only a later stage begins to train.
+
+Against float64 AdamW on gradients of the plain Hugging Face computation, to which a parameter group is added where the
+output term begins.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pools
+from test_step import BASE, GOLDEN, weights
+from transformers import AutoModelForCausalLM
+
+from nemo_oprd.config import load_config
+from nemo_oprd.megatron.convert import MegatronCheckpoint
+from nemo_oprd.reference import reference
+from nemo_oprd.rollout.replay import read_rollouts
+
+# The first layer for two updates, then it fades while the distributions come in: layers 2 and 3, final norm and head
+# begin with the third update.
+SCHEDULE = [
+    "loss.representation.layers=[1]",
+    "loss.representation.weight=[{until:2,weight:2},{until:4,start:2,weight:1}]",
+    "loss.output.kind=full_vocab",
+    "loss.output.weight=[{until:2,weight:0},{until:4,start:0,weight:1.5}]",
+    "train.clip_grad=1000",
+]
+WEIGHTS = [(2.0, 0.0), (2.0, 0.0), (1.5, 0.75), (1.0, 1.5)]
+LAYOUTS = {
+    "TP2": (2, ["student.parallel.tensor=2"]),
+    "PP2": (2, ["student.parallel.pipeline=2"]),  # all parameters of the second stage begin late
+    "DP2": (2, []),
+    "without the distributed optimizer": (1, ["train.distributed_optimizer=false"]),
+}
+
+
+@cache
+def expected(directory: Path) -> dict[str, torch.Tensor]:
+    """Weights after the four updates."""
+    rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
+    named = dict(model.named_parameters())
+    optimizer, trained = None, set[str]()
+    for of_layers, of_output in WEIGHTS:
+        model.save_pretrained(directory)
+        now = [f"student.hf_path={directory}", f"loss.representation.weight={of_layers}"]
+        config = load_config("verify", [*BASE, *SCHEDULE, *now, f"loss.output.weight={of_output}", "output=unused"])
+        gradients = reference(config, rollouts)["gradients"]
+        reached = {name for name, g in gradients.items() if bool(g.any())}
+        groups = [
+            {"params": [named[n] for n in sorted(reached - trained) if (named[n].dim() > 1) == (decay > 0)]}
+            | {"weight_decay": decay}
+            for decay in (0.1, 0.0)
+        ]
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
+        else:
+            for group in groups:
+                optimizer.add_param_group(group)
+        trained |= reached
+        for name in trained:
+            named[name].grad = gradients[name]
+        optimizer.step()
+    return {name: p.detach() for name, p in named.items()}
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("student")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_late_parameters_begin_afresh_and_resume_exactly(
+    pools: Pools, tmp_path: Path, scratch: Path, layout: str
+) -> None:
+    """Gone on with from before their first update, and from after it, bit by bit."""
+    ranks, sizes = LAYOUTS[layout]
+    shared = [*BASE, *SCHEDULE, *sizes, "train.save_every=1", "train.keep_checkpoints=0", "train.steps=4"]
+    pools[ranks].run("cases:run_train", overrides=[*shared, f"output={tmp_path}"])
+    start, got = weights(GOLDEN / "student"), weights(tmp_path / "hf")
+    for name, value in expected(scratch).items():
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+    saved = {step: MegatronCheckpoint(str(tmp_path / "checkpoints" / f"iter_{step:07d}")) for step in (2, 3)}
+    late = [name for name in start if not name.startswith(("model.embed_tokens", "model.layers.0."))]
+    assert "lm_head.weight" in late
+    assert all(torch.equal(saved[2][name], start[name]) for name in late)
+    assert not any(torch.equal(saved[3][name], start[name]) for name in late)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "hf")
+        (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
+        pools[ranks].run("cases:run_train", overrides=[*shared, f"output={tmp_path}"])
+        again = weights(tmp_path / "hf")
+        for name, value in got.items():
+            assert torch.equal(again[name], value), (step, name)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [(line["loss/weight_representation"], line["loss/weight_output"]) for line in lines] == WEIGHTS
+    for line, (of_layers, of_output) in zip(lines, WEIGHTS, strict=True):
+        total = of_layers * line["rep/loss"] + of_output * line["output/loss"]
+        assert line["loss/total"] == pytest.approx(total)
+
+
+def test_resume_at_another_layout(pools: Pools, tmp_path: Path, scratch: Path) -> None:
+    """Step counts of their own go along: two and a half stages at TP2, the rest at PP2."""
+    shared = [*BASE, *SCHEDULE, "train.save_every=1", f"output={tmp_path}"]
+    for steps, layout in ((3, "TP2"), (4, "PP2")):
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+        sizes = LAYOUTS[layout][1]
+        pools[2].run("cases:run_train", overrides=[*shared, *sizes, f"train.steps={steps}"])
+    got = weights(tmp_path / "hf")
+    for name, value in expected(scratch).items():
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
