@@ -276,7 +276,10 @@ def main() -> None:
     directory = options.pair or options.output / "pair"
     if options.pair is None:
         make_pair(directory)
-    pair = Pair(directory)
+    try:
+        pair = Pair(directory)
+    except ValueError as error:
+        parser.error(str(error))
     make_pair(
         options.output / "narrow",
         steps=NARROW_STEPS,

@@ -235,7 +235,7 @@ def test_moments_of_responses() -> None:
 def test_everything_is_measured_on_a_pair(tmp_path: Path) -> None:
     make_tiny_pair(tmp_path, log=lambda _: None)
     pair = theory.Pair(tmp_path)
-    settings = theory.Settings(positions=2, responses=16, gaps=(1.0, 0.03, 0.01), rollout_gaps=(1.0,))
+    settings = theory.Settings(positions=1, responses=16, gaps=(1.0, 0.03, 0.01), rollout_gaps=(1.0,))
     numbers = json.loads(json.dumps(theory.measure(pair, pair, settings)))
     rows = numbers["given_prefix"]["rows"]
     assert [row["gap"] for row in rows] == [1.0, 0.03, 0.01]
