@@ -177,3 +177,26 @@ def pairs_with_moments(overrides: list[str]) -> list[int]:
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, len(made))
     return counts
+
+
+def projectors_on_all_ranks(overrides: list[str]) -> list[dict[int, list]]:
+    """Two updates with trained projectors; per rank, layer -> bytes of its projector (and bias) afterwards."""
+    import torch.distributed as dist
+
+    from nemo_oprd.megatron.projectors import projectors_of
+    from nemo_oprd.rollout.replay import read_rollouts
+    from nemo_oprd.setup import make_system
+
+    config = load_config("verify", [*overrides, "output=unused"])
+    system = make_system(config)
+    rollouts = read_rollouts(str(config.rollout.replay), system.objective.student.vocab_size)
+    for step in range(2):
+        update = system.student.update(step, system.accumulate(rollouts))
+        assert update is not None and update.trouble is None
+    mine = {
+        layer: [parameter.detach().numpy().tobytes() for parameter in projector.parameters()]
+        for layer, projector in projectors_of(system.student.chunks).items()
+    }
+    everyone: list[dict[int, list]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return everyone

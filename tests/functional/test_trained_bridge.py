@@ -186,6 +186,33 @@ def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, bridges: Path,
     assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+COPIES = {
+    "TP2": (2, ["student.parallel.tensor=2"], 2),
+    "TP2+SP": (2, ["student.parallel.tensor=2", "student.parallel.sequence=true"], 2),
+    "CP2": (2, ["student.parallel.context=2"], 2),
+    "DP2": (2, [], 2),
+    "DP2 without the distributed optimizer": (2, ["train.distributed_optimizer=false"], 2),
+    "TP2 PP2": (4, ["student.parallel.tensor=2", "student.parallel.pipeline=2"], 2),
+}
+
+
+# the plain optimizer with bf16 is refused: bad_inputs.py
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [(layout, p) for layout in COPIES for p in ("fp32", "bf16") if p == "fp32" or "without" not in layout],
+)
+def test_copies_stay_equal(pools: Pools, bridges: Path, layout: str, precision: str) -> None:
+    """All ranks of a stage hold the same projectors, bit by bit, after updates."""
+    ranks, sizes, copies = COPIES[layout]
+    objective = "some layers, with biases"
+    shared = [*settings(objective, bridges), *STEP, SMALL, f"precision={precision}", *sizes]
+    everyone = pools[ranks].run("cases:projectors_on_all_ranks", overrides=shared)
+    for layer in (1, 3):
+        found = [held[layer] for held in everyone if layer in held]
+        assert len(found) == copies and len(found[0]) == 2
+        assert all(parts == found[0] for parts in found)
+
+
 TP2, SP, PP2 = "student.parallel.tensor=2", "student.parallel.sequence=true", "student.parallel.pipeline=2"
 RESUMES = [
     ("full width", 1, [], 1, []),
