@@ -1,8 +1,8 @@
 #!/bin/bash
 # Qwen3-1.7B-Base from Qwen3-4B on a Slurm cluster, first through a bridge, then on distributions:
-# `sbatch scripts/bridge_then_opd.sh [key=value ...]`, once the bridge of conf/bridge_qwen3_4b_to_1p7b.yaml is fitted.
+# `sbatch scripts/bridge_then_opd.sh [key=value ...]`. The bridge is fitted unless it is there.
 #
-# Everything else is as in scripts/oprd_1p5b.sh: sizes, signals, going on where it stopped.
+# Everything else is as in scripts/bridge_qwen3_4b_to_1p7b.sh: sizes, signals, going on where it stopped.
 #SBATCH --job-name=bridge_then_opd
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -17,4 +17,4 @@ set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 export CONFIG=${CONFIG:-bridge_then_opd_qwen3_4b_to_1p7b}
-exec bash scripts/oprd_1p5b.sh "$@"
+exec bash scripts/bridge_qwen3_4b_to_1p7b.sh "$@"

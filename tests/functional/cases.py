@@ -150,11 +150,11 @@ def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> Non
         run_train(overrides)
 
 
-def run_fit_bridge(overrides: list[str]) -> None:
+def run_fit_bridge(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd fit-bridge`, in this process."""
     from nemo_oprd.fit_bridge import fit_bridge
 
-    fit_bridge(load_config("verify", overrides))
+    fit_bridge(load_config(config, overrides))
 
 
 def pairs_with_moments(overrides: list[str]) -> list[int]:

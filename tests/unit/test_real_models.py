@@ -199,3 +199,32 @@ def test_the_bridge_recipe(tmp_path: Path) -> None:
     held = [value for moments in statistics.moments for value in moments.state_dict().values() if value is not None]
     tensors = [value for value in held if isinstance(value, torch.Tensor) and value.dim() == 2]
     assert sum(value.nbytes for value in tensors) == 8 * 3 * (2560**2 + 2048**2 + 2560 * 2048)
+
+
+def test_the_recipe_across_tokenizers(tmp_path: Path) -> None:
+    """Layer map, tensors and layouts of `conf/bridge_phi4mini_to_qwen3_1p7b.yaml` with the sizes of its script."""
+    scripts = Path(__file__).parents[2] / "scripts"
+    assert "exec bash scripts/bridge_qwen3_4b_to_1p7b.sh" in (scripts / "bridge_phi4mini_to_qwen3_1p7b.sh").read_text()
+    script = (scripts / "bridge_qwen3_4b_to_1p7b.sh").read_text()
+    sizes = re.findall(r"^SIZES=\((.*)\)$", script, re.MULTILINE)[0].split()
+    config = load_config("bridge_phi4mini_to_qwen3_1p7b", [*sizes, f"bridge.path={tmp_path}"])
+    names = [Path(str(model.hf_path)).name for model in (config.student, config.teacher)]
+    assert names == ["Qwen3-1.7B-Base", "Phi-4-mini-reasoning"]
+    student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in names)
+    assert (student.vocab_size, teacher.vocab_size) == (151936, 200064)
+    layers = {layer: round((layer - 1) / 27 * 31) + 1 for layer in range(1, 29)}
+    assert Objective.of(config, student, teacher, fitting=True).layers == layers
+    pairs = {
+        LayerPair(s, t): LayerBridge(torch.zeros(3072), torch.zeros(4, 3072), torch.zeros(4, 2048))
+        for s, t in layers.items()
+    }
+    save_bridge(Bridge(4, pairs, identity(student), identity(teacher)), tmp_path)
+    objective = Objective.of(config, student, teacher)
+    assert (objective.layers, objective.target_width, objective.teacher_depth) == (layers, config.bridge.rank, 32)
+    assert objective.known_ids == student.vocab_size  # all of them may be sampled, the teacher reads text
+    for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
+        spec.check_tensor_parallel(layout.tensor, "tensor")
+        assert layout.layers_per_stage(spec.num_layers) == [spec.num_layers]
+    config.teacher.reads = "ids"
+    with pytest.raises(ValueError, match="vocabularies of 151936 and 200064 ids"):
+        Objective.of(config, student, teacher)
