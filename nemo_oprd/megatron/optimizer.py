@@ -63,10 +63,10 @@ def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer
         average_in_collective=False,
         check_for_nan_in_grad=False,
     )
-    return [
-        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=role.groups)
-        for i, chunk in enumerate(chunks)
-    ]
+    # Without overlap a buffer is one bucket in any case. disable_bucketing, usual for later chunks, would also put the
+    # buckets of all dtypes into one group, whose parameters are gathered together: gloo then writes the bits of float32
+    # projectors and bfloat16 weights into each other.
+    return [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=role.groups) for chunk in chunks]
 
 
 def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype: torch.dtype) -> Any:

@@ -247,6 +247,27 @@ def test_resume_goes_on_where_it_stopped(
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=2e-5)
 
 
+def test_resume_with_virtual_stages_in_bf16(pools: Pools, tmp_path: Path) -> None:
+    """Several model chunks on a rank, each with parameters of both precisions."""
+    for seed, role in enumerate(("student", "teacher")):
+        save_model(tmp_path / role, "qwen3", seed)
+    write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts())
+    shared = [f"{role}.hf_path={tmp_path / role}" for role in ("student", "teacher")]
+    shared += [f"rollout.replay={tmp_path / 'rollouts.jsonl'}", "bridge.path=full_width", "bridge.train=true", *STEP]
+    shared += ["loss.representation.k=8", "precision=bf16", "train.save_every=1", *Case("pp2 vpp2").overrides]
+    for name, steps in (("whole", [2]), ("parts", [1, 2])):
+        for count in steps:
+            arguments = [*shared, f"train.steps={count}", f"output={tmp_path / name}"]
+            pools[2].run("cases:run_train", overrides=arguments)
+    ours, theirs = results(tmp_path / "parts"), results(tmp_path / "whole")
+    start_of = load_file(tmp_path / "student" / "model.safetensors")
+    for name, value in start_of.items():  # two updates of a rate of 1e-2, and bf16 rounding
+        assert float((ours[name].float() - value).abs().max()) < 0.05, name
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    moved = ours["bridge.s8.t8.student_projector"] - draw_projector(0, 8, 32, 32)
+    assert 1e-3 < float(moved.abs().max()) < 0.05
+
+
 def test_what_a_run_leaves(pools: Pools, tmp_path: Path, bridges: Path) -> None:
     """Its bridge can be used, frozen or trained on; its checkpoint is a student's; a frozen run can't go on from it."""
     shared = [*settings("full width", bridges), *STEP]
