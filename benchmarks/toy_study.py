@@ -92,18 +92,18 @@ def ablation() -> list[Arm]:
 
 def bridge() -> list[Arm]:
     """Wider and deeper teacher -> student, through projections of several ranks, right and wrong ones."""
-    arms = [Arm(f"bridge r={rank}", (*BRIDGE, "train.lr=5e-4"), f"rank {rank}") for rank in RANKS]
+    through = (*BRIDGE, "train.lr=5e-4")
+    # nothing of the hidden states can be compared without a bridge
+    opd = ("loss.representation.layers=none", "loss.output.weight=1", "loss.output.kind=sampled_token", "train.lr=1e-4")
+    half = f"train.steps={STEPS // 2}"
+    arms = [Arm(f"bridge r={rank}", through, f"rank {rank}") for rank in RANKS]
     arms += [
-        Arm("r=8, projectors of other layers", (*BRIDGE, "train.lr=5e-4"), "other layers"),
-        Arm("r=8, random projectors", (*BRIDGE, "train.lr=5e-4"), "random"),
-        Arm("OPD alone (sampled token)", (*SAMPLED, "train.lr=1e-4")),
-        Arm("first half: bridge r=8", (*BRIDGE, "train.lr=5e-4", f"train.steps={STEPS // 2}"), "rank 8", shown=False),
-        Arm(
-            "bridge r=8, then OPD",
-            (*SAMPLED, "train.lr=1e-4", f"train.steps={STEPS // 2}"),
-            None,
-            "first half: bridge r=8",
-        ),
+        Arm("bridge r=8, projectors trained too", (*through, "bridge.train=true"), "rank 8"),
+        Arm("r=8, projectors of other layers", through, "other layers"),
+        Arm("r=8, random projectors", through, "random"),
+        Arm("OPD alone (sampled token)", opd),
+        Arm("first half: bridge r=8", (*through, half), "rank 8", shown=False),
+        Arm("bridge r=8, then OPD", (*opd, half), after="first half: bridge r=8"),
     ]
     return arms
 
