@@ -309,7 +309,7 @@ SHOWN: dict[str, Callable[[list[dict[str, Any]]], float | None]] = {
     "tune": _last("val/tune/avg@2"),
     "start": lambda records: float(records[0]["val/heldout/avg@2"]),
     "length": _last("response_length/mean"),
-    "cosine": _last("rep/cosine"),
+    "cosine": _last("rep/cosine_similarity"),
     "entropy gap": _entropy_gap,
     "seconds": _seconds,
 }
