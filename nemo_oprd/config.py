@@ -245,12 +245,18 @@ class LoggingConfig:
     """Where metrics go besides metrics.jsonl and the progress line. `wandb` is a project name.
 
     A loss above `spike_factor` times the median of the last steps is reported, and its rollouts kept (0: never).
+
+    Without an output-space term, its metrics (entropies, top-k overlap, KL) are measured on `output_metrics_rows`
+    response tokens, drawn anew in the first and in every `output_metrics_every`-th update (0: never), with temperature,
+    k and chunk_tokens of loss.output. The teacher then has all its layers, and the student the teacher's head.
     """
 
     tensorboard: bool = True
     wandb: str | None = None
     every: int = 1
     spike_factor: float = 10.0
+    output_metrics_every: int = 0
+    output_metrics_rows: int = 1024
 
 
 @dataclass

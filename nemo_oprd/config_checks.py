@@ -20,6 +20,7 @@ MORE_THAN_ZERO = (
     "evaluation.max_new_tokens",
     "evaluation.samples",
     "logging.every",
+    "logging.output_metrics_rows",
     "loss.output.chunk_tokens",
     "loss.output.k",
     "loss.output.temperature",
@@ -41,6 +42,7 @@ MORE_THAN_ZERO = (
 ZERO_OR_MORE = (
     "evaluation.every",
     "evaluation.temperature",
+    "logging.output_metrics_every",
     "logging.spike_factor",
     "rollout.temperature",
     "seed",

@@ -69,7 +69,9 @@ class System:
         Their gradients add up, and are reduced over ranks with the last one.
         """
         clock = clock or Clock()
-        plan = self.plan(rollouts)
+        # what the teacher reads can change from step to step
+        self.teacher.objective = objective = self.objective if step is None else self.objective.at(step)
+        plan = self.plan(rollouts, objective)
         waves = plan.waves(self.config.teacher.resident_microbatches)
         self.student.start_step(plan, len(rollouts), step)
         for number, wave in enumerate(waves, start=1):
@@ -114,9 +116,10 @@ class System:
             found.append("the output-space term went back through the head once per microbatch")
         return found
 
-    def plan(self, rollouts: list[Rollout]) -> StepPlan:
-        """The batch packed for the student. What no supervised row depends on is not computed."""
-        objective, budget = self.objective, self.config.train.tokens_per_microbatch
+    def plan(self, rollouts: list[Rollout], objective: Objective | None = None) -> StepPlan:
+        """The batch packed for the student, for all terms or those of `objective`. What no supervised row depends on is
+        not computed."""
+        objective, budget = objective or self.objective, self.config.train.tokens_per_microbatch
         output = None if objective.output is None else objective.output.rows(rollouts)
         return StepPlan.of(objective.rows(rollouts), output, len(rollouts), self.student.role.layout, budget)
 

@@ -310,7 +310,7 @@ class Student:
                 output=terms_of_output[m] if terms_of_output else None,
             )
             observers.append(observer)
-            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.objective.depth))
+            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self._now.depth))
         return observers, microbatches
 
     def _row_weights(self, table: RowTable) -> np.ndarray:

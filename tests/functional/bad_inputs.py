@@ -193,6 +193,8 @@ case("negative layer weight", "a layer's weight of 0", "loss.representation.laye
 case("too few layer weights", "fewer weights than layers", "layer_weights=[1.0, 2.0]: expected 3 weights | got 2", "loss.representation.layer_weights=[1,2]")
 case("weight of another layer", "a weight for a layer that is not supervised", "a weight for layer 2 | supervised layers [1, 3]", "loss.representation.layers=[1,3]", "loss.representation.layer_weights={2:1}")
 case("decay", "a moving average that never moves", "loss.representation.adaptive.decay=1.0 | expected a number in [0, 1) | choose", "loss.representation.adaptive.decay=1")
+case("rows to watch", "metrics of no rows", "logging.output_metrics_rows=0 | expected more than 0", "logging.output_metrics_rows=0")
+case("negative interval", "metrics in every minus second update", "logging.output_metrics_every=-2 | expected 0 or more", "logging.output_metrics_every=-2")
 case("top-1", "a renormalised top-1", "k=1 | identically zero | kind=sampled_token", "loss.output.kind=top_k", "loss.output.k=1", "loss.output.weight=1")
 case("unlikely best", "a best checkpoint by something that is not measured", "train.keep_best=val/x/avg@4 | expected null, or one of", "train.keep_best=val/x/avg@4")
 case("no bridge there", "a bridge that does not exist", "nowhere/bridge.safetensors: no such file | expected a bridge made by nemo-oprd fit-bridge", "bridge.path={root}/nowhere")
