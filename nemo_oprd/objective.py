@@ -63,6 +63,7 @@ class OutputObjective:
             config.normalizer,
             config.support_weight,
             config.jsd_beta,
+            config.clip,
         )
         return OutputObjective(loss, largest(config.weight), config.aggregation, config.chunk_tokens, vocab_size)
 
