@@ -132,7 +132,9 @@ class OutputLossConfig:
     weight of OPD in the composition, or its schedule (`WeightStage`).
 
     `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds but sampled_token, `k` is the
-    size of the top sets whose overlap is measured. `chunk_tokens` bounds the rows whose logits exist at a time.
+    size of the top sets whose overlap is measured. `clip` is for sampled_token with train.updates_per_rollout > 1:
+    PPO's epsilon, or [low, high], on the ratio to the student that sampled; null doesn't clip. `chunk_tokens` bounds
+    the rows whose logits exist at a time.
     """
 
     weight: float | list[WeightStage] = 0.0
@@ -145,6 +147,7 @@ class OutputLossConfig:
     normalizer: Literal["renormalized", "full"] = "renormalized"
     support_weight: Literal["student", "teacher"] = "student"
     jsd_beta: float = 0.5
+    clip: float | tuple[float, float] | None = None
 
 
 @dataclass
@@ -226,11 +229,13 @@ class TrainConfig:
 
     The newest `keep_checkpoints` are kept (0: all), and besides the one with the highest `keep_best`, a validation
     metric such as val/heldout/avg@4. An update whose loss or gradient is not finite is skipped; `stop_after_skipped`
-    of them in a row end the run.
+    of them in a row end the run. A step makes `updates_per_rollout` updates on the same rollouts; with sampled_token
+    those after the first weigh a token by its ratio to the student that sampled (`losses/output.py`).
     """
 
     steps: int = 500
     prompts_per_step: int = 8
+    updates_per_rollout: int = 1
     tokens_per_microbatch: int = 16384
     lr: float = 1e-5
     min_lr: float = 0.0
@@ -266,12 +271,18 @@ class LoggingConfig:
     """Where metrics go besides metrics.jsonl and the progress line. `wandb` is a project name.
 
     A loss above `spike_factor` times the median of the last steps is reported, and its rollouts kept (0: never).
+
+    Without an output-space term, its metrics (entropies, top-k overlap, KL) are measured on `output_metrics_rows`
+    response tokens, drawn anew in the first and in every `output_metrics_every`-th update (0: never), with temperature,
+    k and chunk_tokens of loss.output. The teacher then has all its layers, and the student the teacher's head.
     """
 
     tensorboard: bool = True
     wandb: str | None = None
     every: int = 1
     spike_factor: float = 10.0
+    output_metrics_every: int = 0
+    output_metrics_rows: int = 1024
 
 
 @dataclass

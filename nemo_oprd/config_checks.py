@@ -20,6 +20,7 @@ MORE_THAN_ZERO = (
     "evaluation.max_new_tokens",
     "evaluation.samples",
     "logging.every",
+    "logging.output_metrics_rows",
     "loss.output.chunk_tokens",
     "loss.output.k",
     "loss.output.temperature",
@@ -37,10 +38,12 @@ MORE_THAN_ZERO = (
     "train.steps",
     "train.stop_after_skipped",
     "train.tokens_per_microbatch",
+    "train.updates_per_rollout",
 )
 ZERO_OR_MORE = (
     "evaluation.every",
     "evaluation.temperature",
+    "logging.output_metrics_every",
     "logging.spike_factor",
     "rollout.temperature",
     "seed",
@@ -127,6 +130,11 @@ def _check_reading_text(config: Config) -> None:
             "has no counterpart among the teacher's tokens; expected none: match hidden states, or take a teacher with "
             "the student's tokenizer and teacher.reads=ids"
         )
+    if config.logging.output_metrics_every:
+        raise ValueError(
+            f"logging.output_metrics_every={config.logging.output_metrics_every} with teacher.reads=text: there are no "
+            "two distributions over the same tokens to compare; expected 0: set it"
+        )
     if config.evaluation.teacher:
         raise ValueError(
             "evaluation.teacher=true with teacher.reads=text: the teacher is sampled in the student's engine and "
@@ -157,6 +165,31 @@ def _check_losses(config: Config) -> None:
         given = "a schedule" if isinstance(output.weight, list) else output.weight
         raise ValueError(f"loss.output.weight={given} with loss.output.kind=none; choose a kind, or weight 0")
     _check_schedules(config)
+    _check_reuse(config)
+
+
+def _check_reuse(config: Config) -> None:
+    """Rollouts that are used for several updates, and the clipped ratio that belongs to it."""
+    output, updates = config.loss.output, config.train.updates_per_rollout
+    ratio = output.kind == "sampled_token" and updates > 1
+    if output.clip is not None and not ratio:
+        raise ValueError(
+            f"loss.output.clip={output.clip} with loss.output.kind={output.kind} and train.updates_per_rollout="
+            f"{updates}: expected kind sampled_token and more than one update, else there is no ratio to clip; set it "
+            "to null"
+        )
+    low, high = output.clip if isinstance(output.clip, tuple) else (output.clip, output.clip)
+    if low is not None and high is not None and not (0 < low <= 1 and high > 0):
+        raise ValueError(
+            f"loss.output.clip={output.clip}: expected a number in (0, 1], or [low, high] with low in (0, 1] and high "
+            "above 0; choose e.g. 0.2"
+        )
+    if ratio and output.temperature != config.rollout.temperature:
+        raise ValueError(
+            f"train.updates_per_rollout={updates} takes the ratio to the student that sampled, at rollout.temperature="
+            f"{config.rollout.temperature}, but loss.output.temperature={output.temperature}; expected the same: set "
+            "one to the other"
+        )
 
 
 def _check_weight(key: str, weight: Weight) -> None:

@@ -14,7 +14,7 @@ import torch
 from nemo_oprd.bridge.artifact import open_bridge
 from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
-from nemo_oprd.config import Config, OutputLossConfig
+from nemo_oprd.config import Config, LoggingConfig, OutputLossConfig
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.losses.output import OutputLoss
 from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers, weights_of_layers
@@ -32,6 +32,9 @@ class OutputObjective:
     """The output-space term: which divergence, its weight in the total, and over how much of the vocabulary.
 
     `vocab_size` is that of the ids both models know: models of one family pad theirs differently.
+
+    With `watch_every` it is no term of the objective, but measured in the first and in every so many updates, on
+    `watch_rows` rows that `draw` chooses.
     """
 
     loss: OutputLoss
@@ -39,12 +42,19 @@ class OutputObjective:
     aggregation: str
     chunk_tokens: int
     vocab_size: int
+    watch_every: int = 0
+    watch_rows: int = 0
+    draw: tuple[int, ...] = ()
 
     @staticmethod
-    def of(config: OutputLossConfig, vocab_size: int) -> OutputObjective | None:
-        """None where there is no such term."""
+    def of(config: OutputLossConfig, vocab_size: int, logging: LoggingConfig, seed: int) -> OutputObjective | None:
+        """None where there is no such term, and nothing to watch."""
         if config.kind == "none":
-            return None
+            if not logging.output_metrics_every:
+                return None
+            watched = OutputLoss("full_vocab", config.k, config.temperature)
+            watch = logging.output_metrics_every, logging.output_metrics_rows, (seed,)
+            return OutputObjective(watched, 0.0, "token_mean", config.chunk_tokens, vocab_size, *watch)
         loss = OutputLoss(
             config.kind,
             # sampled_token gets no distribution to take a top set of
@@ -54,6 +64,7 @@ class OutputObjective:
             config.normalizer,
             config.support_weight,
             config.jsd_beta,
+            config.clip,
         )
         return OutputObjective(loss, largest(config.weight), config.aggregation, config.chunk_tokens, vocab_size)
 
@@ -63,8 +74,16 @@ class OutputObjective:
         return self.loss.kind == "sampled_token"
 
     def rows(self, rollouts: list[Rollout]) -> RowTable:
-        """One row per response token with mask 1, where its distribution is predicted."""
-        return make_rows(rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation)
+        """One row per response token with mask 1, where its distribution is predicted; some of them to watch."""
+        table = make_rows(rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation)
+        return table.draw(self.watch_rows, self.draw) if self.watch_every else table
+
+    def at(self, step: int, weight: float) -> OutputObjective | None:
+        """The term in the update after `step` others, None where it only watches and the update is not its turn."""
+        if not self.watch_every:
+            return replace(self, weight=weight)
+        turn = step == 0 or (step + 1) % self.watch_every == 0
+        return replace(self, draw=(*self.draw, step)) if turn else None
 
 
 @dataclass(frozen=True)
@@ -150,7 +169,9 @@ class Objective:
             teacher=teacher,
             output=None
             if fitting
-            else OutputObjective.of(config.loss.output, min(student.vocab_size, teacher.vocab_size)),
+            else OutputObjective.of(
+                config.loss.output, min(student.vocab_size, teacher.vocab_size), config.logging, config.seed
+            ),
             bridge=bridge,
             reads_ids=reads_ids,
             trains_bridge=bridge is not None and config.bridge.train,
@@ -160,7 +181,7 @@ class Objective:
     def at(self, step: int) -> Objective:
         """The objective of the update after `step` others."""
         representation, output = (weight_at(weight, step) for weight in self.weights)
-        term = None if self.output is None else replace(self.output, weight=output)
+        term = None if self.output is None else self.output.at(step, output)
         return replace(self, weight=representation, output=term)
 
     def on(self, device: torch.device) -> Objective:

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -179,6 +180,25 @@ class Run:
         if self.prompts:
             self.pending.put(step, rollouts, sampling)
         return rollouts
+
+    def learn(self, step: int, rollouts: list[Rollout]) -> tuple[StepResult | None, Update | None]:
+        """`train.updates_per_rollout` updates on the rollouts: what the first one measured, and what became of them.
+
+        The ratio to the student that sampled is the last one's. None on ranks outside the student.
+        """
+        results: list[StepResult | None] = []
+        updates: list[Update | None] = []
+        for reuse in range(self.config.train.updates_per_rollout):
+            results.append(self.system.accumulate(rollouts, self.clock, step=step, reuse=reuse))
+            with self.clock("update"):
+                updates.append(self.system.student.update(step, results[-1]))
+        measured, update, last = results[0], updates[0], results[-1]
+        if measured is None or update is None or last is None:
+            return None, None
+        of_the_ratio = {name: value for name, value in last.output_means.items() if name in ("ratio", "clipped")}
+        measured.output_means |= of_the_ratio
+        troubles = [each.trouble for each in updates if each is not None and each.trouble is not None]
+        return measured, replace(update, trouble=troubles[0] if troubles else None)
 
     def requests(self, step: int) -> list[Request]:
         """The prompts of a step, each `rollout.per_prompt` times; a pure function of (seed, step)."""

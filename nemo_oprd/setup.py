@@ -52,6 +52,7 @@ class System:
     objective: Objective
     student: Student
     teacher: Teacher
+    _kept: TeacherTargets | None = None  # for the next update on the same rollouts
 
     def accumulate(
         self,
@@ -59,22 +60,28 @@ class System:
         clock: Clock | None = None,
         *,
         step: int | None = None,
+        reuse: int = 0,
         whole_gradients: bool = False,
     ) -> StepResult | None:
         """Teacher forward, transport, student forward/backward on one batch. None on ranks outside the student.
 
-        The weights of the terms are those of the update after `step` others; None takes the largest of the run.
+        The weights of the terms are those of the update after `step` others; None takes the largest of the run. `reuse`
+        counts updates on the same rollouts: the teacher doesn't read them again where its targets fit into one wave.
 
         The batch goes through in waves of `teacher.resident_microbatches`, which bounds the targets that are held.
         Their gradients add up, and are reduced over ranks with the last one.
         """
         clock = clock or Clock()
-        plan = self.plan(rollouts)
+        # what the teacher reads can change from step to step
+        self.teacher.objective = objective = self.objective if step is None else self.objective.at(step)
+        plan = self.plan(rollouts, objective)
         waves = plan.waves(self.config.teacher.resident_microbatches)
-        self.student.start_step(plan, len(rollouts), step)
+        self.student.start_step(plan, len(rollouts), step, reuse)
         for number, wave in enumerate(waves, start=1):
             with clock("teacher"):
-                targets = self.teach(rollouts, wave)
+                targets = self._kept if reuse and self._kept is not None else self.teach(rollouts, wave)
+            more_to_come = step is not None and reuse + 1 < self.config.train.updates_per_rollout
+            self._kept = targets if more_to_come and len(waves) == 1 else None
             with clock("update"):
                 self.student.forward_backward(
                     rollouts, wave, targets, last=number == len(waves), whole_gradients=whole_gradients
@@ -115,9 +122,10 @@ class System:
             found.append("the output-space term went back through the head once per microbatch")
         return found
 
-    def plan(self, rollouts: list[Rollout]) -> StepPlan:
-        """The batch packed for the student. What no supervised row depends on is not computed."""
-        objective, budget = self.objective, self.config.train.tokens_per_microbatch
+    def plan(self, rollouts: list[Rollout], objective: Objective | None = None) -> StepPlan:
+        """The batch packed for the student, for all terms or those of `objective`. What no supervised row depends on is
+        not computed."""
+        objective, budget = objective or self.objective, self.config.train.tokens_per_microbatch
         output = None if objective.output is None else objective.output.rows(rollouts)
         return StepPlan.of(objective.rows(rollouts), output, len(rollouts), self.student.role.layout, budget)
 

@@ -24,9 +24,7 @@ def train(config: Config) -> None:
         for step in range(run.first_step, config.train.steps):
             with run.clock("generate"):
                 rollouts = run.rollouts(step)
-            measured = run.system.accumulate(rollouts, run.clock, step=step)
-            with run.clock("update"):
-                update = run.system.student.update(step, measured)
+            measured, update = run.learn(step, rollouts)
             with run.clock("sync"):
                 run.engine.update_weights(run.system.student)
             run.log_step(step + 1, rollouts, measured, update)

@@ -44,7 +44,8 @@ class OutputLoss:
     forward KL (log q - log p). `normalizer`: "renormalized" compares the distributions conditioned on the support,
     "full" takes the support's terms out of the sum over the whole vocabulary.
 
-    `clip` is PPO's epsilon; it acts where log-probabilities of the sampling policy are given.
+    `clip` is PPO's epsilon, or how far the ratio may fall below and rise above 1; it acts where log-probabilities of
+    the sampling policy are given.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class OutputLoss:
     normalizer: str = "renormalized"
     support_weight: str = "student"
     jsd_beta: float = 0.5
-    clip: float | None = None
+    clip: float | tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name, value, legal in (
@@ -67,8 +68,8 @@ class OutputLoss:
                 raise ValueError(f"output loss {name}={value!r}: expected one of {', '.join(legal)}")
         if not self.temperature > 0:
             raise ValueError(f"output loss temperature={self.temperature}: expected a number above 0")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"output loss clip={self.clip}: expected a number above 0, or none for no clipping")
+        if self.clip is not None and not min(self.ratio_range[1] - 1, 1 - self.ratio_range[0]) > 0:
+            raise ValueError(f"output loss clip={self.clip}: expected numbers above 0, or none for no clipping")
         if not 0 < self.jsd_beta < 1:
             raise ValueError(
                 f"output loss jsd_beta={self.jsd_beta}: expected a number between 0 and 1, both excluded; "
@@ -81,6 +82,14 @@ class OutputLoss:
                 f"output loss kind=top_k with k=1 and support {self.support} is identically zero: a distribution "
                 "renormalised on one id is 1. Choose k of 2 or more, or kind=sampled_token (the paper's top-1)"
             )
+
+    @property
+    def ratio_range(self) -> tuple[float, float]:
+        """Between which numbers the ratio to the sampling policy counts."""
+        if self.clip is None:
+            return 0.0, math.inf
+        low, high = self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
+        return 1 - low, 1 + high
 
 
 @dataclass(frozen=True)
@@ -227,15 +236,15 @@ def _sampled_term(
 ) -> tuple[_SparseTerm, dict[str, torch.Tensor]]:
     """log p_y - log q_y with the score-function gradient; with the sampling policy's log-probabilities PPO's surrogate.
 
-    A = log q_y - log p_y is held constant and r = p_y / p_old_y: value -min(r A, clip(r, 1 - eps, 1 + eps) A), gradient
-    -r A grad log p_y, or none where the clipped product is the smaller. At r = 1 this is the plain estimator.
+    A = log q_y - log p_y is held constant and r = p_y / p_old_y: value -min(r A, clip(r, 1 - low, 1 + high) A),
+    gradient -r A grad log p_y, or none where the clipped product is the smaller. At r = 1 this is the plain estimator.
     """
     advantage_C = metrics["teacher_logprob"] - metrics["student_logprob"]
     slope_C, value_C = -advantage_C, -advantage_C  # slope: d value / d log p_y
     of_the_ratio = {}
     if old_logprob_C is not None:
         ratio_C = (metrics["student_logprob"] - old_logprob_C.to(advantage_C)).exp()
-        bounded_C = ratio_C if loss.clip is None else ratio_C.clamp(1 - loss.clip, 1 + loss.clip)
+        bounded_C = ratio_C if loss.clip is None else ratio_C.clamp(*loss.ratio_range)
         clipped_C = bounded_C * advantage_C < ratio_C * advantage_C
         value_C = -torch.minimum(ratio_C * advantage_C, bounded_C * advantage_C)
         slope_C = (-ratio_C * advantage_C).masked_fill(clipped_C, 0)

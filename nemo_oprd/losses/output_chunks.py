@@ -39,11 +39,13 @@ class OutputSums:
 
     `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, `rows` is how
     many: divide after both were summed over the data-parallel ranks. Without rows the names are the same, the sums 0.
+    `student_logprob` [n] is the student's log-probability of each row's token.
     """
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
     rows: int
+    student_logprob: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,13 @@ class _Accumulator:
         self._weight_N = weight_N.double()
         self._loss = self._weight_N.new_zeros(())
         self._metrics: dict[str, torch.Tensor] = {}
+        self._student_logprob: list[torch.Tensor] = []
 
     def add(self, rows: OutputRows, chunk: slice) -> None:
         self._loss = self._loss + self._weight_N[chunk] @ rows.value.double()
+        self._student_logprob.append(rows.metrics["student_logprob"].clone())
         for name, values_C in rows.metrics.items():
             self._metrics[name] = values_C.sum(dtype=torch.float64) + self._metrics.get(name, 0)
 
     def result(self) -> OutputSums:
-        return OutputSums(self._loss, self._metrics, len(self._weight_N))
+        return OutputSums(self._loss, self._metrics, len(self._weight_N), torch.cat(self._student_logprob))

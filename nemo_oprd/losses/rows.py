@@ -45,6 +45,14 @@ class RowTable:
         """The same rows, at their positions in the teacher's sequences."""
         return replace(self, position=self.teacher_position)
 
+    def draw(self, count: int, key: tuple[int, ...]) -> RowTable:
+        """`count` of the rows (at most all) without replacement, the same for the same `key`; they weigh the same."""
+        chosen = np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False)
+        chosen.sort()
+        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "num_responses"}
+        arrays["weight"] = np.full(len(chosen), 1.0 / len(chosen))
+        return RowTable(**arrays, num_responses=len(np.unique(self.response[chosen])))
+
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
         """[N] ids of the response tokens that the rows belong to."""
         flat = np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])

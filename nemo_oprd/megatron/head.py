@@ -77,7 +77,8 @@ class OutputTerm:
     """The output-space term of one microbatch: n rows.
 
     `teacher` is log-probability and entropy per row [n, 2], or the teacher's final hidden states [n, D_T], which
-    `teacher_head` [V, D_T] turns into logits. `scale` is its weight in the total; 0 measures only.
+    `teacher_head` [V, D_T] turns into logits. `scale` is its weight in the total; 0 measures only. `old_logprob` is
+    what the tokens had under the student that sampled them, None if this is the one.
     """
 
     loss: OutputLoss
@@ -90,6 +91,7 @@ class OutputTerm:
     teacher_head: torch.Tensor | None
     scale: float
     chunk_tokens: int
+    old_logprob: torch.Tensor | None = None  # [n]
     sums: OutputSums | None = None
     backward_passes: int = 0
 
@@ -106,13 +108,12 @@ class OutputTerm:
         if self.teacher_head is not None:
             teacher = TeacherStates(self.teacher, self.teacher_head)
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
+        settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
         if self.scale:
-            result = chunked_output_loss(
-                *arguments, chunk_tokens=self.chunk_tokens, scale=self.scale, head_grad=head.main_grad
-            )
+            result = chunked_output_loss(*arguments, **settings, scale=self.scale, head_grad=head.main_grad)
             self.sums, gradient = result.sums, result.hidden
         else:
-            self.sums, gradient = output_metrics(*arguments, chunk_tokens=self.chunk_tokens), torch.zeros_like(rows_ND)
+            self.sums, gradient = output_metrics(*arguments, **settings), torch.zeros_like(rows_ND)
         if self.teacher_head is None:
             self.sums.metrics["teacher_entropy"] = self.teacher[:, 1].sum(dtype=torch.float64)
         self.backward_passes += 1

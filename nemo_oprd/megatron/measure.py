@@ -152,7 +152,7 @@ class StepResult:
         """
         table, positions, term = plan.hidden.table, objective.positions, objective.output
         count = len(table)
-        output_loss = None if term is None else float(tally.output[1])
+        output_loss = None if term is None or term.watch_every else float(tally.output[1])
         trained_output = output_loss if objective.trains_head else None
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
@@ -170,7 +170,7 @@ class StepResult:
             weights=_weights(objective),
             output_loss=output_loss,
             output_means=tally.output_means(),
-            sampled=term is not None and term.sampled,
+            sampled=term is not None and (term.sampled or term.watch_every > 0),
             rep_loss=rep_loss,
             rep_loss_per_layer=per_layer,
             cosine_per_layer={layer: value / count for layer, value in tally.column("cosine").items()},
@@ -206,14 +206,14 @@ class StepResult:
         return {**named, **self._output_metrics()}
 
     def _output_metrics(self) -> dict[str, float]:
-        if self.output_loss is None:
-            return {}
         named = {OUTPUT_METRICS[name]: value for name, value in self.output_means.items()}
         if {"student_logprob", "teacher_logprob"} <= set(self.output_means):
-            named["output/kl_estimate"] = self.output_means["student_logprob"] - self.output_means["teacher_logprob"]
+            estimate = self.output_means["student_logprob"] - self.output_means["teacher_logprob"]
+            named["output/kl_estimate"] = estimate
+            if self.sampled:
+                named["actor/pg_loss"] = estimate if self.output_loss is None else self.output_loss
         return {
-            "output/loss": self.output_loss,
-            **({"actor/pg_loss": self.output_loss} if self.sampled else {}),
+            **({} if self.output_loss is None else {"output/loss": self.output_loss}),
             **{name: value for name, value in named.items() if name},
         }
 
@@ -223,7 +223,8 @@ def _weights(objective: Objective) -> dict[str, float]:
     if not objective.scheduled:
         return {}
     named = {"loss/weight_representation": objective.weight} if objective.layers else {}
-    return named if objective.output is None else {**named, "loss/weight_output": objective.output.weight}
+    term = objective.output
+    return named if term is None or term.watch_every else {**named, "loss/weight_output": term.weight}
 
 
 def _trouble(

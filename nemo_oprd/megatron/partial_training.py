@@ -2,8 +2,8 @@
 
 They are in the optimizer from the beginning, in parameter groups of their own, which are empty for it in steps whose
 losses don't reach them: no update, no decay, no moments, no count. So they begin where their loss does, with fresh
-moments and a step count of their own, and what they have is kept if their loss pauses. Megatron knows one step count
-for all parameters; theirs is put in its place while a checkpoint is written or read, and kept beside it.
+moments and a step count of their own, and what they have is kept if their loss pauses. Megatron keeps one
+step count for all parameters: while a checkpoint is written, they have the others' count, and theirs is kept beside it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class PartialTraining:
         self.active, self.updates, self.updates_of_others = active, 0, 0
         self._parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None] if active else []
         for part in self._parts:
-            for p in (p for group in self._groups(part, partial=True) for p in group["params"]):
-                # what a first step would give them, so that there is something to save before
+            # What a first step would give them, so that there is something to save before. All get it: Megatron makes
+            # state for what it loads only where there is none yet.
+            for p in (p for group in part.optimizer.param_groups for p in group["params"]):
                 state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 counted = {"step": torch.zeros(())} if isinstance(part.optimizer, torch.optim.AdamW) else {}
                 part.optimizer.state[p] = {**counted, **state}
@@ -58,8 +59,10 @@ class PartialTraining:
     def one_count(self) -> Iterator[None]:
         """Within, all parameters have the step count of the others."""
         self._set_counts(self.updates_of_others)
-        yield
-        self._set_counts(self.updates)
+        try:
+            yield
+        finally:
+            self._set_counts(self.updates)
 
     def restore(self, state: dict[str, int]) -> None:
         """After loading: the counts that `state` gave."""

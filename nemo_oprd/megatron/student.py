@@ -129,13 +129,17 @@ class Student:
         # ids that only one of the models has count for neither
         return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
 
-    def start_step(self, plan: StepPlan, num_responses: int, step: int | None = None) -> None:
+    def start_step(self, plan: StepPlan, num_responses: int, step: int | None = None, reuse: int = 0) -> None:
         """Clears the gradients and measurements of the step before.
 
         Args:
             plan: of the whole batch.
-            step: updates tried before, which decides the weights of the terms; None takes their largest.
+            step: steps before, which decides the weights of the terms; None takes their largest.
+            reuse: updates made on these very rollouts before.
         """
+        if not reuse:
+            self._sampled_with = list[torch.Tensor | None]()
+        self._reuse = reuse
         self._whole, self._plans = plan, list[StepPlan]()
         self._now = self.objective if step is None else self.objective.at(step)
         if layers := self.factors.get("layers"):
@@ -179,6 +183,9 @@ class Student:
         for observer in observers:
             self._tally.add(observer)
             if observer.output is not None:
+                if not self._reuse:
+                    sums = observer.output.sums
+                    self._sampled_with.append(None if sums is None else sums.student_logprob)
                 self._tally.add_output(observer.output, counts=self.role.at is not None and self.role.at.tensor == 0)
 
     def finish_step(self) -> StepResult | None:
@@ -210,7 +217,7 @@ class Student:
         """One optimizer step with the accumulated gradients, unless they or the loss are not finite.
 
         Args:
-            step: updates tried before this one.
+            step: steps before this one.
             measured: of this step's batch.
         """
         if not self.role.here or measured is None:
@@ -345,7 +352,7 @@ class Student:
                 output=terms_of_output[m] if terms_of_output else None,
             )
             observers.append(observer)
-            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self.objective.depth))
+            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self._now.depth))
         return observers, microbatches
 
     def _projection(self) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
@@ -387,7 +394,8 @@ class Student:
         tokens, weight = torch.from_numpy(plan.table.tokens(rollouts)), torch.from_numpy(plan.table.weight).float()
         shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
         terms, start = [], 0
-        for held in plan.held(at):
+        before = sum(len(earlier.hidden.packs[at.data]) for earlier in self._plans)
+        for m, held in enumerate(plan.held(at), start=before):
             row, part = torch.from_numpy(held.row), slice(start, start + len(held.row))
             start = part.stop
             terms.append(
@@ -402,6 +410,7 @@ class Student:
                     self.teacher_head,
                     term.weight,
                     term.chunk_tokens,
+                    self._sampled_with[m] if self._reuse else None,
                 )
             )
         return terms

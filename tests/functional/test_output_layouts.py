@@ -47,7 +47,13 @@ OBJECTIVES = {
             *output("full_vocab"),
         ],
     ),
-    "one layer's weight": ("qwen3", [*REPRESENTATION, "loss.representation.layer_weights={6:5}", *output("jsd")]),
+    "one layer's weight, scheduled": (
+        "qwen3",
+        [
+            *[*REPRESENTATION, "loss.representation.layer_weights={6:5}", *output("jsd")],
+            "loss.representation.weight=[{until:4,start:0,weight:3},{weight:0}]",
+        ],
+    ),
     "jsd": ("qwen3", ["loss.representation.weight=3", *REPRESENTATION, *output("jsd", "jsd_beta=0.3", "k=5")]),
 }
 CASES = [
@@ -68,7 +74,7 @@ CASES = [
     Case("tp2 sp", "pp2 dedicated", objective="top_k", tokens=SMALL, extra=WAVES),
     Case("pp2", "tp2 dedicated", objective="sampled_token"),
     Case("tp2 sp", "pp2", objective="weighted layers", tokens=SMALL),
-    Case("pp2", objective="one layer's weight", recompute="uniform 1"),
+    Case("pp2", objective="one layer's weight, scheduled", recompute="uniform 1"),
     Case("tp2 sp", "pp2", objective="alone", tokens=SMALL),
 ]
 

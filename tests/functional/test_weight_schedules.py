@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,24 @@ def test_resume_at_another_layout(pools: Pools, tmp_path: Path, scratch: Path) -
     got = weights(tmp_path / "hf")
     for name, value in expected(scratch).items():
         torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_parameters_rest_while_their_loss_pauses(pools: Pools, tmp_path: Path, distributed: bool) -> None:
+    """Distributions in the first and third update, in bf16; gone on with bit by bit from the pause."""
+    pausing = "loss.output.weight=[{until:1,weight:1},{until:2,weight:0},{weight:1}]"
+    settings = ["loss.representation.weight=1", pausing, "precision=bf16", "train.lr=1e-3", "train.steps=3"]
+    kept = [f"train.distributed_optimizer={distributed}", "train.save_every=1", "train.keep_checkpoints=0"]
+    overrides = [*BASE, *SCHEDULE[:1], "loss.output.kind=full_vocab", *settings, *kept, f"output={tmp_path}"]
+    pools[2].run("cases:run_train", overrides=overrides)
+    saved = [MegatronCheckpoint(str(tmp_path / "checkpoints" / f"iter_{step:07d}")) for step in (1, 2, 3)]
+    late, early = "model.layers.2.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    for name in (late, "lm_head.weight", early):
+        moved = [not torch.equal(one[name], other[name]) for one, other in pairwise(saved)]
+        assert moved == [name == early, True], name
+    got = weights(tmp_path / "hf")
+    shutil.rmtree(tmp_path / "hf")
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    pools[2].run("cases:run_train", overrides=overrides)
+    again = weights(tmp_path / "hf")
+    assert all(torch.equal(again[name], value) for name, value in got.items())

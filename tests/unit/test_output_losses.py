@@ -90,7 +90,8 @@ def plain_row(loss: OutputLoss, z: torch.Tensor, w: torch.Tensor, y: int, old: f
         if old is None:
             return -advantage, -advantage * p[y].log()
         ratio = p[y] / math.exp(old)
-        bounded = ratio if loss.clip is None else ratio.clamp(1 - loss.clip, 1 + loss.clip)
+        low, high = loss.clip if isinstance(loss.clip, tuple) else (loss.clip, loss.clip)
+        bounded = ratio if low is None or high is None else ratio.clamp(1 - low, 1 + high)
         value = -torch.minimum(ratio * advantage, bounded * advantage)
         return value, value
     if loss.kind == "full_vocab":
@@ -150,8 +151,8 @@ def test_whole_vocabulary_as_support_is_the_whole_divergence() -> None:
             torch.testing.assert_close(rows.grad_logits, whole.grad_logits, rtol=1e-10, atol=1e-15)
 
 
-@pytest.mark.parametrize("clip", [None, 0.2])
-def test_ratio_to_the_sampling_policy(clip: float | None) -> None:
+@pytest.mark.parametrize("clip", [None, 0.2, (0.1, 0.3)])
+def test_ratio_to_the_sampling_policy(clip: float | tuple[float, float] | None) -> None:
     loss, z, w = OutputLoss("sampled_token", clip=clip), logits(1), logits(2)
     now = torch.log_softmax(z, 1).gather(1, TOKENS[:, None])[:, 0]
     old = now + torch.linspace(-0.5, 0.5, ROWS, dtype=torch.float64)
@@ -270,6 +271,7 @@ def test_top_k_takes_the_lowest_of_equal_ids(monkeypatch: pytest.MonkeyPatch) ->
         ({"kind": "jsd", "jsd_beta": 1.0}, "forward_kl"),
         ({"kind": "jsd", "temperature": 0.0}, "temperature"),
         ({"kind": "sampled_token", "clip": 0.0}, "clip"),
+        ({"kind": "sampled_token", "clip": (0.2, 0.0)}, "clip"),
     ],
 )
 def test_refused(options: dict[str, Any], text: str) -> None:

@@ -1,0 +1,114 @@
+"""Several updates on the same rollouts: the ratio to the student that sampled, clipped, against autograd in float64."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pools
+from test_step import BASE, GOLDEN, weights
+from transformers import AutoModelForCausalLM
+
+from nemo_oprd.rollout.replay import read_rollouts
+
+UPDATES, LOW, HIGH, MU = 3, 0.1, 0.25, 0.5
+SETTINGS = [
+    *BASE,
+    f"train.updates_per_rollout={UPDATES}",
+    "train.clip_grad=1000",
+    "loss.output.kind=sampled_token",
+    "loss.output.weight=1",
+    "loss.output.aggregation=token_mean",
+    f"loss.output.clip=[{LOW},{HIGH}]",
+    "loss.output.chunk_tokens=5",
+    f"loss.representation.weight={MU}",
+    "loss.representation.layers=[2]",
+    "loss.representation.positions=all",
+    "loss.representation.aggregation=token_mean",
+]
+LAYOUTS = {
+    "TP2": (2, ["student.parallel.tensor=2"]),
+    "TP2+SP, a teacher of its own": (
+        3,
+        ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.placement=dedicated"],
+    ),
+    "PP2, in waves": (
+        2,
+        ["student.parallel.pipeline=2", "train.tokens_per_microbatch=16", "teacher.resident_microbatches=1"],
+    ),
+}
+
+
+@cache
+def expected() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Weights after one step, and its metrics."""
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(GOLDEN / role, dtype=torch.float64) for role in ("student", "teacher")
+    )
+    # a padding id in a response is meant
+    student.get_input_embeddings().padding_idx = None
+    groups = [
+        {"params": [p for p in student.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in student.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
+    rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
+    old: torch.Tensor | None = None
+    metrics: dict[str, float] = {}
+    for update in range(UPDATES):
+        found: dict[str, list[Any]] = {"p": [], "q": [], "ours": [], "theirs": []}
+        for rollout in rollouts:
+            tokens = [t for t, m in enumerate(rollout.mask) if m]
+            start, ids = len(rollout.prompt_ids), torch.tensor([rollout.prompt_ids + rollout.response_ids])
+            for model, logprob, states in ((student, "p", "ours"), (teacher, "q", "theirs")):
+                out = model(ids, output_hidden_states=True, use_cache=False)
+                log_p = out.logits[0, [start + t - 1 for t in tokens]].log_softmax(-1)
+                found[logprob].append(log_p[torch.arange(len(tokens)), [rollout.response_ids[t] for t in tokens]])
+                found[states].append(out.hidden_states[2][0, [start + t for t in tokens]])
+        p, q, ours, theirs = (torch.cat(found[name]) for name in ("p", "q", "ours", "theirs"))
+        old = p.detach() if old is None else old
+        advantage, ratio = (q - p).detach(), (p - old).exp()
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
+        representation = (ours - theirs.detach()).square().mean()
+        loss = -surrogate.mean() + MU * representation
+        optimizer.zero_grad()
+        loss.backward()
+        if update == 0:
+            norm = torch.stack([w.grad.norm() for w in student.parameters() if w.grad is not None]).norm()
+            metrics = {"loss/total": float(loss), "actor/pg_loss": float(-advantage.mean())}
+            metrics |= {"rep/loss": float(representation), "actor/grad_norm": float(norm)}
+        clipped = surrogate < ratio * advantage
+        metrics |= {"actor/ratio": float(ratio.mean()), "actor/clipped": float(clipped.double().mean())}
+        optimizer.step()
+    return {name: w.detach() for name, w in student.named_parameters()}, metrics
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_clipped_surrogate(pools: Pools, tmp_path: Path, layout: str) -> None:
+    ranks, sizes = LAYOUTS[layout]
+    pools[ranks].run("cases:run_train", overrides=[*SETTINGS, *sizes, "train.steps=1", f"output={tmp_path}"])
+    want, metrics = expected()
+    assert 0 < metrics["actor/clipped"] < 1
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    for name, value in metrics.items():
+        assert line[name] == pytest.approx(value, rel=1e-4), name
+    got = weights(tmp_path / "hf")
+    for name, value in want.items():
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_resume(pools: Pools, tmp_path: Path) -> None:
+    """The step stays the unit: bit by bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    shared = [*SETTINGS, *LAYOUTS["TP2"][1], "train.save_every=1"]
+    pools[2].run("cases:run_train", overrides=[*shared, "train.steps=2", f"output={whole}"])
+    for steps in (1, 2):
+        shutil.rmtree(parts / "hf", ignore_errors=True)
+        pools[2].run("cases:run_train", overrides=[*shared, f"train.steps={steps}", f"output={parts}"])
+    got, once = weights(parts / "hf"), weights(whole / "hf")
+    assert all(torch.equal(got[name], value) for name, value in once.items())

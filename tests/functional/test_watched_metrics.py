@@ -1,0 +1,97 @@
+"""The output space watched in runs on hidden states alone: the paper's metrics on some rows in some updates."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pools
+from test_step import BASE, GOLDEN, weights
+from transformers import AutoModelForCausalLM
+
+from nemo_oprd.rollout.replay import read_rollouts
+
+K, TEMPERATURE = 5, 0.8
+# nothing above the first layer runs where nothing is watched
+SHARED = [*BASE, "loss.representation.layers=[1]", f"loss.output.k={K}", f"loss.output.temperature={TEMPERATURE}"]
+WATCH = ["logging.output_metrics_every=2", "loss.output.chunk_tokens=7"]
+LAYOUTS = {
+    "TP2+SP": ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.pipeline=2"],
+    "PP2": ["student.parallel.pipeline=2", "train.tokens_per_microbatch=16", "teacher.resident_microbatches=1"],
+}
+
+
+@cache
+def watched() -> dict[str, float]:
+    """The metrics over all response tokens with mask 1."""
+    paths = [GOLDEN / role for role in ("student", "teacher")]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in paths]
+    rows: list[list[torch.Tensor]] = [[], []]
+    sampled: list[int] = []
+    for rollout in read_rollouts(GOLDEN / "rollouts.jsonl", 61):
+        tokens = [t for t, m in enumerate(rollout.mask) if m]
+        sampled += [rollout.response_ids[t] for t in tokens]
+        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        for found, model in zip(rows, models, strict=True):
+            with torch.no_grad():
+                logits = model(ids).logits[0, [len(rollout.prompt_ids) + t - 1 for t in tokens]]
+            found.append((logits / TEMPERATURE).log_softmax(-1))
+    log_p, log_q = (torch.cat(found) for found in rows)
+    p, q = log_p.exp(), log_q.exp()
+    at = torch.arange(len(sampled)), torch.tensor(sampled)
+    tops = [set(map(tuple, enumerate(row))) for row in log_p.topk(K).indices.tolist()]
+    shared = [
+        len({i for _, i in top} & set(row)) / K for top, row in zip(tops, log_q.topk(K).indices.tolist(), strict=True)
+    ]
+    support = log_p.topk(K).indices
+    estimate = float((log_p[at] - log_q[at]).mean())
+    return {
+        "actor/entropy": float(-(p * log_p).sum(-1).mean()),
+        "teacher/entropy": float(-(q * log_q).sum(-1).mean()),
+        "output/reverse_kl": float((p * (log_p - log_q)).sum(-1).mean()),
+        "output/kl_estimate": estimate,
+        "actor/pg_loss": estimate,
+        "val-topk/overlap_ratio": sum(shared) / len(shared),
+        "val-topk/student_mass": float(p.gather(1, support).sum(-1).mean()),
+        "val-topk/teacher_mass": float(q.gather(1, support).sum(-1).mean()),
+        "val-topk/empty_support": 0.0,
+    }
+
+
+def train(pools: Pools, output: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
+    settings = [*SHARED, *LAYOUTS[layout], *overrides, f"output={output}"]
+    pools[2].run("cases:run_train", overrides=settings)
+    return [json.loads(line) for line in (output / "metrics.jsonl").open()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_rows_in_the_first_and_every_second_update(pools: Pools, tmp_path: Path, layout: str) -> None:
+    lines = train(pools, tmp_path, layout, *WATCH, "train.steps=3", "train.lr=1e-12", "train.export_hf=false")
+    expected = watched()
+    for line in lines[:2]:
+        for name, value in expected.items():
+            assert line[name] == pytest.approx(value, rel=1e-5), name
+    assert not set(expected) & set(lines[2])
+    assert not any("output/loss" in line or "loss/weight_output" in line for line in lines)
+
+
+def test_watching_some_rows_changes_nothing_else(pools: Pools, tmp_path: Path) -> None:
+    """Weights and the other metrics stay bit by bit; the rows are the same at any layout."""
+    some = [*WATCH, "logging.output_metrics_rows=5", "train.steps=2"]
+    lines = train(pools, tmp_path / "watched", "TP2+SP", *some)
+    plain = train(pools, tmp_path / "plain", "TP2+SP", "train.steps=2")
+    elsewhere = train(pools, tmp_path / "elsewhere", "PP2", *some, "train.export_hf=false")
+    before, after = weights(tmp_path / "plain" / "hf"), weights(tmp_path / "watched" / "hf")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for line, without, other in zip(lines, plain, elsewhere, strict=True):
+        same = [name for name in without if name.startswith(("rep/", "loss/", "actor/grad_norm"))]
+        assert {name: line[name] for name in same} == {name: without[name] for name in same}
+        for name in watched():
+            assert line[name] == pytest.approx(other[name], rel=1e-5)
+            assert name not in without
+        assert line["actor/pg_loss"] != pytest.approx(watched()["actor/pg_loss"], rel=1e-3)  # not all rows
+    assert lines[0]["actor/entropy"] != pytest.approx(lines[1]["actor/entropy"], rel=1e-3)  # drawn anew
