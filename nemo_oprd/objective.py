@@ -144,7 +144,7 @@ class Objective:
         layers = supervised_layers(loss.layers, student.num_layers)
         bridge = None if fitting else _bridge(config, student, teacher, layers)
         if bridge is None:
-            if not fitting:
+            if layers and not fitting:
                 _check_same_shape(student, teacher)
             pairs = layer_map(layers, student.num_layers, teacher.num_layers)
         else:
