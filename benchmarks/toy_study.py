@@ -184,6 +184,7 @@ class Study:
         return [
             f"student.hf_path={pair}/student", f"teacher.hf_path={self.root}/{teacher}",
             "student.parallel.tensor=1", f"data.train={pair}/prompts/train.jsonl", f"seed={seed}",
+            "evaluation.teacher=false",
         ]  # fmt: skip
 
     def _train(self, arm: Arm, seed: int) -> None:
@@ -192,7 +193,7 @@ class Study:
             *self._common(seed),
             f"output={directory}", f"data.validation.heldout={pair}/prompts/heldout.jsonl",
             f"data.validation.tune={pair}/prompts/tune.jsonl", f"evaluation.limit={EVALUATED}",
-            f"evaluation.every={STEPS // 2}", "evaluation.teacher=false", "train.save_every=0",
+            f"evaluation.every={STEPS // 2}", "train.save_every=0",
             f"train.export_hf={str(any(other.after == arm.name for other in self.arms)).lower()}",
             f"train.steps={STEPS}", "logging.every=20", *arm.settings,
         ]  # fmt: skip
