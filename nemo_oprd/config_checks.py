@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 from nemo_oprd.config import Config, ModelConfig
-from nemo_oprd.weight_schedule import Weight, largest, weight_at
+from nemo_oprd.weight_schedule import Weight, largest, vanishes, weight_at
 
 # null counts as right where a key allows it
 MORE_THAN_ZERO = (
@@ -245,6 +245,11 @@ def _check_bridge(config: Config) -> None:
         raise ValueError(
             f"bridge.train=true with loss.representation.weight={loss.weight} and layers={loss.layers}: no loss "
             "reaches the projectors; expected a weight above 0 and layers: set them, or bridge.train=false"
+        )
+    if isinstance(loss.weight, list) and vanishes(loss.weight):
+        raise ValueError(
+            "bridge.train=true with a loss.representation.weight of 0 in some updates: the projectors would drift "
+            "where no loss reaches them; expected weights above 0: change the schedule, or set bridge.train=false"
         )
     if config.precision == "bf16" and not config.train.distributed_optimizer:
         raise ValueError(
