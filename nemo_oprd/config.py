@@ -109,6 +109,9 @@ class RepresentationLossConfig:
 
     `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
 
+    `layer_map` names the teacher layer of every supervised student layer, {student: teacher}, in place of the paper's
+    rule; a bridge is fitted between these pairs.
+
     `layer_weights` w_l make the term sum_l w_l L_l / sum_l w_l instead of the plain mean over the supervised layers
     (null): a list with one weight per supervised layer, or {layer: weight}, where the other layers have 1.
     """
@@ -123,6 +126,7 @@ class RepresentationLossConfig:
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     dim_reduction: Literal["mean", "sum"] = "mean"
     layer_weights: list[float] | dict[str, float] | None = None
+    layer_map: dict[str, int] | None = None
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
 
 

@@ -19,7 +19,7 @@ from nemo_oprd.families import ModelSpec
 from nemo_oprd.losses.output import OutputLoss
 from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers, weights_of_layers
 from nemo_oprd.losses.rows import RowTable, make_rows
-from nemo_oprd.teacher.layermap import layer_map
+from nemo_oprd.teacher.layermap import layer_pairs
 from nemo_oprd.types import Rollout
 from nemo_oprd.weight_schedule import Weight, largest, vanishes, weight_at
 
@@ -142,13 +142,19 @@ class Objective:
                 "the student's tokenizer"
             )
         layers = supervised_layers(loss.layers, student.num_layers)
-        bridge = None if fitting else _bridge(config, student, teacher, layers)
+        pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
+        bridge = None if fitting else _bridge(config, student, teacher, pairs)
         if bridge is None:
             if layers and not fitting:
                 _check_same_shape(student, teacher)
-            pairs = layer_map(layers, student.num_layers, teacher.num_layers)
         else:
-            pairs = {layer: bridge.layers[layer] for layer in layers}
+            made_for = {layer: bridge.layers[layer] for layer in layers}
+            if loss.layer_map is not None and made_for != pairs:
+                raise ValueError(
+                    f"loss.representation.layer_map={pairs} and {config.bridge.path} was fitted for {made_for}; "
+                    "expected the same pairs: leave layer_map out, or fit a bridge with it"
+                )
+            pairs = made_for
             if bridge.rank == 1 and loss.kind != "mse":
                 raise ValueError(
                     f"loss.representation.kind={loss.kind} with a bridge of rank 1 compares signs of single numbers, "
@@ -258,7 +264,7 @@ def identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> M
     return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, tokenizer, name=name)
 
 
-def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, layers: list[int]) -> Bridge | None:
+def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, pairs: dict[int, int]) -> Bridge | None:
     """The bridge of a run, from its directory or, at full width, without tensors yet; None where there is none."""
     if config.bridge.path == "none":
         return None
@@ -269,8 +275,10 @@ def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, layers: list
     )
     capture = Capture(loss.position, loss.final_norm)
     if config.bridge.path == FULL_WIDTH:
-        return full_width_bridge(layer_map(layers, student.num_layers, teacher.num_layers), *models, capture)
-    return open_bridge(Path(config.bridge.path), student=models[0], teacher=models[1], layers=layers, capture=capture)
+        return full_width_bridge(pairs, *models, capture)
+    return open_bridge(
+        Path(config.bridge.path), student=models[0], teacher=models[1], layers=list(pairs), capture=capture
+    )
 
 
 def _check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:

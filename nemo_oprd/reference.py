@@ -86,15 +86,16 @@ def _bridge(
 
     A full-width bridge compares W h with h. What is learned with the student is put into `learned`.
     """
-    depths = student.num_hidden_layers, teacher.num_hidden_layers
+    chosen = config.loss.representation.layer_map
+    if chosen is None:
+        matched = layer_map(layers, student.num_hidden_layers, teacher.num_hidden_layers)
+    else:
+        matched = {layer: chosen[str(layer)] for layer in layers}
     if config.bridge.path == "none":
-        return {s: (t, lambda h: h, lambda h: h) for s, t in layer_map(layers, *depths).items()}
+        return {s: (t, lambda h: h, lambda h: h) for s, t in matched.items()}
     if config.bridge.path == FULL_WIDTH:
         widths = teacher.hidden_size, student.hidden_size
-        tensors = {
-            f"s{s}.t{t}.student_projector": draw_projector(config.seed, s, *widths)
-            for s, t in layer_map(layers, *depths).items()
-        }
+        tensors = {f"s{s}.t{t}.student_projector": draw_projector(config.seed, s, *widths) for s, t in matched.items()}
     else:
         tensors = load_file(Path(config.bridge.path) / "bridge.safetensors")
     found = {}

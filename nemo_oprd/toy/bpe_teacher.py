@@ -21,7 +21,7 @@ from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.toy import task
 from nemo_oprd.toy.pair import HEADS, IGNORED, KV_HEADS, MAX_POSITIONS, Recipe
 
-VOCAB_SIZE = 64
+VOCAB_SIZE = 40
 TOKENIZER_LINES = 2000
 DONE_FILE = "bpe_teacher.json"
 

@@ -112,6 +112,28 @@ def test_tensors(
             torch.testing.assert_close(tensors[f"{key}.{name}"], value, rtol=1e-2, atol=1e-3, msg=f"{key}.{name}")
 
 
+def test_pairs_of_ones_own(pools: Pools, tmp_path: Path, rollouts: Path) -> None:
+    """Fitted and used between other layers than the paper's rule gives; another map than the bridge's is refused."""
+    base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
+    bridge, chosen = (
+        tmp_path / "bridge",
+        ["loss.representation.layers=[1,3]", "loss.representation.layer_map={1:4,3:2}"],
+    )
+    pools[2].run(
+        "cases:run_fit_bridge",
+        overrides=[*base, *chosen, "bridge.rank=3", f"output={bridge}", "teacher.parallel.pipeline=2"],
+    )
+    assert json.loads((bridge / "bridge.json").read_text())["layer_pairs"] == [[1, 4], [3, 2]]
+    overrides = [*base, *chosen, f"bridge.path={bridge}", "student.parallel.tensor=2", f"output={tmp_path / 'out'}"]
+    pools[2].run("cases:run_verify", overrides=overrides)
+    _, gradients = read_result(tmp_path / "out")
+    expected = reference(load_config("verify", overrides), make_rollouts())
+    assert max(agreement(gradients, expected["gradients"]).values()) < 1e-5
+    other = [*overrides, "loss.representation.layer_map={1:1,3:2}"]
+    with pytest.raises(WorkerError, match=r"layer_map=\{1: 1, 3: 2\} and .* was fitted for \{1: 4, 3: 2\}"):
+        pools[2].run("cases:run_verify", overrides=other)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_bridge_is_used(pools: Pools, tmp_path: Path, rollouts: Path, ranks: int) -> None:
     """`verify` with it: losses and gradients equal the plain computation with the same tensors."""
