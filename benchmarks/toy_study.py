@@ -110,11 +110,12 @@ def bridge() -> list[Arm]:
 
 def tokenizers() -> list[Arm]:
     """Character student, sentencepiece BPE teacher: right and wrong readings, each with a bridge fitted under it."""
-    settings = ("teacher.reads=text", *BRIDGE, "train.lr=5e-4")
+    settings = ("teacher.reads=text", *BRIDGE, "train.lr=2e-4", "train.steps=60", "evaluation.every=30")
+    exact = (*settings, "alignment.exact=true")
     return [
-        Arm("aligned by bytes", settings, "right"),
-        Arm("aligned by bytes, exact pairs only", (*settings, "alignment.exact=true"), "right"),
-        Arm("shuffled alignment", settings, "shuffled", reading="shuffled"),
+        Arm("tokens that end on the same byte (exact)", exact, "exact"),
+        Arm("all tokens", settings, "all"),
+        Arm("shuffled alignment", exact, "shuffled", reading="shuffled"),
         Arm("raw ids (forced)", settings, "raw", reading="raw"),
     ]
 
@@ -172,11 +173,12 @@ class Study:
             from nemo_oprd.toy.bpe_teacher import make_bpe_teacher
 
             make_bpe_teacher(self.root / "bpe" / str(seed), seed=seed, log=self.log)
-            for reading in ("right", "shuffled", "raw"):
-                bridge = self.root / "bridges" / str(seed) / reading
+            for arm in self.arms:
+                bridge = self.root / "bridges" / str(seed) / str(arm.bridge)
                 if not (bridge / "bridge.json").is_file():
-                    settings = ["teacher.reads=text", f"output={bridge}", "bridge.rank=8", "bridge.prompts=512"]
-                    self._command("fit-bridge", [*self._common(seed), *settings], bridge, reading)
+                    kept = [setting for setting in arm.settings if setting.startswith(("teacher.", "alignment."))]
+                    settings = [*kept, f"output={bridge}", "bridge.rank=8", "bridge.prompts=512"]
+                    self._command("fit-bridge", [*self._common(seed), *settings], bridge, arm.reading)
 
     def _common(self, seed: int) -> list[str]:
         pair = self.root / "pairs" / str(seed)
