@@ -134,7 +134,8 @@ def test_a_run_that_could_not_go_on_as_it_began_is_refused(
         return load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c", *overrides])
 
     def objective(depth: int) -> Any:
-        return SimpleNamespace(trained_depth=depth, student_final=None, trains_head=False)
+        plain = {"bridge": None, "trains_bridge": False, "trains_in_parts": False}
+        return SimpleNamespace(trained_depth=depth, student_final=None, trains_head=False, **plain)
 
     partial_directory(tmp_path, 5).mkdir()
     seal(tmp_path, {"step": 5, **continuity(config(), objective(4))})
