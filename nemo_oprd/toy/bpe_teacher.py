@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.toy import task
-from nemo_oprd.toy.pair import HEADS, IGNORED, KV_HEADS, MAX_POSITIONS, Recipe
+from nemo_oprd.toy.pair import HEADS, IGNORED, KV_HEADS, MAX_POSITIONS, Recipe, train_step
 
 VOCAB_SIZE = 40
 TOKENIZER_LINES = 2000
@@ -56,16 +56,9 @@ def make_bpe_teacher(
     start = time.monotonic()
     for step in range(1, steps + 1):
         inputs, labels = _batch(tokenizer, task.sample_problems(rng, batch, unseen))
-        logits = model(input_ids=inputs, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
-        optimizer.step()
+        loss = train_step(model, optimizer, recipe, step, inputs, labels)
         if step % 50 == 0:
-            log(f"step {step:3d}/{steps}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s")
+            log(f"step {step:3d}/{steps}  loss {loss:.4f}  {time.monotonic() - start:.0f} s")
     model.save_pretrained(output)
     accuracy = _accuracy(model, tokenizer, held_out)
     log(f"teacher with {tokenizer.vocab_size} tokens: held-out accuracy {accuracy:.1%}, greedy")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_oprd.toy import task
 
@@ -253,7 +253,8 @@ def _train(
     student: tuple[dict[str, torch.Tensor], int] | None = None
     start = time.monotonic()
     for step in range(1, recipe.steps + 1):
-        loss = _train_step(model, optimizer, recipe, step, task.sample_problems(rng, recipe.batch, unseen))
+        batch = training_batch(task.sample_problems(rng, recipe.batch, unseen))
+        loss = train_step(model, optimizer, recipe, step, *batch)
         check = recipe.student_step is None and student is None and step % CHECK_EVERY == 0 and loss < CHECK_BELOW_LOSS
         accuracy = None
         if check or step % EVALUATE_EVERY == 0:
@@ -271,11 +272,15 @@ def _train(
     return student
 
 
-def _train_step(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, problems: np.ndarray
+def train_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    step: int,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
 ) -> float:
-    """One update on the right responses to `problems` [B, 2]; returns the mean loss per response token in nats."""
-    inputs, labels = training_batch(problems)
+    """One update on right responses (int64 [B, S], `IGNORED` where no label is); the mean loss per token in nats."""
     logits = model(input_ids=inputs, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
