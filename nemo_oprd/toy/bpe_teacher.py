@@ -36,14 +36,24 @@ def make_bpe_teacher(
     batch: int = 64,
     log: Callable[[str], None] = print,
 ) -> float:
-    """Writes the teacher's Hugging Face directory; what is there already is left as it is.
+    """Writes the teacher's Hugging Face directory; one of the same settings that is there is left as it is.
 
     Returns:
         The share of 200 problems that were not trained on which it solves greedily.
+
+    Raises:
+        ValueError: `output` holds a teacher of other settings.
     """
     done = output / DONE_FILE
+    settings = {"seed": seed, "steps": steps, "layers": layers, "hidden": hidden, "batch": batch, "tokens": VOCAB_SIZE}
     if done.is_file():
-        return float(json.loads(done.read_text())["accuracy"])
+        found = json.loads(done.read_text())
+        if found["settings"] != settings:
+            raise ValueError(
+                f"{output}: holds a teacher of {found['settings']}, expected {settings}; remove it or choose another "
+                "output"
+            )
+        return float(found["accuracy"])
     output.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([seed, 1])
     held_out = task.disjoint_problems(rng, {"held out": 200})["held out"]
@@ -62,7 +72,7 @@ def make_bpe_teacher(
     model.save_pretrained(output)
     accuracy = _accuracy(model, tokenizer, held_out)
     log(f"teacher with {tokenizer.vocab_size} tokens: held-out accuracy {accuracy:.1%}, greedy")
-    done.write_text(json.dumps({"seed": seed, "steps": steps, "accuracy": accuracy}) + "\n")
+    done.write_text(json.dumps({"settings": settings, "accuracy": accuracy}) + "\n")
     return accuracy
 
 

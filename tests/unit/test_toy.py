@@ -18,6 +18,7 @@ from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.families import read_model_spec
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.toy import pair, task
+from nemo_oprd.toy.bpe_teacher import make_bpe_teacher
 
 SETS = {"train": 64, "tune": 16, "heldout": 16}
 
@@ -341,3 +342,13 @@ def test_learning_rate():
     assert max(rates) < 2e-3
     assert rates[49:] == sorted(rates[49:], reverse=True)
     assert rates[:45] == sorted(rates[:45])
+
+
+def test_a_bpe_teacher_of_other_settings_is_not_taken(tmp_path: Path) -> None:
+    small = {"layers": 1, "hidden": 16, "batch": 2, "log": lambda line: None}
+    accuracy = make_bpe_teacher(tmp_path / "teacher", steps=2, **small)
+    weights = (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns
+    assert make_bpe_teacher(tmp_path / "teacher", steps=2, **small) == accuracy
+    assert (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns == weights
+    with pytest.raises(ValueError, match="holds a teacher of .*'steps': 2.* expected .*'steps': 3"):
+        make_bpe_teacher(tmp_path / "teacher", steps=3, **small)
