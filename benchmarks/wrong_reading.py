@@ -17,26 +17,25 @@ import numpy as np
 
 from nemo_oprd.rollout.base import Request
 from nemo_oprd.rollout.reading import TextReader
-from nemo_oprd.tokens.align import Coverage
 from nemo_oprd.types import Rollout
 
 _right = TextReader.read
 
 
-def shuffled(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> tuple[list[Rollout], Coverage]:
+def shuffled(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
     """In place of `TextReader.read`; the same permutation wherever a response is read."""
-    aligned, coverage = _right(reader, rollouts, requests)
+    aligned = _right(reader, rollouts, requests)
     mixed = []
     for rollout in aligned:
         index = np.array(rollout.teacher_index)
         draw = np.random.default_rng(rollout.response_ids)
         mixed.append(replace(rollout, teacher_index=draw.permutation(index).tolist()))
-    return mixed, coverage
+    return mixed
 
 
-def raw(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> tuple[list[Rollout], Coverage]:
+def raw(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
     """In place of `TextReader.read`."""
-    same = [
+    return [
         replace(
             rollout,
             teacher_prompt_ids=rollout.prompt_ids,
@@ -45,8 +44,6 @@ def raw(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) ->
         )
         for rollout in rollouts
     ]
-    tokens = sum(len(rollout.response_ids) for rollout in rollouts)
-    return same, Coverage(len(rollouts), tokens, tokens, 1.0, 0, 0)
 
 
 def main() -> None:

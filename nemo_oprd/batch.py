@@ -5,6 +5,7 @@ Every rank makes the same plan from the same rollouts; nothing about it needs to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -51,12 +52,19 @@ class BatchPlan:
         Rows keep their weights in the whole batch, so that gradients of the parts add up to that of the batch. Under
         an interleaved schedule a part is a multiple of the pipeline size, at least one.
         """
+        return [self.part(numbers) for numbers in self.wave_numbers(microbatches)]
+
+    def wave_numbers(self, microbatches: int | None) -> list[range]:
+        """The microbatches of each wave."""
         count = len(self.packs[0])
         size = count if microbatches is None else microbatches
         if self.layout.virtual_pipeline > 1:
             size = max(1, size // self.layout.pipeline) * self.layout.pipeline
-        parts = (range(start, min(start + size, count)) for start in range(0, count, size))
-        return [self._part(self.table, [[packs[m] for m in part] for packs in self.packs]) for part in parts]
+        return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def part(self, microbatches: Sequence[int]) -> BatchPlan:
+        """Some of the microbatches, with their rows."""
+        return self._part(self.table, [[packs[m] for m in microbatches] for packs in self.packs])
 
     def _part(self, table: RowTable, packs: list[list[Pack]]) -> BatchPlan:
         responses = [i for part in packs for pack in part for i in pack.sequences]
@@ -110,27 +118,56 @@ class StepPlan:
     """One role's view of a batch: the rows whose hidden states are matched, and those whose distributions are.
 
     Both are of the same packed sequences. `output` counts rows in the final hidden states, which its users bring
-    together over tensor ranks: it knows no sequence parallelism.
+    together over tensor ranks: it knows no sequence parallelism. All sequences of a microbatch have one teacher, number
+    `taught_by[m]`.
     """
 
     hidden: BatchPlan
     output: BatchPlan | None
+    taught_by: tuple[int, ...]
 
     @staticmethod
     def of(
-        hidden: RowTable, output: RowTable | None, num_responses: int, layout: Layout, token_budget: int
+        hidden: RowTable,
+        output: RowTable | None,
+        num_responses: int,
+        layout: Layout,
+        token_budget: int,
+        taught_by: Sequence[int] | None = None,
     ) -> StepPlan:
-        """Packs what the rows depend on, and nothing else, for `layout`."""
+        """Packs what the rows depend on, and nothing else, for `layout`.
+
+        Args:
+            taught_by: the teacher of each response; None: one has them all.
+        """
         lengths = np.array(hidden.needed_tokens(num_responses))
         if output is not None:
             lengths = np.maximum(lengths, output.needed_tokens(num_responses))
-        plan = BatchPlan.of(hidden, lengths.tolist(), layout, token_budget)
-        return StepPlan(plan, None if output is None else plan.with_rows(output))
+        owners = np.zeros(num_responses, dtype=np.int64) if taught_by is None else np.asarray(taught_by)
+        packs: list[list[Pack]] = [[] for _ in range(layout.data)]
+        teachers: list[int] = []
+        for teacher in np.unique(owners[lengths > 0]).tolist() or [0]:
+            theirs = make_packs(np.where(owners == teacher, lengths, 0).tolist(), layout, token_budget)
+            for all_packs, more in zip(packs, theirs, strict=True):
+                all_packs.extend(more)
+            teachers += [teacher] * len(theirs[0])
+        plan = BatchPlan(hidden, layout, packs)
+        return StepPlan(plan, None if output is None else plan.with_rows(output), tuple(teachers))
 
     def waves(self, microbatches: int | None) -> list[StepPlan]:
         """See `BatchPlan.waves`."""
-        parts = self.hidden.waves(microbatches)
-        return [StepPlan(part, self.output and part.with_rows(self.output.table)) for part in parts]
+        return [self.part(numbers) for numbers in self.hidden.wave_numbers(microbatches)]
+
+    def part(self, microbatches: Sequence[int]) -> StepPlan:
+        """Some of the microbatches, with their rows."""
+        part = self.hidden.part(microbatches)
+        output = None if self.output is None else part.with_rows(self.output.table)
+        return StepPlan(part, output, tuple(self.taught_by[m] for m in microbatches))
+
+    def of_teacher(self, teacher: int) -> StepPlan | None:
+        """The microbatches of one teacher; None if it has no rows."""
+        part = self.part([m for m, taught_by in enumerate(self.taught_by) if taught_by == teacher])
+        return part if len(part.hidden.table) or (part.output is not None and len(part.output.table)) else None
 
     def for_teacher(self, layout: Layout, num_responses: int, token_budget: int) -> StepPlan:
         """The same rows in the sequences that the teacher reads, packed for its layout."""

@@ -56,11 +56,22 @@ class ParallelConfig:
 
 
 @dataclass
-class ModelConfig:
+class ModelSource:
     """Where a model comes from: an HF directory, or a Megatron checkpoint made by checkpoint_tools. One of the two."""
 
     hf_path: str | None = None
     checkpoint: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The one that is given."""
+        return str(self.hf_path or self.checkpoint)
+
+
+@dataclass
+class ModelConfig(ModelSource):
+    """A model and its layout."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
@@ -80,6 +91,13 @@ class TeacherConfig(ModelConfig):
     It reads the student's token `ids` as they are, or the response's `text` in tokens and a chat template of its own
     (`alignment`), which is the only way where the tokenizers differ.
 
+    With a `prompt` it reads another prompt than the student: the last message is replaced by this template, in which
+    {prompt} stands for that message, {answer} and {hint} for those fields of the prompt file.
+
+    `weights` other than its `own` make it the student itself (self-distillation): the `student` at its current weights,
+    without a second copy of them; their moving average over the updates, `ema`, with decay `ema_decay`; or the
+    `initial` ones, frozen. The first two have the student's layout.
+
     `resident_microbatches` is how many of the student's microbatches have their targets in memory at a time (null: all
     of a step). `offload` keeps the weights in pinned host memory while the teacher isn't reading.
     """
@@ -87,8 +105,31 @@ class TeacherConfig(ModelConfig):
     placement: Literal["colocated", "dedicated"] = "colocated"
     ranks: int | None = None
     reads: Literal["ids", "text"] = "ids"
+    prompt: str | None = None
+    weights: Literal["own", "student", "ema", "initial"] = "own"
+    ema_decay: float = 0.999
     resident_microbatches: int | None = None
     offload: bool = False
+
+
+@dataclass
+class TeacherSource(ModelSource):
+    """One of several teachers: its model, and whose responses it teaches.
+
+    Those to prompts of its `data_sources`; null takes all that no other teacher has. Their losses are multiplied by
+    `weight`. `bridge` is its bridge, null where it has the student's shape. `name` is what metrics call it; its data
+    sources if null.
+    """
+
+    data_sources: list[str] | None = None
+    weight: float = 1.0
+    bridge: str | None = None
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics and messages."""
+        return self.name or "+".join(self.data_sources or ["others"])
 
 
 @dataclass
@@ -217,12 +258,13 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    """Prompt files: one for training, any number of named sets for validation.
+    """Prompt files: for training, and any number of named sets for validation.
 
-    Training prompts of more than `max_prompt_tokens` tokens are left out (null: all are kept).
+    `train` may be a list of files. Training prompts of more than `max_prompt_tokens` tokens are left out (null: all are
+    kept).
     """
 
-    train: str | None = None
+    train: str | list[str] | None = None
     max_prompt_tokens: int | None = None
     validation: dict[str, str] = field(default_factory=dict)
 
@@ -291,14 +333,18 @@ class LoggingConfig:
 
 @dataclass
 class Config:
-    """A complete run."""
+    """A complete run.
+
+    `teachers` are several teachers in place of `teacher.hf_path`; the other settings of `teacher` hold for all of them.
+    With `teacher.offload` one at a time is in device memory, else all are.
+    """
 
     output: str = "runs/run"
     precision: Literal["fp32", "bf16"] = "bf16"
     seed: int = 0
     student: StudentConfig = field(default_factory=StudentConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    teachers: list[str] = field(default_factory=list)
+    teachers: list[TeacherSource] = field(default_factory=list)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -307,6 +353,15 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def teacher_sources(self) -> list[TeacherSource]:
+        """The teachers: the several ones, or the only one, which has all responses."""
+        if self.teachers:
+            return self.teachers
+        model = self.teacher if self.teacher.weights == "own" else self.student
+        bridge = None if self.bridge.path == "none" else self.bridge.path
+        return [TeacherSource(model.hf_path, model.checkpoint, bridge=bridge)]
 
 
 def default_config_dir() -> Path:

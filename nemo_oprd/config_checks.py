@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from nemo_oprd.config import Config, ModelConfig
+from nemo_oprd.config import Config, ModelConfig, ModelSource, ParallelConfig
 from nemo_oprd.weight_schedule import Weight, largest, vanishes, weight_at
 
 # null counts as right where a key allows it
@@ -59,8 +59,11 @@ FRACTIONS = ("evaluation.top_p", "rollout.top_p")
 def check(config: Config) -> None:
     """Raises ValueError for values that are out of range, contradict each other, or ask for what isn't there yet."""
     _check_there_yet(config)
+    _check_source("student", config.student)
     for role, model in (("student", config.student), ("teacher", config.teacher)):
-        _check_model(role, model)
+        _check_parallel(role, model)
+    _check_teachers(config)
+    _check_self_distillation(config)
     _check_roles(config)
     _check_ranges(config)
     _check_losses(config)
@@ -87,12 +90,23 @@ def _check_ranges(config: Config) -> None:
             raise ValueError(f"{key}={_value(config, key)}: expected 0 or more; choose another number")
 
 
-def _check_model(role: str, model: ModelConfig) -> None:
+def _check_source(key: str, model: ModelSource) -> None:
     if (model.hf_path is None) == (model.checkpoint is None):
         raise ValueError(
-            f"{role}.hf_path={model.hf_path} and {role}.checkpoint={model.checkpoint}: "
+            f"{key}.hf_path={model.hf_path} and {key}.checkpoint={model.checkpoint}: "
             "expected exactly one of the two; set the other to null"
         )
+
+
+def _check_no_source(model: ModelSource, why: str) -> None:
+    if model.hf_path is not None or model.checkpoint is not None:
+        raise ValueError(
+            f"teacher.hf_path={model.hf_path} and teacher.checkpoint={model.checkpoint} with {why}; expected neither: "
+            "set both to null"
+        )
+
+
+def _check_parallel(role: str, model: ModelConfig) -> None:
     for name in ("tensor", "pipeline", "virtual_pipeline", "context", "first_stage_layers", "last_stage_layers"):
         size = getattr(model.parallel, name)
         if size is not None and size < 1:
@@ -101,6 +115,93 @@ def _check_model(role: str, model: ModelConfig) -> None:
         raise ValueError(
             f"{role}.parallel.virtual_pipeline={model.parallel.virtual_pipeline} needs {role}.parallel.pipeline "
             "> 1; raise that, or set it to 1"
+        )
+
+
+def _check_teachers(config: Config) -> None:
+    """Where the teachers come from, and which responses are whose."""
+    teachers = config.teachers
+    if not teachers:
+        if config.teacher.weights == "own":
+            _check_source("teacher", config.teacher)
+        return
+    _check_no_source(config.teacher, "a list of teachers")
+    owner: dict[str | None, int] = {}
+    labels: dict[str, int] = {}
+    for i, teacher in enumerate(teachers):
+        _check_source(f"teachers[{i}]", teacher)
+        if teacher.weight <= 0:
+            raise ValueError(f"teachers[{i}].weight={teacher.weight}: expected more than 0; leave out who shan't teach")
+        if teacher.data_sources is not None and not teacher.data_sources:
+            raise ValueError(
+                f"teachers[{i}].data_sources=[]: expected names, or null for all that no other teacher has; give some"
+            )
+        sources: list[str | None] = [None] if teacher.data_sources is None else [*teacher.data_sources]
+        for source in sources:
+            what = "null, all that no other teacher has" if source is None else repr(source)
+            if source in owner:
+                raise ValueError(
+                    f"teachers[{owner[source]}] and teachers[{i}] both have the data source {what}; expected one "
+                    "teacher for each: take it from one of them"
+                )
+            owner[source] = i
+        if labels.setdefault(teacher.label, i) != i:
+            raise ValueError(
+                f"teachers[{labels[teacher.label]}] and teachers[{i}] are both called {teacher.label!r} in metrics; "
+                "expected different names: set teachers[i].name"
+            )
+    if config.bridge.path != "none" or config.bridge.train:
+        raise ValueError(
+            f"bridge.path={config.bridge.path} and bridge.train={str(config.bridge.train).lower()} with several "
+            "teachers: each has a frozen bridge of its own; expected none and false: set teachers[i].bridge"
+        )
+    if config.evaluation.teacher:
+        raise ValueError(
+            "evaluation.teacher=true with several teachers; expected false: evaluate each with `nemo-oprd evaluate`"
+        )
+
+
+def _check_self_distillation(config: Config) -> None:
+    """What a teacher that is the student, or reads another prompt than the student, rules out."""
+    teacher, weights = config.teacher, config.teacher.weights
+    if teacher.prompt is not None and "{prompt}" not in teacher.prompt:
+        raise ValueError(
+            f"teacher.prompt={teacher.prompt!r}: expected a text with {{prompt}}, which stands for what the student "
+            "reads; put it in"
+        )
+    if not 0 <= teacher.ema_decay < 1:
+        raise ValueError(f"teacher.ema_decay={teacher.ema_decay}: expected a number in [0, 1); choose e.g. 0.999")
+    if weights == "own":
+        return
+    why = f"teacher.weights={weights}"
+    if config.teachers:
+        raise ValueError(f"{why} with a list of teachers; expected own: remove one of the two")
+    _check_no_source(teacher, f"{why}, where the student is its own teacher")
+    if teacher.prompt is None:
+        raise ValueError(
+            f"{why} with teacher.prompt=null: the student would be compared with itself on the same tokens; expected a "
+            "template with privileged information: set e.g. teacher.prompt='{prompt} The answer is {answer}.'"
+        )
+    if teacher.reads == "text":
+        raise ValueError(f"{why} with teacher.reads=text: the tokenizer is the same; expected ids: set it")
+    if config.bridge.path != "none":
+        raise ValueError(f"bridge.path={config.bridge.path} with {why}: both have one shape; expected none: set it")
+    if config.evaluation.teacher:
+        raise ValueError(
+            f"evaluation.teacher=true with {why}: without what teacher.prompt tells it, the teacher is the student; "
+            "expected false: set it"
+        )
+    if weights == "initial":
+        return
+    if teacher.placement == "dedicated" or teacher.parallel != ParallelConfig() or teacher.offload:
+        raise ValueError(
+            f"teacher.placement={teacher.placement}, offload={str(teacher.offload).lower()} or a parallel of its own "
+            f"with {why}: such a teacher has the student's ranks and layout; expected them left out: remove them"
+        )
+    if weights == "student" and config.train.updates_per_rollout > 1:
+        raise ValueError(
+            f"train.updates_per_rollout={config.train.updates_per_rollout} with {why}: the second update's teacher "
+            "would be another than the first's; expected 1: set it, or use ema or initial weights"
         )
 
 
@@ -289,10 +390,7 @@ def _check_evaluation(config: Config) -> None:
 
 def _check_there_yet(config: Config) -> None:
     """Settings that have their place in the schema and no implementation in this version."""
-    planned = {
-        "teachers": (config.teachers, []),
-        "rollout.engine": (config.rollout.engine, "megatron"),
-    }
+    planned = {"rollout.engine": (config.rollout.engine, "megatron")}
     for key, (value, only) in planned.items():
         if value != only:
             raise ValueError(f"{key}={value}: this version supports only {key}={only}; see README, what doesn't yet")

@@ -23,8 +23,9 @@ def _all_keys(cls: type, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in _fields(cls).items():
         keys.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
-            keys += _all_keys(typing.cast(type, hint), f"{prefix}{name}.")
+        inner = hint if dataclasses.is_dataclass(hint) else (*typing.get_args(hint), None)[0]
+        if dataclasses.is_dataclass(inner):
+            keys += _all_keys(typing.cast(type, inner), f"{prefix}{name}.")
     return keys
 
 
@@ -67,9 +68,9 @@ def refuse_secrets(value: Any, key: str) -> None:
 
 
 def check_key(root: type, key: str, where: str) -> None:
-    """Raises ValueError unless `key` is one of the schema `root`, or names a validation set."""
+    """Raises ValueError unless `key` is one of the schema `root` (list items by number), or names a validation set."""
     known = _all_keys(root)
-    if key not in known and key.rsplit(".", 1)[0] != "data.validation":
+    if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] != "data.validation":
         raise _unknown(root, key, where)
 
 

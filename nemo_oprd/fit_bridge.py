@@ -30,7 +30,7 @@ from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM
 from nemo_oprd.families import read_model_spec
-from nemo_oprd.inputs import encode_prompts, make_reader, recorded_rollouts
+from nemo_oprd.inputs import encode_prompts, make_readers, recorded_rollouts
 from nemo_oprd.megatron.inject import row_chunks
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.objective import Objective, identity
@@ -60,6 +60,9 @@ def fit_bridge(config: Config) -> None:
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= OURS):
         raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
     check_output(output)
+    if config.teachers or config.teacher.weights != "own":
+        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
+        raise ValueError(f"fit-bridge with {given}: a bridge is to one model; expected one: name it in teacher.hf_path")
     config = _with_whole_rows(config)
     source = _Rollouts(config)
     plan = make_plan(config, fitting=True)
@@ -106,7 +109,7 @@ class _Rollouts:
         self.tokenizer = Tokenizer.load(self.source)
         self.fingerprint = self.tokenizer.fingerprint()
         check_vocabulary(self.tokenizer, self.spec, self.source)
-        self.reader = make_reader(config, self.tokenizer)
+        self.reader = make_readers(config, self.tokenizer)[0]
         self.teacher_fingerprint = self.fingerprint if self.reader is None else self.reader.teacher.fingerprint()
         self.prompts = encode_prompts(config, self.tokenizer, self.spec.max_positions)
         self.count = config.bridge.prompts * config.rollout.per_prompt
@@ -136,7 +139,7 @@ class _Rollouts:
                 )
                 if dist.get_rank() == 0:
                     write_rollouts(file, kept)
-            yield kept if self.reader is None else self.reader.read(kept, requests)[0]
+            yield kept if self.reader is None else self.reader.read(kept, requests)
 
     def _claim_directory(self) -> None:
         """Says in `rollouts/about.json` of what the rollouts there are; what is there of something else is refused."""
@@ -196,9 +199,9 @@ def _collect(
     for rollouts in source.batches(system):
         plan = system.plan(rollouts)
         for wave in plan.waves(config.teacher.resident_microbatches):
-            targets, held = system.teach(rollouts, wave), wave.hidden
+            targets, held = system.teach(rollouts, wave).get(0), wave.hidden
             states = student.hidden_states(rollouts, held)
-            if at is None:
+            if at is None or targets is None:
                 continue
             row = np.concatenate([microbatch.row for microbatch in held.held(at)])
             response = held.table.response[row] + first

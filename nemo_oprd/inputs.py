@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_oprd.bridge.maps import Bridge
-from nemo_oprd.config import Config
-from nemo_oprd.data.prompts import load_prompts
+from nemo_oprd.config import Config, ModelSource, TeacherSource
+from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.rollout.base import Request
-from nemo_oprd.rollout.reading import TextReader
-from nemo_oprd.rollout.replay import TeacherLimits, read_rollouts
+from nemo_oprd.rollout.reading import PromptReader, Reader, TextReader
+from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
 from nemo_oprd.setup import model_directory
+from nemo_oprd.teacher.routing import Routing
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
 
 def check_sources_stay(config: Config) -> None:
     """Raises ValueError where the export at the end would replace a model that the run reads."""
-    for role, model in (("student", config.student), ("teacher", config.teacher)):
+    models: list[tuple[str, ModelSource]] = [("student", config.student), ("teacher", config.teacher)]
+    for role, model in [*models, *((f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers))]:
         target = Path(config.output) / "hf"
         if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
             raise ValueError(
@@ -36,27 +39,33 @@ def recorded_rollouts(config: Config) -> list[Rollout] | None:
     """
     if config.rollout.replay is None:
         return None
-    student, teacher = (read_model_spec(model_directory(model)) for model in (config.student, config.teacher))
-    if config.teacher.reads == "text":
-        limits = TeacherLimits(teacher.vocab_size, teacher.max_positions)
-        return read_rollouts(config.rollout.replay, student.vocab_size, student.max_positions, limits)
-    known = min(student.vocab_size, teacher.vocab_size)
-    return read_rollouts(config.rollout.replay, known, student.max_positions)
+    student = read_model_spec(model_directory(config.student))
+    teachers = [read_model_spec(model_directory(teacher)) for teacher in config.teacher_sources]
+    vocabulary = min(teacher.vocab_size for teacher in teachers)
+    positions = min(teacher.max_positions for teacher in teachers)
+    limits = TeacherLimits(vocabulary, positions, own_sequences(config.teacher))
+    known = student.vocab_size if config.teacher.reads == "text" else min(student.vocab_size, vocabulary)
+    rollouts = read_rollouts(config.rollout.replay, known, student.max_positions, limits)
+    Routing(tuple(config.teacher_sources)).check((r.data_source for r in rollouts), config.rollout.replay)
+    return rollouts
 
 
-def make_reader(config: Config, student: Tokenizer) -> TextReader | None:
-    """What makes the teacher's sequences of rollouts; None where the teacher reads the student's ids.
+def make_readers(config: Config, student: Tokenizer) -> list[Reader | None]:
+    """Per teacher, what makes its sequences of rollouts; None where it reads the student's ids.
 
     Raises:
         ValueError: the tokenizers differ and the teacher is to read ids, or one of them can't be aligned.
     """
-    directory = model_directory(config.teacher)
-    if config.teacher.reads == "ids":
-        check_tokenizers(student, directory)
-        return None
+    return [_make_reader(config, student, teacher) for teacher in config.teacher_sources]
+
+
+def _make_reader(config: Config, student: Tokenizer, source: TeacherSource) -> Reader | None:
+    directory, settings = model_directory(source), config.alignment
     positions = read_model_spec(directory).max_positions
-    settings = config.alignment
-    return TextReader(student, Tokenizer.load(directory), positions, settings.exact, settings.min_coverage)
+    if config.teacher.reads == "text":
+        return TextReader(student, Tokenizer.load(directory), positions, settings.exact, settings.min_coverage)
+    check_tokenizers(student, directory)
+    return None if config.teacher.prompt is None else PromptReader(Tokenizer.load(directory), positions)
 
 
 def check_tokenizers(student: Tokenizer, teacher_directory: Path) -> None:
@@ -88,29 +97,40 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
     """The training prompts, tokenized once; those above `data.max_prompt_tokens` are left out.
 
     Raises:
-        ValueError: the file can't be read, no prompt is short enough, or one leaves no room for a response.
+        ValueError: a file can't be read, no prompt is short enough, one leaves no room for a response, has no teacher,
+            or lacks what its teacher is to be told; or a teacher has no prompts.
     """
     limit = config.data.max_prompt_tokens
-    requests = []
-    for prompt in load_prompts(str(config.data.train)):
+    requests: list[Request] = []
+    for prompt, file in _training_prompts(config):
+        where = f"data.train={file}: prompt {prompt.index}"
         try:
             ids = tokenizer.encode_prompt(list(prompt.messages))
+            if limit is not None and len(ids) > limit:
+                continue
+            told = prompt.told(config.teacher.prompt)
         except ValueError as error:
-            raise ValueError(f"data.train={config.data.train}: prompt {prompt.index}: {error}") from error
-        if limit is not None and len(ids) > limit:
-            continue
+            raise ValueError(f"{where}: {error}") from error
         if len(ids) >= max_positions:
             raise ValueError(
-                f"data.train={config.data.train}: prompt {prompt.index} has {len(ids)} tokens and leaves no room in "
-                f"the model's {max_positions} positions; set data.max_prompt_tokens"
+                f"{where} has {len(ids)} tokens and leaves no room in the model's {max_positions} positions; set "
+                "data.max_prompt_tokens"
             )
         text = prompt.messages[-1]["content"]
-        requests.append(Request(ids, text, prompt.data_source, prompt.answer, prompt.messages))
+        requests.append(Request(ids, text, prompt.data_source, prompt.answer, prompt.messages, told))
     if not requests:
         raise ValueError(
             f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise it"
         )
+    Routing(tuple(config.teacher_sources)).check((r.data_source for r in requests), f"data.train={config.data.train}")
     return requests
+
+
+def _training_prompts(config: Config) -> Iterator[tuple[Prompt, str]]:
+    """All prompts, each with its file."""
+    files = config.data.train if isinstance(config.data.train, list) else [str(config.data.train)]
+    for file in files:
+        yield from ((prompt, file) for prompt in load_prompts(file))
 
 
 def check_bridge_tokenizers(bridge: Bridge | None, student: Tokenizer | None, teacher: Tokenizer | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from nemo_oprd.bridge.artifact import open_bridge
 from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
-from nemo_oprd.config import Config, LoggingConfig, OutputLossConfig
+from nemo_oprd.config import Config, LoggingConfig, OutputLossConfig, TeacherSource
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.losses.output import OutputLoss
 from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers, weights_of_layers
@@ -125,11 +125,13 @@ class Objective:
         teacher: ModelSpec,
         same_tokenizer: Callable[[], bool] = lambda: False,
         *,
+        source: TeacherSource | None = None,
         fitting: bool = False,
     ) -> Objective:
         """Raises ValueError where the two models can't be compared as asked for.
 
         Args:
+            source: where the teacher comes from, one of `config.teacher_sources`; None: the only one.
             same_tokenizer: asked where the models know different numbers of ids, which may be padding.
             fitting: a bridge between the two is to be made: shapes may differ, and all response tokens count.
         """
@@ -143,7 +145,8 @@ class Objective:
             )
         layers = supervised_layers(loss.layers, student.num_layers)
         pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
-        bridge = None if fitting else _bridge(config, student, teacher, pairs)
+        source = source or config.teacher_sources[0]
+        bridge = None if fitting else _bridge(config, source, student, teacher, pairs)
         if bridge is None:
             if layers and not fitting:
                 _check_same_shape(student, teacher)
@@ -151,7 +154,7 @@ class Objective:
             made_for = {layer: bridge.layers[layer] for layer in layers}
             if loss.layer_map is not None and made_for != pairs:
                 raise ValueError(
-                    f"loss.representation.layer_map={pairs} and {config.bridge.path} was fitted for {made_for}; "
+                    f"loss.representation.layer_map={pairs} and {source.bridge} was fitted for {made_for}; "
                     "expected the same pairs: leave layer_map out, or fit a bridge with it"
                 )
             pairs = made_for
@@ -264,21 +267,21 @@ def identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> M
     return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, tokenizer, name=name)
 
 
-def _bridge(config: Config, student: ModelSpec, teacher: ModelSpec, pairs: dict[int, int]) -> Bridge | None:
-    """The bridge of a run, from its directory or, at full width, without tensors yet; None where there is none."""
-    if config.bridge.path == "none":
+def _bridge(
+    config: Config, source: TeacherSource, student: ModelSpec, teacher: ModelSpec, pairs: dict[int, int]
+) -> Bridge | None:
+    """A teacher's bridge, from its directory or, at full width, without tensors yet; None where there is none."""
+    if source.bridge is None:
         return None
     loss = config.loss.representation
     models = (
-        identity(student, str(config.student.hf_path or config.student.checkpoint)),
-        identity(teacher, str(config.teacher.hf_path or config.teacher.checkpoint)),
+        identity(student, config.student.path),
+        identity(teacher, source.path),
     )
     capture = Capture(loss.position, loss.final_norm)
-    if config.bridge.path == FULL_WIDTH:
+    if source.bridge == FULL_WIDTH:
         return full_width_bridge(pairs, *models, capture)
-    return open_bridge(
-        Path(config.bridge.path), student=models[0], teacher=models[1], layers=list(pairs), capture=capture
-    )
+    return open_bridge(Path(source.bridge), student=models[0], teacher=models[1], layers=list(pairs), capture=capture)
 
 
 def _check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_oprd.bridge.full_width import FULL_WIDTH, draw_projector
-from nemo_oprd.config import Config, RepresentationLossConfig
+from nemo_oprd.config import Config, RepresentationLossConfig, TeacherSource
 from nemo_oprd.teacher.layermap import layer_map
 from nemo_oprd.types import Rollout
 
@@ -26,7 +26,9 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
         {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float where there
          is an output-space term, "gradients": {HF name: tensor}}; parameters that no loss reaches are absent.
     """
-    student, teacher = (_load(str(model.hf_path), dtype) for model in (config.student, config.teacher))
+    student = _load(str(config.student.hf_path), dtype)
+    # a teacher that is the student has its weights, in the first update
+    teachers = [_load(str(source.hf_path), dtype) for source in config.teacher_sources]
     loss = config.loss.representation
     layers = _layers(loss.layers, student.config.num_hidden_layers)
     supervised = [_tokens(rollout, loss) for rollout in rollouts]
@@ -36,26 +38,31 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     per_layer = dict.fromkeys(layers, 0.0)
     shares = _shares(layers, loss)
     learned: dict[str, torch.Tensor] = {}
-    maps = _bridge(config, layers, student.config, teacher.config, dtype, learned)
-    output = _Output(config, rollouts, min(student.config.vocab_size, teacher.config.vocab_size))
+    maps = [
+        _bridge(config, source, layers, student.config, teacher.config, dtype, learned)
+        for source, teacher in zip(config.teacher_sources, teachers, strict=True)
+    ]
+    output = _Output(config, rollouts)
     for rollout, tokens in zip(rollouts, supervised, strict=True):
         if not tokens:
             continue
         shift = 1 if loss.position == "predicting" else 0
         where = torch.tensor([len(rollout.prompt_ids) + t - shift for t in tokens])
         there = torch.tensor([_teacher_token(rollout, t - shift) for t in tokens])
-        weight = 1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens))
+        number = _teacher_of(config, rollout)
+        teacher, times = teachers[number], config.teacher_sources[number].weight
+        weight = times * (1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens)))
         ours = _hidden_states(student, rollout, final_norm=loss.final_norm)
         with torch.no_grad():
             theirs = _hidden_states(teacher, _as_the_teacher_reads(rollout), final_norm=loss.final_norm)
         total = torch.zeros((), dtype=dtype)
         for layer in layers:
-            teacher_layer, of_student, of_teacher = maps[layer]
+            teacher_layer, of_student, of_teacher = maps[number][layer]
             compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][there])
             term = weight * _distance(*compared, loss).sum()
             per_layer[layer] += float(term.detach())
             total = total + weight_of_layers * shares[layer] * term
-        total = total + weight_of_output * output.term(student, teacher, rollout)
+        total = total + weight_of_output * output.term(student, teacher, rollout, times)
         total.backward()
     gradients = {name: p.grad for name, p in [*student.named_parameters(), *learned.items()] if p.grad is not None}
     rep_loss = sum(shares[layer] * per_layer[layer] for layer in layers)
@@ -79,8 +86,21 @@ def _first_weight(weight: Any) -> float:
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _teacher_of(config: Config, rollout: Rollout) -> int:
+    """The teacher that names the response's data source, or the one that names none."""
+    named = [source.data_sources or [] for source in config.teacher_sources]
+    found = [i for i, sources in enumerate(named) if rollout.data_source in sources]
+    return found[0] if found else named.index([])
+
+
 def _bridge(
-    config: Config, layers: list[int], student: Any, teacher: Any, dtype: torch.dtype, learned: dict[str, torch.Tensor]
+    config: Config,
+    source: TeacherSource,
+    layers: list[int],
+    student: Any,
+    teacher: Any,
+    dtype: torch.dtype,
+    learned: dict[str, torch.Tensor],
 ) -> dict[int, tuple[int, Map, Map]]:
     """Student layer -> teacher layer, and what is compared of each side: P_S h + b and P_T (h - mu) with a bridge.
 
@@ -91,13 +111,13 @@ def _bridge(
         matched = layer_map(layers, student.num_hidden_layers, teacher.num_hidden_layers)
     else:
         matched = {layer: chosen[str(layer)] for layer in layers}
-    if config.bridge.path == "none":
+    if source.bridge is None:
         return {s: (t, lambda h: h, lambda h: h) for s, t in matched.items()}
-    if config.bridge.path == FULL_WIDTH:
+    if source.bridge == FULL_WIDTH:
         widths = teacher.hidden_size, student.hidden_size
         tensors = {f"s{s}.t{t}.student_projector": draw_projector(config.seed, s, *widths) for s, t in matched.items()}
     else:
-        tensors = load_file(Path(config.bridge.path) / "bridge.safetensors")
+        tensors = load_file(Path(source.bridge) / "bridge.safetensors")
     found = {}
     for key in {name.rpartition(".")[0] for name in tensors}:
         student_layer, teacher_layer = (int(part[1:]) for part in key.split("."))
@@ -120,24 +140,28 @@ def _bridge(
 class _Output:
     """The output-space term on whole distributions, derivatives by autograd."""
 
-    def __init__(self, config: Config, rollouts: list[Rollout], vocab_size: int) -> None:
-        self.config, self.vocab_size = config.loss.output, vocab_size
+    def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
+        self.config = config.loss.output
         self.loss: float | None = None if self.config.kind == "none" else 0.0
-        counts = [sum(rollout.mask) for rollout in rollouts]
+        counts = [len(_predicted_tokens(rollout)) for rollout in rollouts]
         self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
 
-    def term(self, student: Any, teacher: Any, rollout: Rollout) -> torch.Tensor | float:
-        """One response's part of `output/loss`."""
+    def term(self, student: Any, teacher: Any, rollout: Rollout, times: float) -> torch.Tensor | float:
+        """One response's part of `output/loss`; `times` is its teacher's weight."""
         if self.loss is None:
             return 0.0
-        masked_in = [t for t, m in enumerate(rollout.mask) if m]
+        self.vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)
+        masked_in = _predicted_tokens(rollout)
         where = torch.tensor([len(rollout.prompt_ids) + t - 1 for t in masked_in])
         ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
         log_p = self._log_probabilities(student, ids, where)
+        read = _as_the_teacher_reads(rollout)
+        there = where + len(read.prompt_ids) - len(rollout.prompt_ids)
         with torch.no_grad():
-            log_q = self._log_probabilities(teacher, ids, where)
+            log_q = self._log_probabilities(teacher, torch.tensor([read.prompt_ids + read.response_ids]), there)
         value, differentiable = self._divergence(log_p, log_q, torch.tensor([rollout.response_ids])[0][masked_in])
-        weight = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
+        share = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
+        weight = times * share
         self.loss += weight * float(value.sum().detach())
         return weight * differentiable.sum()
 
@@ -220,9 +244,10 @@ def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[in
 
 
 def _as_the_teacher_reads(rollout: Rollout) -> Rollout:
-    if rollout.teacher_response_ids is None:
-        return rollout
-    return Rollout(rollout.teacher_prompt_ids or [], rollout.teacher_response_ids)
+    prompt, response = rollout.teacher_prompt_ids, rollout.teacher_response_ids
+    return Rollout(
+        rollout.prompt_ids if prompt is None else prompt, rollout.response_ids if response is None else response
+    )
 
 
 def _teacher_token(rollout: Rollout, t: int) -> int | None:
@@ -231,6 +256,11 @@ def _teacher_token(rollout: Rollout, t: int) -> int | None:
     if rollout.teacher_index is None or t == -1:
         return prompt + t
     return prompt + rollout.teacher_index[t] if rollout.teacher_index[t] >= 0 else None
+
+
+def _predicted_tokens(rollout: Rollout) -> list[int]:
+    """The response tokens whose distributions are compared."""
+    return [t for t, m in enumerate(rollout.mask) if m and _teacher_token(rollout, t - 1) is not None]
 
 
 def _tokens(rollout: Rollout, loss: RepresentationLossConfig) -> list[int]:

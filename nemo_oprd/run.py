@@ -23,7 +23,7 @@ from nemo_oprd.inputs import (
     check_same_architecture,
     check_sources_stay,
     encode_prompts,
-    make_reader,
+    make_readers,
     recorded_rollouts,
 )
 from nemo_oprd.megatron.checkpoint import check_checkpoint, check_continuity, load_checkpoint, save_checkpoint
@@ -34,7 +34,7 @@ from nemo_oprd.megatron.student import Update
 from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.pending import Pending
-from nemo_oprd.rollout.reading import TextReader, alignment_metrics
+from nemo_oprd.rollout.reading import Reader, alignment_metrics, read_by_teachers
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
 from nemo_oprd.setup import Clock, Plan, check_vocabulary, make_plan, make_system, model_directory, open_model
@@ -68,13 +68,15 @@ class Run:
         self.tokenizer: Tokenizer | None = None
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
-        self.reader: TextReader | None = None
+        self.readers: list[Reader | None] = []
         rollouts = recorded_rollouts(config)
         recorded = ReplayEngine(rollouts) if rollouts is not None else None
         if recorded is None:
             self._read_data(spec)
         plan = make_plan(config)
-        check_bridge_tokenizers(plan.objective.bridge, self.tokenizer, self.reader and self.reader.teacher)
+        for objective, reader in zip(plan.objectives, self.readers, strict=False):  # none without a tokenizer
+            of_teacher = self.tokenizer if reader is None else reader.teacher
+            check_bridge_tokenizers(objective.bridge, self.tokenizer, of_teacher)
         self._find_checkpoint(spec, plan)  # what is wrong with it is said before anything is written
         # before anything is read for good that another run might be about to replace
         self.lock = RunLock(self.output) if is_first_rank() else None
@@ -100,7 +102,7 @@ class Run:
         self.first_step = self._agree_on_first_step(found) or 0
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
         self.engine: RolloutEngine = recorded or MegatronEngine(
-            config, spec, student.role.layout, eos_ids, plan.objective.known_ids
+            config, spec, student.role.layout, eos_ids, min(objective.known_ids for objective in plan.objectives)
         )
         if self.first_step:
             load_checkpoint(self.checkpoints, self.first_step, student)
@@ -131,7 +133,7 @@ class Run:
             )
         self.tokenizer = Tokenizer.load(self.source)
         check_vocabulary(self.tokenizer, spec, self.source)
-        self.reader = make_reader(config, self.tokenizer)
+        self.readers = make_readers(config, self.tokenizer)
         if config.evaluation.teacher:
             check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
         self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
@@ -140,15 +142,16 @@ class Run:
 
     def _show_bridge(self) -> None:
         """Says what is matched to what, and keeps the frozen maps with the run."""
-        bridge, layers = self.system.objective.bridge, self.system.objective.layers
-        if bridge is None:
-            return
-        pairs = "  ".join(f"{student}:{teacher}" for student, teacher in layers.items())
-        trained = self.system.objective.trains_bridge
-        learns = ", trained with the student" if trained else ""
-        self.log.say(f"bridge of rank {bridge.rank}{learns}, student layer:teacher layer  {pairs}")
-        if dist.get_rank() == 0 and not trained:  # trained ones are written at the end
-            save_bridge(bridge, self.output / "bridge")
+        for number, objective in enumerate(self.system.student.objectives):
+            bridge, trained = objective.bridge, objective.trains_bridge
+            if bridge is None:
+                continue
+            pairs = "  ".join(f"{student}:{teacher}" for student, teacher in objective.layers.items())
+            learns = ", trained with the student" if trained else ""
+            self.log.say(f"bridge of rank {bridge.rank}{learns}, student layer:teacher layer  {pairs}")
+            if dist.get_rank() == 0 and not trained:  # trained ones are written at the end
+                several = f"_{number}" if self.config.teachers else ""
+                save_bridge(bridge, self.output / f"bridge{several}")
 
     def __enter__(self) -> Run:
         self.signals.__enter__()
@@ -166,7 +169,7 @@ class Run:
         """The rollouts of a step, with what the teacher reads where it doesn't read the same ids."""
         requests = self.requests(step)
         rollouts = self._sampled(step, requests)
-        return rollouts if self.reader is None else self.reader.read(rollouts, requests)[0]
+        return read_by_teachers(self.readers, self.system.taught_by(rollouts), rollouts, requests)
 
     def _sampled(self, step: int, requests: list[Request]) -> list[Rollout]:
         """Sampled now, or those that the run had already sampled when it was interrupted."""
@@ -221,6 +224,7 @@ class Run:
         lengths = [len(rollout.response_ids) for rollout in rollouts]
         metrics = {
             **(measured.metrics() if measured else {}),
+            **(self._metrics_per_teacher(rollouts, measured) if self.config.teachers and measured else {}),
             **(update.metrics() if update else {}),
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
@@ -242,6 +246,15 @@ class Run:
             self.log.say(f"step {done}: this update was skipped: {update.trouble}")
         if measured is not None:
             self._watch_for_spikes(done, rollouts, measured)
+
+    def _metrics_per_teacher(self, rollouts: list[Rollout], measured: StepResult) -> dict[str, float]:
+        taught_by = self.system.taught_by(rollouts)
+        named = {}
+        for number, teacher in enumerate(self.config.teachers):
+            named[f"teachers/{teacher.label}/responses"] = float(taught_by.count(number))
+            if number in measured.rep_loss_per_teacher:
+                named[f"teachers/{teacher.label}/rep_loss"] = measured.rep_loss_per_teacher[number]
+        return named
 
     def _watch_for_spikes(self, done: int, rollouts: list[Rollout], measured: StepResult) -> None:
         """Keeps the rollouts of a step whose loss stands out, those that contribute most first."""

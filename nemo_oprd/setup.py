@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,18 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch import StepPlan
-from nemo_oprd.config import Config, ModelConfig
+from nemo_oprd.config import Config, ModelSource, TeacherSource
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.model import build_chunks
+from nemo_oprd.megatron.moving_average import MovingAverage
 from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.megatron.torch_dist import hf_directory
 from nemo_oprd.megatron.weights import HFCheckpoint, load_hf
 from nemo_oprd.objective import Objective
+from nemo_oprd.teacher.routing import Routing
 from nemo_oprd.teacher.runner import Teacher
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout, TeacherTargets
@@ -46,13 +49,18 @@ class Clock:
 
 @dataclass
 class System:
-    """The two models of a run on this rank, and the step they make together."""
+    """The models of a run on this rank, and the step they make together."""
 
     config: Config
-    objective: Objective
     student: Student
-    teacher: Teacher
-    _kept: TeacherTargets | None = None  # for the next update on the same rollouts
+    teachers: list[Teacher]
+    routing: Routing
+    _kept: dict[int, TeacherTargets] | None = None  # for the next update on the same rollouts
+
+    @property
+    def objective(self) -> Objective:
+        """What the student is trained on; with several teachers that of the first, whose student's side is all's."""
+        return self.student.objective
 
     def accumulate(
         self,
@@ -63,18 +71,19 @@ class System:
         reuse: int = 0,
         whole_gradients: bool = False,
     ) -> StepResult | None:
-        """Teacher forward, transport, student forward/backward on one batch. None on ranks outside the student.
+        """Teachers' forward, transport, student forward/backward on one batch. None on ranks outside the student.
 
         The weights of the terms are those of the update after `step` others; None takes the largest of the run. `reuse`
-        counts updates on the same rollouts: the teacher doesn't read them again where its targets fit into one wave.
+        counts updates on the same rollouts: no teacher reads them again where the targets fit into one wave.
 
         The batch goes through in waves of `teacher.resident_microbatches`, which bounds the targets that are held.
         Their gradients add up, and are reduced over ranks with the last one.
         """
         clock = clock or Clock()
-        # what the teacher reads can change from step to step
-        self.teacher.objective = objective = self.objective if step is None else self.objective.at(step)
-        plan = self.plan(rollouts, objective)
+        # what a teacher reads can change from step to step
+        for teacher, objective in zip(self.teachers, self.student.objectives, strict=True):
+            teacher.objective = objective if step is None else objective.at(step)
+        plan = self.plan(rollouts, self.teachers[0].objective)
         waves = plan.waves(self.config.teacher.resident_microbatches)
         self.student.start_step(plan, len(rollouts), step, reuse)
         for number, wave in enumerate(waves, start=1):
@@ -98,16 +107,27 @@ class System:
         Raises:
             CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
         """
-        draw = np.random.default_rng(self.config.seed)
-        known = min(self.objective.student.vocab_size, self.objective.teacher.vocab_size)
-        ids = draw.integers(0, known, (2 * self.student.role.layout.data, 12)).tolist()
-        result = self.accumulate([Rollout(row[:4], row[4:]) for row in ids])
+        result = self.accumulate(self._random_rollouts())
         if result is not None and result.trouble:
             raise ValueError(
                 f"{result.trouble}, on random tokens before the first step: expected finite numbers; the weights of "
                 "student or teacher are damaged, or too large for this precision"
             )
         return "guard: " + "; ".join(self._found(result) or ["no term has a weight above 0, so nothing is trained"])
+
+    def _random_rollouts(self) -> list[Rollout]:
+        """Two short ones for every teacher on every data-parallel rank."""
+        draw = np.random.default_rng(self.config.seed)
+        specs = [self.objective.student, *(teacher.objective.teacher for teacher in self.teachers)]
+        known = min(spec.vocab_size for spec in specs)
+        rollouts = []
+        for number in range(len(self.teachers)):
+            source = self.routing.example(number)
+            ids = draw.integers(0, known, (2 * self.student.role.layout.data, 16)).tolist()
+            for row in ids:
+                told = None if self.config.teacher.prompt is None else row[12:]  # whose teacher reads another prompt
+                rollouts.append(Rollout(row[:4], row[4:12], data_source=source, teacher_prompt_ids=told))
+        return rollouts
 
     def _found(self, result: StepResult | None) -> list[str]:
         found, layers = [], len(self.objective.layers)
@@ -126,18 +146,32 @@ class System:
         """The batch packed for the student, for all terms or those of `objective`. What no supervised row depends on is
         not computed."""
         objective, budget = objective or self.objective, self.config.train.tokens_per_microbatch
-        output = None if objective.output is None else objective.output.rows(rollouts)
-        return StepPlan.of(objective.rows(rollouts), output, len(rollouts), self.student.role.layout, budget)
+        taught_by = self.taught_by(rollouts)
+        hidden = self.routing.weigh(objective.rows(rollouts), taught_by)
+        output = objective.output
+        rows = None if output is None else self.routing.weigh(output.rows(rollouts), taught_by)
+        return StepPlan.of(hidden, rows, len(rollouts), self.student.role.layout, budget, taught_by)
 
-    def teach(self, rollouts: list[Rollout], student_plan: StepPlan) -> TeacherTargets:
-        """What the teacher has to say about the rows of `student_plan`, on the ranks that need it."""
-        budget = self.config.train.tokens_per_microbatch
-        teacher_plan = student_plan.for_teacher(self.teacher.role.layout, len(rollouts), budget)
-        read = [rollout.as_read_by_teacher() for rollout in rollouts]
-        return self.teacher.targets(read, teacher_plan, student_plan, self.student.role)
+    def taught_by(self, rollouts: list[Rollout]) -> list[int]:
+        """The teacher of each rollout."""
+        return self.routing.of(rollout.data_source for rollout in rollouts)
+
+    def teach(self, rollouts: list[Rollout], student_plan: StepPlan) -> dict[int, TeacherTargets]:
+        """What each teacher has to say about its rows of `student_plan`, on the ranks that need it.
+
+        One after the other, each on its own responses; teachers without any are left out.
+        """
+        budget, read = self.config.train.tokens_per_microbatch, [rollout.as_read_by_teacher() for rollout in rollouts]
+        targets = {}
+        for number, teacher in enumerate(self.teachers):
+            mine = student_plan.of_teacher(number)
+            if mine is not None:
+                its_plan = mine.for_teacher(teacher.role.layout, len(rollouts), budget)
+                targets[number] = teacher.targets(read, its_plan, mine, self.student.role)
+        return targets
 
 
-def model_directory(model: ModelConfig) -> Path:
+def model_directory(model: ModelSource) -> Path:
     """Where a model's config.json and tokenizer are: the HF directory, or the copy inside a Megatron checkpoint.
 
     Raises:
@@ -146,9 +180,9 @@ def model_directory(model: ModelConfig) -> Path:
     return Path(model.hf_path) if model.hf_path else hf_directory(Path(str(model.checkpoint)))
 
 
-def same_tokenizer(config: Config) -> bool:
+def same_tokenizer(student: ModelSource, teacher: ModelSource) -> bool:
     """Whether both models come with a tokenizer, the same one."""
-    directories = [model_directory(model) for model in (config.student, config.teacher)]
+    directories = [model_directory(model) for model in (student, teacher)]
     try:
         return len({Tokenizer.load(directory).fingerprint() for directory in directories}) == 1
     except ValueError:  # there is none
@@ -163,10 +197,9 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     """
     teacher = config.teacher.parallel
     if config.teacher.placement == "colocated":
-        return (
-            config.student.parallel.layout(world_size, 0, "student"),
-            teacher.layout(world_size, 0, "teacher"),
-        )
+        student = config.student.parallel.layout(world_size, 0, "student")
+        is_student = config.teacher.weights in ("student", "ema")
+        return student, student if is_student else teacher.layout(world_size, 0, "teacher")
     ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
     if not 0 < ranks < world_size:
         raise ValueError(
@@ -183,11 +216,16 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
 class Plan:
     """What a run will build, found to be possible: nothing is loaded, no other rank was asked, no file written."""
 
-    objective: Objective
+    objectives: list[Objective]
     student_layout: Layout
     teacher_layout: Layout
     read_student: Callable[[str], torch.Tensor]
-    read_teacher: Callable[[str], torch.Tensor]
+    read_teachers: list[Callable[[str], torch.Tensor]]
+
+    @property
+    def objective(self) -> Objective:
+        """See `System.objective`."""
+        return self.objectives[0]
 
 
 def make_plan(config: Config, *, fitting: bool = False) -> Plan:
@@ -199,18 +237,25 @@ def make_plan(config: Config, *, fitting: bool = False) -> Plan:
     Raises:
         ValueError: bad configuration, models or weights.
     """
-    student_spec = read_model_spec(model_directory(config.student))
-    teacher_spec = read_model_spec(model_directory(config.teacher))
-    objective = Objective.of(config, student_spec, teacher_spec, lambda: same_tokenizer(config), fitting=fitting)
+    student, teachers = config.student, config.teacher_sources
+    student_spec = read_model_spec(model_directory(student))
+    specs = [read_model_spec(model_directory(teacher)) for teacher in teachers]
+    objectives = [
+        Objective.of(
+            config, student_spec, spec, partial(same_tokenizer, student, source), source=source, fitting=fitting
+        )
+        for spec, source in zip(specs, teachers, strict=True)
+    ]
     student_layout, teacher_layout = make_layouts(config, world_size())
-    for role, spec, layout in (("student", student_spec, student_layout), ("teacher", teacher_spec, teacher_layout)):
+    roles = [("student", student_spec, student_layout), *(("teacher", spec, teacher_layout) for spec in specs)]
+    for role, spec, layout in roles:
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
         layout.layers_per_stage(spec.num_layers)
     student_spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, student_layout.size)
     check_recompute(config, student_spec.num_layers)
-    read_student, read_teacher = open_model(config.student, student_spec), open_model(config.teacher, teacher_spec)
-    return Plan(objective, student_layout, teacher_layout, read_student, read_teacher)
+    read_teachers = [open_model(teacher, spec) for teacher, spec in zip(teachers, specs, strict=True)]
+    return Plan(objectives, student_layout, teacher_layout, open_model(student, student_spec), read_teachers)
 
 
 def make_system(config: Config, plan: Plan | None = None, *, trainable: bool = True) -> System:
@@ -225,13 +270,16 @@ def make_system(config: Config, plan: Plan | None = None, *, trainable: bool = T
     """
     plan = plan or make_plan(config)
     init_distributed()
-    objective = plan.objective.on(device())
+    objectives = [objective.on(device()) for objective in plan.objectives]
     student_role = make_role("student", plan.student_layout)
     teacher_role = make_role("teacher", plan.teacher_layout)
     seed_everything(config.seed, student_role if student_role.here else teacher_role)
-    student = Student(config, student_role, objective, plan.read_student, plan.read_teacher, trainable=trainable)
-    teacher = make_teacher(config, objective.teacher, teacher_role, objective, plan.read_teacher)
-    return System(config, objective, student, teacher)
+    student = Student(config, student_role, objectives, plan.read_student, plan.read_teachers, trainable=trainable)
+    teachers = [
+        make_teacher(config, student, teacher_role, objective, read, source)
+        for objective, read, source in zip(objectives, plan.read_teachers, config.teacher_sources, strict=True)
+    ]
+    return System(config, student, teachers, Routing(tuple(config.teacher_sources)))
 
 
 def world_size() -> int:
@@ -268,7 +316,7 @@ def check_recompute(config: Config, num_layers: int) -> None:
         )
 
 
-def open_model(model: ModelConfig, spec: ModelSpec) -> Callable[[str], torch.Tensor]:
+def open_model(model: ModelSource, spec: ModelSpec) -> Callable[[str], torch.Tensor]:
     """A function that reads one HF-named tensor of a model, from either kind of source.
 
     Raises:
@@ -284,19 +332,29 @@ def open_model(model: ModelConfig, spec: ModelSpec) -> Callable[[str], torch.Ten
 
 
 def make_teacher(
-    config: Config, spec: ModelSpec, role: Role, objective: Objective, read: Callable[[str], torch.Tensor]
+    config: Config,
+    student: Student,
+    role: Role,
+    objective: Objective,
+    read: Callable[[str], torch.Tensor],
+    source: TeacherSource,
 ) -> Teacher:
-    """The frozen teacher, no deeper than needed and without its LM head."""
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    """A teacher, no deeper than needed, without its LM head where nobody asks for it; or the student as its own."""
+    weights = config.teacher.weights
+    if weights == "student":
+        return Teacher(objective, student.role, student.chunks or None, student.dtype)
     chunks = None
     if role.here:
-        head = objective.output is not None and objective.output.sampled
-        chunks = build_chunks(spec, role, dtype, depth=objective.teacher_depth, head=head)
+        term = objective.output
+        head = term is not None and (term.sampled or weights == "ema")
+        chunks = build_chunks(objective.teacher, role, student.dtype, depth=objective.teacher_depth, head=head)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
-        load_hf(chunks, spec, role, read, str(model_directory(config.teacher)))
-    teacher = Teacher(objective, role, chunks, dtype)
+        load_hf(chunks, objective.teacher, role, read, str(model_directory(source)))
+    teacher = Teacher(objective, role, chunks, student.dtype)
+    if weights == "ema" and chunks is not None:
+        student.average = MovingAverage(chunks, config.teacher.ema_decay)
     if config.teacher.offload:
         teacher.offload()
     return teacher

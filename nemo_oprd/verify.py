@@ -32,8 +32,8 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
         raise ValueError(
             "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
         )
-    if against_reference and not (config.student.hf_path and config.teacher.hf_path):
-        raise ValueError("verify --against reference needs both models as student.hf_path and teacher.hf_path")
+    if against_reference and not all(model.hf_path for model in (config.student, *config.teacher_sources)):
+        raise ValueError("verify --against reference needs all models as hf_path: student.hf_path and teacher.hf_path")
     output = Path(config.output)
     ours = {"losses.json", "grads.safetensors"}
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):

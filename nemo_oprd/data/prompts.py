@@ -1,6 +1,6 @@
 """Prompts from parquet or JSONL files, and the order in which training visits them.
 
-A file is read whole: prompt sets are tens of megabytes. Chat templates and token ids are left out, because they belong
+Files are read whole: prompt sets are tens of megabytes. Chat templates and token ids are left out, because they belong
 to a tokenizer and one prompt may be read by two; the visiting order is a pure function of (seed, position), so there is
 no iterator whose state a checkpoint would have to save.
 """
@@ -8,6 +8,7 @@ no iterator whose state a checkpoint would have to save.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 PROMPT_FIELDS = ("prompt", "problem", "question")
-FIELDS = (*PROMPT_FIELDS, "answer", "data_source", "reward_model")
+FIELDS = (*PROMPT_FIELDS, "answer", "hint", "data_source", "reward_model")
 SHAPES = (
     "{prompt: [{role, content}], data_source, reward_model: {ground_truth}} or {prompt|problem|question: text, answer}"
 )
@@ -31,6 +32,7 @@ class Prompt:
         answer: the reference answer, not a worked solution; None if the file has none.
         data_source: the name that the file gives the problem's origin, else the file's name without its ending.
         index: position in the file, from 0, not counting blank lines.
+        hint: privileged information for the teacher alone, such as a worked solution; None if the file has none.
 
     Example: `Prompt(({"role": "user", "content": "What is 2+3?"},), "5", "toy", 0)`.
     """
@@ -39,6 +41,28 @@ class Prompt:
     answer: str | None
     data_source: str
     index: int
+    hint: str | None = None
+
+    def told(self, template: str | None) -> tuple[dict[str, str], ...]:
+        """The conversation with its last message put into `template` (`teacher.prompt`); as it is without one.
+
+        {prompt}, {answer} and {hint} are replaced; other braces stay, as formulas have them.
+
+        Raises:
+            ValueError: the template asks for what this prompt doesn't have.
+        """
+        if template is None:
+            return self.messages
+        last = self.messages[-1]
+        known = {"prompt": last["content"], "answer": self.answer, "hint": self.hint}
+        missing = [name for name, value in known.items() if value is None and f"{{{name}}}" in template]
+        if missing:
+            raise ValueError(
+                f"no {missing[0]}, but teacher.prompt tells the teacher {{{missing[0]}}}; expected a field "
+                f"{missing[0]!r}: add it, leave the prompt out, or change teacher.prompt"
+            )
+        content = re.sub(r"\{(prompt|answer|hint)\}", lambda found: str(known[found[1]]), template)
+        return (*self.messages[:-1], {**last, "content": content})
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
@@ -132,7 +156,11 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
         raise _refused(f"{where}: data_source", source, "text; write the name of the set, or leave it out")
-    return Prompt(_messages(row[field], f"{where}: {field}"), _answer(row, where), source or default_source, index)
+    hint = row.get("hint")
+    if hint is not None and not isinstance(hint, str):
+        raise _refused(f"{where}: hint", hint, "text; write what the teacher shall know, or leave it out")
+    messages = _messages(row[field], f"{where}: {field}")
+    return Prompt(messages, _answer(row, where), source or default_source, index, hint)
 
 
 def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:

@@ -20,7 +20,7 @@ class RowTable:
     `response` [N] indexes the step's rollouts; `position` [N] is the row's index in prompt + response, where the hidden
     state is taken, `teacher_position` [N] the same in the sequence that the teacher reads; `token` [N] is the response
     token it belongs to, which is number `from_start` [N] of the response's supervisable tokens and number `from_end`
-    [N] counted backwards (0-based); `weight` [N] float64 sums to 1 over the batch.
+    [N] counted backwards (0-based); `weight` [N] float64 sums to 1 over the batch, unless teachers have weights.
     """
 
     response: np.ndarray
@@ -40,6 +40,10 @@ class RowTable:
         kept = np.flatnonzero(np.isin(self.response, responses))
         arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
         return RowTable(**arrays, num_responses=len(np.unique(self.response[kept])))
+
+    def times(self, factor: np.ndarray) -> RowTable:
+        """The same rows with their weights multiplied by `factor` [N]."""
+        return replace(self, weight=self.weight * factor)
 
     def as_read_by_teacher(self) -> RowTable:
         """The same rows, at their positions in the teacher's sequences."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     try:
-        with naming(partial), in_process_writer(), _one_step_count(student):
+        with naming(partial), in_process_writer(), _as_saved(student):
             dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
         if dist.get_rank() == 0:
             with naming(partial):
@@ -109,6 +109,8 @@ def continuity(config: Config, objective: Objective) -> dict[str, Any]:
         "trained projectors": _trained_projectors(objective),
         # whose step counts are kept apart
         "trained in parts": objective.trains_in_parts,
+        # which has weights of its own there
+        "teacher.weights": "ema" if config.teacher.weights == "ema" else None,
     }
 
 
@@ -129,8 +131,13 @@ def _kept(student: Student) -> dict[str, Any]:
 
 
 @contextmanager
-def _one_step_count(student: Student) -> Iterator[None]:
-    with student.partial_training.one_count() if student.role.here else nullcontext():
+def _as_saved(student: Student) -> Iterator[None]:
+    """Within, optimizer and moving average are in the form that is saved."""
+    with ExitStack() as forms:
+        if student.role.here:
+            forms.enter_context(student.partial_training.one_count())
+        if student.average is not None:
+            forms.enter_context(student.average.in_float32())
         yield
 
 
@@ -154,8 +161,11 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     directory = iteration_directory(root, step)
     if student.role.here:
         prepare_adam_for_loading(student.optimizer)
-    state = _sharded_state(student, is_loading=True)
-    loaded = dist_checkpointing.load(state, str(directory))
+    with student.average.in_float32() if student.average is not None else nullcontext():
+        state = _sharded_state(student, is_loading=True)
+        loaded = dist_checkpointing.load(state, str(directory))
+        for i, chunk in enumerate(student.average.chunks if student.average is not None else ()):
+            chunk.load_state_dict(loaded[f"average{i}"])
     if not student.role.here:
         return
     for i, chunk in enumerate(student.ddp):
@@ -181,7 +191,7 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
-    model = _sharded_model(student, metadata)
+    model = {**_sharded_model(student, metadata), **_sharded_average(student, metadata)}
     if not any(p.requires_grad for chunk in student.chunks for p in chunk.parameters()):
         return model  # a stage above the deepest supervised layer trains nothing
     # One key per layer here: a key over all layers may not have holes, and layers above the deepest supervised one have
@@ -189,6 +199,18 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
     by_layer = _sharded_model(student, {**metadata, "non_homogeneous_layers": True})
     optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
     return {**model, "optimizer": optimizer}
+
+
+def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The teacher that is the student's moving average, which may have fewer layers: one key per layer."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    parts = {}
+    for i, chunk in enumerate([] if student.average is None else student.average.chunks):
+        part = chunk.sharded_state_dict(metadata={**metadata, "non_homogeneous_layers": True})
+        add_prefix_for_sharding(part, "teacher_average.")
+        parts[f"average{i}"] = part
+    return parts
 
 
 def _sharded_model(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,7 @@ class StepResult:
 
     `cosine_first_k` and `cosine_last_k` map k to the mean cosine of the deepest supervised layer over the first (last)
     k tokens of every response (the paper's position figure); they hold those k of which every token was supervised.
+    `rep_loss_per_teacher` is the mean over each teacher's own rows, by their weights.
     `position_gap` is 1 - that cosine per profile bin (`row_bins`).
     `trouble` says where a loss or gradient is not finite, None if all are.
     """
@@ -128,6 +129,7 @@ class StepResult:
     sampled: bool
     rep_loss: float
     rep_loss_per_layer: dict[int, float]
+    rep_loss_per_teacher: dict[int, float]
     cosine_per_layer: dict[int, float]
     relative_error_per_layer: dict[int, float]
     norm_ratio_per_layer: dict[int, float]
@@ -173,6 +175,7 @@ class StepResult:
             sampled=term is not None and (term.sampled or term.watch_every > 0),
             rep_loss=rep_loss,
             rep_loss_per_layer=per_layer,
+            rep_loss_per_teacher=_loss_per_teacher(tally, plan, objective) if per_layer else {},
             cosine_per_layer={layer: value / count for layer, value in tally.column("cosine").items()},
             relative_error_per_layer={layer: _ratio(error[layer], target[layer]) ** 0.5 for layer in error},
             norm_ratio_per_layer={layer: value / count for layer, value in tally.column("norm_ratio").items()},
@@ -216,6 +219,19 @@ class StepResult:
             **({} if self.output_loss is None else {"output/loss": self.output_loss}),
             **{name: value for name, value in named.items() if name},
         }
+
+
+def _loss_per_teacher(tally: Tally, plan: StepPlan, objective: Objective) -> dict[int, float]:
+    """From the responses' shares of the total; nothing where the term has no weight."""
+    shares, table = tally.per_response.numpy(), plan.hidden.table
+    losses = {}
+    for teacher in sorted(set(plan.taught_by)):
+        mine = plan.of_teacher(teacher)
+        if mine is not None and len(mine.hidden.table) and objective.weight:
+            responses = np.unique(mine.hidden.table.response)
+            weight = table.weight[np.isin(table.response, responses)].sum()
+            losses[teacher] = float(shares[responses].sum() / (objective.weight * weight))
+    return losses
 
 
 def _weights(objective: Objective) -> dict[str, float]:

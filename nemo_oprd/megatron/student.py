@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch import BatchPlan, StepPlan
+from nemo_oprd.batch import BatchPlan, HeldRows, StepPlan
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge
 from nemo_oprd.config import Config
@@ -26,6 +26,7 @@ from nemo_oprd.megatron.guard import check_injections, check_output_passes
 from nemo_oprd.megatron.head import OutputTerm, rows_of, vocab_shard
 from nemo_oprd.megatron.measure import StepResult, Tally, row_bins
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
+from nemo_oprd.megatron.moving_average import MovingAverage
 from nemo_oprd.megatron.names import named_parameters
 from nemo_oprd.megatron.optimizer import (
     freeze_unreached,
@@ -41,7 +42,7 @@ from nemo_oprd.megatron.partial_training import PartialTraining
 from nemo_oprd.megatron.projectors import attach_projectors, gather_projectors, projectors_of, with_projectors
 from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.megatron.weights import gather_hf, load_hf
-from nemo_oprd.objective import Objective
+from nemo_oprd.objective import Objective, OutputObjective
 from nemo_oprd.types import Rollout, TeacherTargets
 
 
@@ -66,29 +67,32 @@ class Student:
         self,
         config: Config,
         role: Role,
-        objective: Objective,
+        objectives: list[Objective],
         read: Callable[[str], torch.Tensor],
-        read_teacher: Callable[[str], torch.Tensor],
+        read_teachers: list[Callable[[str], torch.Tensor]],
         *,
         trainable: bool = True,
     ) -> None:
         """Builds, loads and wraps this rank's part.
 
         Args:
+            objectives: one per teacher; they differ in the teacher and its bridge only.
             read: gives HF tensors by name to start from.
-            read_teacher: the same of the teacher, whose head the last stage needs for some output-space terms.
+            read_teachers: the same of the teachers, whose heads the last stage needs for some output-space terms.
             trainable: False leaves out gradients and optimizer, for `hidden_states` alone.
 
         Raises:
             ValueError: the layout does not fit the model, or the weights don't fit its config.
         """
-        self.config, self.role, self.objective = config, role, objective
+        self.config, self.role, self.objectives, self.objective = config, role, objectives, objectives[0]
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         adaptive = config.loss.representation.adaptive
         self.factors = {name: GapFactors(adaptive.decay) for name in ("layers", "positions") if getattr(adaptive, name)}
         self.chunks: list[DistillingModel] = []
         self.ddp: list[Any] = []
         self.optimizer: Any = None
+        self.average: MovingAverage | None = None  # where that is the teacher
+        objective = self.objective
         if not role.here:
             if trainable:
                 join_optimizer_creation()
@@ -107,7 +111,7 @@ class Student:
             attach_projectors(self.chunks, role, objective, config.seed)
         if objective.trains_in_parts:
             mark_partial(self.chunks, max(objective.layers, default=0), final_norm=final_norm, head=False)
-        self.teacher_head = self._load_teacher_head(read_teacher)
+        self.teacher_heads = [self._load_teacher_head(*each) for each in zip(objectives, read_teachers, strict=True)]
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
@@ -117,17 +121,27 @@ class Student:
         """The student's architecture."""
         return self.objective.student
 
-    def _load_teacher_head(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-        """The teacher's head for the ids that this tensor rank's own head has, where the output term needs it."""
-        term, at = self.objective.output, self.role.at
+    def _load_teacher_head(self, objective: Objective, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """A teacher's head for the ids that this tensor rank's own head has, where the output term needs it."""
+        term, at, teacher = objective.output, self.role.at, objective.teacher
         if term is None or term.sampled or at is None or not self.chunks[-1].post_process:
             return None
-        teacher = self.objective.teacher
+        if self.config.teacher.weights in ("student", "ema"):
+            return None  # theirs change
         whole = read("model.embed_tokens.weight" if teacher.tied_embeddings else "lm_head.weight")
         shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
         part = whole[shard.start : min(shard.start + shard.size, term.vocab_size)].to(device(), self.dtype)
         # ids that only one of the models has count for neither
         return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
+
+    def _teacher_head(self, number: int, term: OutputObjective) -> torch.Tensor | None:
+        """A teacher's head as it is now."""
+        weights = self.config.teacher.weights
+        if term.sampled or weights not in ("student", "ema"):
+            return self.teacher_heads[number]
+        # that of this rank: such a teacher has the student's layout
+        chunks = self.chunks if self.average is None else self.average.chunks
+        return chunks[-1].output_weight().detach()
 
     def start_step(self, plan: StepPlan, num_responses: int, step: int | None = None, reuse: int = 0) -> None:
         """Clears the gradients and measurements of the step before.
@@ -160,7 +174,7 @@ class Student:
         self,
         rollouts: list[Rollout],
         plan: StepPlan,
-        targets: TeacherTargets,
+        targets: dict[int, TeacherTargets],
         *,
         last: bool = True,
         whole_gradients: bool = False,
@@ -169,6 +183,7 @@ class Student:
 
         Args:
             plan: the wave, packed for the student's layout.
+            targets: of each teacher that has rows in it.
             last: no wave follows in this step, so gradients are reduced over ranks.
             whole_gradients: every rank ends up with complete gradients, also under the distributed optimizer.
         """
@@ -179,13 +194,13 @@ class Student:
             self.ddp, self.role, microbatches, forward_only=False, finalize=last, force_all_reduce=whole_gradients
         )
         self._plans.append(plan)
-        self._targets_bytes = max(self._targets_bytes, targets.bytes_held)
+        self._targets_bytes = max(self._targets_bytes, sum(each.bytes_held for each in targets.values()))
         for observer in observers:
             self._tally.add(observer)
+            sums = None if observer.output is None else observer.output.sums
+            if not self._reuse:
+                self._sampled_with.append(None if sums is None else sums.student_logprob)
             if observer.output is not None:
-                if not self._reuse:
-                    sums = observer.output.sums
-                    self._sampled_with.append(None if sums is None else sums.student_logprob)
                 self._tally.add_output(observer.output, counts=self.role.at is not None and self.role.at.tensor == 0)
 
     def finish_step(self) -> StepResult | None:
@@ -236,6 +251,8 @@ class Student:
         if trouble is None:
             with self.partial_training.step(reached=self._now.trains_head):
                 self.optimizer.step()
+            if self.average is not None:
+                self.average.update(self.chunks)
         return Update(rate, norm, trouble)
 
     def _not_finite(self) -> str:
@@ -313,30 +330,31 @@ class Student:
         return replace(bridge, pairs=pairs, report=report)
 
     def _microbatches(
-        self, rollouts: list[Rollout], step: StepPlan, targets: TeacherTargets
+        self, rollouts: list[Rollout], step: StepPlan, targets: dict[int, TeacherTargets]
     ) -> tuple[list[Supervision], list[Microbatch]]:
         at, here, plan = self.role.at, device(), step.hidden
         assert at is not None
-        terms_of_output = self._output_terms(rollouts, step.output, targets)
+        terms_of_output = self._output_terms(rollouts, step, targets)
         weight = torch.from_numpy(self._row_weights(plan.table)).float()
         response = torch.from_numpy(plan.table.response)
         weights = self._now.layer_weights
         scale = {layer: self._now.weight * weights[layer] / sum(weights.values()) for layer in weights}
-        observers, microbatches, start = [], [], 0
+        observers, microbatches = [], []
         table = plan.table
         bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
-        deepest, project = max(self.objective.layers, default=0), self._projection()
+        deepest, projections = max(self.objective.layers, default=0), list(map(self._projection, self.objectives))
         trained = {layer: list(each.parameters()) for layer, each in projectors_of(self.chunks).items()}
-        for m, (pack, held) in enumerate(zip(plan.packs[at.data], plan.held(at), strict=True)):
-            part = slice(start, start + len(held.row))
-            start = part.stop
+        held_here = plan.held(at)
+        parts = _parts(step.taught_by, held_here)
+        for m, (pack, held) in enumerate(zip(plan.packs[at.data], held_here, strict=True)):
+            teacher = step.taught_by[m]
             rows = torch.from_numpy(held.local).to(here)
             row_weight = weight[torch.from_numpy(held.row)].to(here)
             terms = {
                 layer: LayerTerm(
-                    rows, row_weight, response[torch.from_numpy(held.row)].to(here), target[part], scale[layer]
+                    rows, row_weight, response[torch.from_numpy(held.row)].to(here), target[parts[m]], scale[layer]
                 )
-                for layer, target in targets.hidden.items()
+                for layer, target in (targets[teacher].hidden.items() if teacher in targets else ())
             }
             if deepest in terms:
                 terms[deepest].bins = bins[:, torch.from_numpy(held.row)].to(here)
@@ -347,7 +365,7 @@ class Student:
                 len(rollouts),
                 self.objective.student_final,
                 measure=not plan.replicated or at.tensor == 0,
-                project=project,
+                project=projections[teacher],
                 learned=lambda layer: trained.get(layer, ()),
                 output=terms_of_output[m] if terms_of_output else None,
             )
@@ -355,12 +373,12 @@ class Student:
             microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self._now.depth))
         return observers, microbatches
 
-    def _projection(self) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-        """(Layer, [n, H]) -> what of the student is compared, where that is not its state."""
-        if self.objective.trains_bridge:
+    def _projection(self, objective: Objective) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+        """(Layer, [n, H]) -> what of the student is compared with a teacher, where that is not its state."""
+        if objective.trains_bridge:
             projectors = projectors_of(self.chunks)
             return lambda layer, rows_NH: projectors[layer](rows_NH)
-        return None if self.objective.bridge is None else self.objective.bridge.project_student
+        return None if objective.bridge is None else objective.bridge.project_student
 
     def _row_weights(self, table: RowTable) -> np.ndarray:
         """The weights of some of the batch's rows: those of the table, or by their positions' gaps."""
@@ -369,7 +387,7 @@ class Student:
             return table.weight
         factors = np.array([positions.factor(j) for j in range(PROFILE_BINS)])
         whole, kind = self._whole.hidden.table, self.objective.positions
-        total = (whole.weight * factors[row_bins(whole, kind)]).sum()
+        total = (whole.weight * factors[row_bins(whole, kind)]).sum() / whole.weight.sum()
         return table.weight * factors[row_bins(table, kind)] / total
 
     def _adapted_weights(self) -> dict[str, float]:
@@ -385,35 +403,52 @@ class Student:
         return named
 
     def _output_terms(
-        self, rollouts: list[Rollout], plan: BatchPlan | None, targets: TeacherTargets
-    ) -> list[OutputTerm]:
+        self, rollouts: list[Rollout], step: StepPlan, targets: dict[int, TeacherTargets]
+    ) -> list[OutputTerm | None]:
         """Per microbatch, the output-space term; none before the last stage, or without such a term."""
-        term, at = self._now.output, self.role.at
-        if plan is None or term is None or targets.output is None or at is None:
+        plan, at = step.output, self.role.at
+        if plan is None or self._now.output is None or at is None or not self.chunks[-1].post_process:
             return []
         tokens, weight = torch.from_numpy(plan.table.tokens(rollouts)), torch.from_numpy(plan.table.weight).float()
-        shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
-        terms, start = [], 0
+        terms: list[OutputTerm | None] = []
         before = sum(len(earlier.hidden.packs[at.data]) for earlier in self._plans)
-        for m, held in enumerate(plan.held(at), start=before):
-            row, part = torch.from_numpy(held.row), slice(start, start + len(held.row))
-            start = part.stop
+        held_here = plan.held(at)
+        parts = _parts(step.taught_by, held_here)
+        for m, held in enumerate(held_here):
+            teacher = step.taught_by[m]
+            said = targets[teacher].output if teacher in targets else None
+            term = self.objectives[teacher].output
+            if said is None or term is None:
+                terms.append(None)
+                continue
+            row = torch.from_numpy(held.row)
             terms.append(
                 OutputTerm(
                     term.loss,
                     rows_of(held, self.role),
                     self.chunks[-1],
-                    shard,
+                    vocab_shard(self.chunks[-1], self.role, term.vocab_size),
                     tokens[row].to(device()),
                     weight[row].to(device()),
-                    targets.output[part],
-                    self.teacher_head,
-                    term.weight,
+                    said[parts[m]],
+                    self._teacher_head(teacher, term),
+                    self._now.output.weight,
                     term.chunk_tokens,
-                    self._sampled_with[m] if self._reuse else None,
+                    self._sampled_with[before + m] if self._reuse else None,
                 )
             )
         return terms
+
+
+def _parts(taught_by: tuple[int, ...], held: list[HeldRows]) -> list[slice]:
+    """Per microbatch, where its rows are among all that its teacher sent."""
+    ends: dict[int, int] = {}
+    parts = []
+    for teacher, rows in zip(taught_by, held, strict=True):
+        start = ends.get(teacher, 0)
+        ends[teacher] = start + len(rows.row)
+        parts.append(slice(start, ends[teacher]))
+    return parts
 
 
 def _recompute(config: Config) -> dict[str, Any]:

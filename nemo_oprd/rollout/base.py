@@ -22,13 +22,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample, what its rollout shall carry along, and the conversation that the prompt is made of."""
+    """One response to sample, what its rollout shall carry along, and the conversation that the prompt is made of.
+
+    `teacher_messages` is the conversation that the teacher reads instead: the same, unless `teacher.prompt` tells it
+    more.
+    """
 
     prompt_ids: list[int]
     prompt: str | None = None
     data_source: str | None = None
     answer: str | None = None
     messages: tuple[dict[str, str], ...] = ()
+    teacher_messages: tuple[dict[str, str], ...] = ()
 
 
 class RolloutEngine(Protocol):

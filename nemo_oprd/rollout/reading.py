@@ -1,18 +1,68 @@
-"""What a teacher with another tokenizer reads: the sampled responses as text, in its own tokens and chat template."""
+"""What a teacher reads where it doesn't read the student's very ids: another prompt, or its own tokens and template."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
 
 from nemo_oprd.rollout.base import Request
-from nemo_oprd.tokens.align import Alignment, Coverage, align_batch, check_coverage, coverage_of
+from nemo_oprd.tokens.align import Alignment, align_batch, check_coverage, coverage_of
 from nemo_oprd.tokens.identity import teacher_stop
 from nemo_oprd.tokens.token_bytes import byte_table
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
+
+
+class Reader(Protocol):
+    """Every rank makes one and calls it alike."""
+
+    teacher: Tokenizer
+
+    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+        """The rollouts with the teacher's sequences.
+
+        Raises:
+            ValueError: the teacher can't make sense of them.
+        """
+        ...
+
+
+def read_by_teachers(
+    readers: list[Reader | None], taught_by: list[int], rollouts: list[Rollout], requests: list[Request]
+) -> list[Rollout]:
+    """Every rollout as its teacher's reader reads it; None reads the student's ids."""
+    found = list(rollouts)
+    for number, reader in enumerate(readers):
+        mine = [i for i, teacher in enumerate(taught_by) if teacher == number]
+        if reader is not None and mine:
+            read = reader.read([rollouts[i] for i in mine], [requests[i] for i in mine])
+            for i, rollout in zip(mine, read, strict=True):
+                found[i] = rollout
+    return found
+
+
+class PromptReader:
+    """The same response tokens after the prompt that `teacher.prompt` makes."""
+
+    def __init__(self, teacher: Tokenizer, max_positions: int) -> None:
+        """`max_positions` are the teacher's: tokens that would stand behind them have no partner."""
+        self.teacher, self.max_positions = teacher, max_positions
+
+    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+        """See `Reader`."""
+        prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
+        return [self._with(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+
+    def _with(self, rollout: Rollout, prompt: list[int]) -> Rollout:
+        room, length = max(0, self.max_positions - len(prompt)), len(rollout.response_ids)
+        if length <= room:
+            return replace(rollout, teacher_prompt_ids=prompt)
+        index = [t if t < room else -1 for t in range(length)]
+        response = rollout.response_ids[:room]
+        return replace(rollout, teacher_prompt_ids=prompt, teacher_response_ids=response, teacher_index=index)
 
 
 class TextReader:
@@ -32,10 +82,8 @@ class TextReader:
             byte_table(tokenizer)
         teacher_stop(teacher)
 
-    def read(self, rollouts: list[Rollout], requests: list[Request]) -> tuple[list[Rollout], Coverage]:
-        """The rollouts with the teacher's sequences, and how many tokens have a partner in them.
-
-        Each rank aligns its share of the responses.
+    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+        """See `Reader`. Each rank aligns its share of the responses.
 
         Raises:
             ValueError: too few tokens of the batch have a partner.
@@ -46,15 +94,14 @@ class TextReader:
         if world > 1:
             dist.all_gather_object(parts, mine)
         alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
-        coverage = coverage_of(alignments)
-        check_coverage(coverage, self.min_coverage, exact=self.exact)
-        return [_with(rollout, found) for rollout, found in zip(rollouts, alignments, strict=True)], coverage
+        check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
+        return [_with(rollout, found) for rollout, found in zip(rollouts, alignments, strict=True)]
 
     def _align(self, rollouts: list[Rollout], requests: list[Request]) -> list[Alignment]:
         found = align_batch(
             self.student,
             self.teacher,
-            [list(request.messages) for request in requests],
+            [list(request.teacher_messages) for request in requests],
             [rollout.response_ids for rollout in rollouts],
             masks=[rollout.response_mask for rollout in rollouts],
             exact=self.exact,

@@ -6,8 +6,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from nemo_oprd.config import TeacherConfig
 from nemo_oprd.disk import naming
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.rollout.base import Request, Sampling
@@ -31,10 +32,21 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
 
 @dataclass(frozen=True)
 class TeacherLimits:
-    """Of a teacher that reads sequences of its own: ids that it knows, and positions."""
+    """Ids that the teacher knows, its positions, and what it reads of its own.
+
+    "response" is another tokenizer's (teacher.reads=text, prompt included), "prompt" one made by teacher.prompt.
+    """
 
     vocab_size: int
     max_positions: int
+    own: Literal["nothing", "prompt", "response"] = "response"
+
+
+def own_sequences(teacher: TeacherConfig) -> Literal["nothing", "prompt", "response"]:
+    """What the teacher reads of its own, see `TeacherLimits`."""
+    if teacher.reads == "text":
+        return "response"
+    return "nothing" if teacher.prompt is None else "prompt"
 
 
 def read_rollouts(
@@ -43,7 +55,7 @@ def read_rollouts(
     """Reads a rollout file; unknown fields are ignored.
 
     Args:
-        teacher: given where the teacher reads sequences of its own, which every line must then have.
+        teacher: says which sequences of the teacher's own every line must have; None: none.
 
     Raises:
         ValueError: no such file, malformed JSON, a missing field, a mask of another length, an id outside the
@@ -116,19 +128,25 @@ def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: in
 def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | None) -> None:
     """What the teacher reads: there where it reads sequences of its own, and only there."""
     there = [name for name in _TEACHER_FIELDS if record.get(name) is not None]
-    if teacher is None:
-        if there:
-            raise ValueError(
-                f"{where}: {there[0]} is a sequence of the teacher's own, but with teacher.reads=ids it reads the "
-                "student's; expected teacher.reads=text: set it, or leave the field out"
-            )
-        return
-    if len(there) < len(_TEACHER_FIELDS):
-        missing = next(name for name in _TEACHER_FIELDS if name not in there)
+    own = "nothing" if teacher is None else teacher.own
+    if own == "nothing" and there:
         raise ValueError(
-            f"{where}: no {missing}, expected what the teacher reads, because teacher.reads=text; record rollouts with "
-            "teacher.reads=text and rollout.save=true, or set teacher.reads=ids"
+            f"{where}: {there[0]} is a sequence of the teacher's own, but with teacher.reads=ids and no teacher.prompt "
+            "it reads the student's; expected teacher.reads=text or a teacher.prompt: set it, or leave the field out"
         )
+    if teacher is None or own == "nothing":
+        return
+    needed = _TEACHER_FIELDS[:1] if own == "prompt" and len(there) == 1 else _TEACHER_FIELDS
+    missing = [name for name in needed if name not in there]
+    if missing:
+        setting = "teacher.reads=text" if own == "response" else "teacher.prompt"
+        raise ValueError(
+            f"{where}: no {missing[0]}, expected what the teacher reads, because of {setting}; record rollouts with "
+            f"{setting} and rollout.save=true, or leave {setting} out"
+        )
+    if len(there) == 1:
+        record = {**record, "teacher_response_ids": record["response_ids"]}
+        record["teacher_index"] = list(range(len(record["response_ids"])))
     for name in _TEACHER_FIELDS[:2]:
         _check_ids(record, name, where, 0, teacher.vocab_size)
     _check_ids(record, "teacher_index", where, -1, len(record["teacher_response_ids"]))

@@ -127,7 +127,7 @@ def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
     run_schedule = runner.run_schedule
 
     def size() -> int:
-        parameters = [p for chunk in system.teacher.chunks or [] for p in chunk.parameters()]
+        parameters = [p for chunk in system.teachers[0].chunks or [] for p in chunk.parameters()]
         return sum(p.untyped_storage().nbytes() for p in parameters)
 
     sizes = {"before": size()}
@@ -200,3 +200,40 @@ def projectors_on_all_ranks(overrides: list[str]) -> list[dict[int, list]]:
     everyone: list[dict[int, list]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]]:
+    """One step; per teacher the responses that it read, over all ranks, and per reading how many had weights here."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from nemo_oprd.inputs import recorded_rollouts
+    from nemo_oprd.setup import make_system
+    from nemo_oprd.teacher.runner import Teacher
+
+    config = load_config("verify", overrides)
+    system, rollouts = make_system(config), recorded_rollouts(config)
+    assert rollouts is not None
+    read: list[list[int]] = [[] for _ in system.teachers]
+    resident: list[int] = []
+    forward = Teacher._read
+
+    def spy(self, rollouts, plan):  # type: ignore[no-untyped-def]
+        packs = plan.hidden.packs[self.role.at.data]
+        read[system.teachers.index(self)] += [i for pack in packs for i in pack.sequences]
+        return forward(self, rollouts, plan)
+
+    def present(*args, **kwargs):  # type: ignore[no-untyped-def]
+        chunks = [teacher.chunks[0] for teacher in system.teachers]
+        resident.append(sum(any(p.numel() for p in chunk.parameters()) for chunk in chunks))
+        return run_schedule(*args, **kwargs)
+
+    from nemo_oprd.teacher import runner
+
+    run_schedule = runner.run_schedule
+    with mock.patch.object(Teacher, "_read", spy), mock.patch.object(runner, "run_schedule", present):
+        system.accumulate(rollouts, step=0)
+    everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, read)
+    return [[i for part in everyone for i in part[t]] for t in range(len(system.teachers))], resident

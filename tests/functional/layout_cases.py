@@ -275,7 +275,7 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     student_plan = system.plan(rollouts)
     targets = system.teach(rollouts, student_plan)
     table, budget = student_plan.hidden.table, config.train.tokens_per_microbatch
-    teacher_plan = student_plan.for_teacher(system.teacher.role.layout, len(rollouts), budget)
+    teacher_plan = student_plan.for_teacher(system.teachers[0].role.layout, len(rollouts), budget)
     rank = dist.get_rank()
     transfers = plan_transfers(teacher_plan.hidden, student_plan.hidden, system.objective.layers, LAYERS, LAYERS, rank)
     mine = [
