@@ -161,13 +161,12 @@ class System:
 
         One after the other, each on its own responses; teachers without any are left out.
         """
-        budget, read = self.config.train.tokens_per_microbatch, [rollout.as_read_by_teacher() for rollout in rollouts]
-        targets = {}
+        budget, targets = self.config.train.tokens_per_microbatch, {}
         for number, teacher in enumerate(self.teachers):
             mine = student_plan.of_teacher(number)
             if mine is not None:
                 its_plan = mine.for_teacher(teacher.role.layout, len(rollouts), budget)
-                targets[number] = teacher.targets(read, its_plan, mine, self.student.role)
+                targets[number] = teacher.targets(rollouts, its_plan, mine, self.student.role)
         return targets
 
 
@@ -345,8 +344,8 @@ def make_teacher(
         return Teacher(objective, student.role, student.chunks or None, student.dtype)
     chunks = None
     if role.here:
-        term = objective.output
-        head = term is not None and (term.sampled or weights == "ema")
+        # a moving average is saved, which Megatron does with the head only
+        head = weights == "ema" or (objective.output is not None and objective.output.sampled)
         chunks = build_chunks(objective.teacher, role, student.dtype, depth=objective.teacher_depth, head=head)
         for chunk in chunks:
             chunk.requires_grad_(False)

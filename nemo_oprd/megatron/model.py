@@ -106,6 +106,12 @@ class _NotBuilt(MegatronModule):
         """Passes its input through."""
         return hidden_states, context
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
 
 def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **training: Any) -> TransformerConfig:
     """Megatron's config for `spec` in the layout of `role`; `training` adds recompute settings."""

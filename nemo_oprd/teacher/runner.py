@@ -39,7 +39,7 @@ class Teacher:
 
     @torch.no_grad()
     def targets(self, rollouts: list[Rollout], plan: StepPlan, student_plan: StepPlan, student: Role) -> TeacherTargets:
-        """Forward over `rollouts`, then the exchange. Every rank of the world calls this.
+        """Forward over what it reads of `rollouts`, then the exchange. Every rank of the world calls this.
 
         Args:
             plan: the rollouts packed for the teacher's layout.
@@ -95,14 +95,14 @@ class Teacher:
         wanted_here = np.zeros(len(plan.hidden.table), dtype=bool)
         wanted_here[mine] = True
         wanted = self._wanted()
-        output_rows = self._output_rows(plan)
+        output_rows, read = self._output_rows(plan), [rollout.as_read_by_teacher() for rollout in rollouts]
         observers, microbatches = [], []
         for m, (pack, held) in enumerate(zip(plan.hidden.packs[at.data], plan.hidden.held(at), strict=True)):
             rows = torch.from_numpy(held.local[wanted_here[held.row]]).to(device())
             final = rows_of(output_rows[m], self.role) if output_rows else None
             observer = Capture(rows, wanted, objective.teacher_final, objective.project_teacher, final)
             observers.append(observer)
-            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, objective.teacher_depth))
+            microbatches.append(make_microbatch(pack, read, self.role, observer, objective.teacher_depth))
         with self._weights_here():
             run_schedule(self.chunks, self.role, microbatches, forward_only=True)
             output = self._output(rollouts, plan, observers, output_rows) if output_rows else None

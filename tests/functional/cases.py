@@ -237,3 +237,34 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
     everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, read)
     return [[i for part in everyone for i in part[t]] for t in range(len(system.teachers))], resident
+
+
+def teacher_shares_parameters(overrides: list[str]) -> bool:
+    """Whether the teacher's parameters are the student's, all or none of them."""
+    from nemo_oprd.setup import make_system
+
+    system = make_system(load_config("verify", overrides))
+    mine = {p.data_ptr() for chunk in system.student.chunks for p in chunk.parameters()}
+    theirs = [p.data_ptr() for chunk in system.teachers[0].chunks or [] for p in chunk.parameters()]
+    shared = [pointer in mine for pointer in theirs]
+    assert len(set(shared)) == 1
+    return shared[0]
+
+
+def average_after_update(overrides: list[str]) -> tuple:
+    """One update: a weight before it, the student's after it, and the teacher's average, float32."""
+    from nemo_oprd.inputs import recorded_rollouts
+    from nemo_oprd.setup import make_system
+
+    config = load_config("verify", overrides)
+    system, rollouts = make_system(config), recorded_rollouts(config)
+    assert rollouts is not None
+    average, name = system.student.average, "decoder.layers.1.mlp.linear_fc2.weight"
+    assert average is not None
+    start = average.average[name].clone()
+    update = system.student.update(0, system.accumulate(rollouts, step=0))
+    assert update is not None and update.trouble is None
+    from nemo_oprd.megatron.names import named_parameters
+
+    student = named_parameters(system.student.chunks)[name].detach().float()
+    return start, student, average.average[name].clone()

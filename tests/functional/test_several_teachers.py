@@ -38,7 +38,12 @@ REPRESENTATION = ["loss.representation.kind=normalized_mse", "loss.representatio
 OBJECTIVES = {
     "hidden": REPRESENTATION,
     "predicting": ["loss.representation.position=predicting", "loss.representation.aggregation=token_mean"],
-    "composed": [*REPRESENTATION, "loss.output.kind=full_vocab", "loss.output.weight=1.5", "loss.output.chunk_tokens=7"],
+    "composed": [
+        *REPRESENTATION,
+        "loss.output.kind=full_vocab",
+        "loss.output.weight=1.5",
+        "loss.output.chunk_tokens=7",
+    ],
     "sampled": ["loss.representation.layers=none", "loss.output.kind=sampled_token", "loss.output.weight=1"],
 }
 # whose, tokens of prompt and response
