@@ -1,17 +1,20 @@
 """Objectives compared on toy pairs over several seeds: runs what is missing, then writes a table and a figure.
 
     python -m benchmarks.toy_study objectives --output runs/study --seeds 0 1 2 --jobs 2
+    python -m benchmarks.toy_study ablation --output runs/study --seeds 0 1 2 --jobs 2
     python -m benchmarks.toy_study bridge --output runs/study --seeds 0 1 2 --jobs 2
     python -m benchmarks.toy_study tokenizers --output runs/study --seeds 0 1 2 --jobs 2
+    python -m benchmarks.toy_study merge --output runs/study --seeds 0 1 2 --jobs 2
+    python -m benchmarks.toy_study self --output runs/study --seeds 0 1 2 --jobs 2
 
 Every arm of a study is a plain `nemo-oprd train` in a process of one thread; its directory `STUDY/ARM-SEED` can be read
 with `nemo-oprd report`. Started again, arms that are done are left alone and others start over. Students are those of
 `nemo-oprd toy`: 96 wide, 4 layers, some 40 % of the problems solved. The bridge's teachers are models of their own, 128
 wide with 6 layers, trained from another seed on the same task; those of `tokenizers` have a vocabulary of their own
-(`nemo_oprd/toy/bpe_teacher.py`).
+(`nemo_oprd/toy/bpe_teacher.py`). Models of `merge` and `self` are those of `toy_models.py`.
 
-Accuracy is on 200 held-out problems, 2 samples each at T = 0.7, after the last update; learning rates are chosen on the
-tune problems.
+Accuracy is on 200 held-out problems, 2 samples each at T = 0.7, after the last update. `objectives` tries several
+learning rates per method on the first seed, and takes the one that solves most tune problems to the others.
 """
 
 from __future__ import annotations
@@ -30,100 +33,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS, EVALUATED = 100, 200
-RANKS = (2, 8, 32)
+from benchmarks.toy_arms import RANKS, STEPS, STUDIES, TEACHERS, Arm
+from benchmarks.toy_models import TOLD, make_specialists, make_told_student
+
+EVALUATED = 200
 ROOT = Path(__file__).parent.parent
-
-OPD = ("loss.representation.weight=0", "loss.output.weight=1")
-SAMPLED = (*OPD, "loss.output.kind=sampled_token")
-BRIDGE = (
-    "loss.representation.kind=normalized_mse",
-    "loss.representation.dim_reduction=sum",
-    "loss.representation.weight=10",
-)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One method: its settings, the bridge it uses (a name of `BRIDGES`), and a run of this study it goes on from."""
-
-    name: str
-    settings: tuple[str, ...]
-    bridge: str | None = None
-    after: str | None = None
-    shown: bool = True
-    reading: str = "right"  # or a wrong one of `benchmarks/wrong_reading.py`
-
-
-def objectives() -> list[Arm]:
-    """Same shape, same budget: every method at three learning rates."""
-    methods = {
-        "sampled token": (SAMPLED, (1e-4, 3e-4, 1e-3)),
-        "top-16": ((*OPD, "loss.output.kind=top_k", "loss.output.k=16"), (1e-4, 3e-4, 1e-3)),
-        "full vocabulary": ((*OPD, "loss.output.kind=full_vocab"), (1e-4, 3e-4, 1e-3)),
-        "OPRD": ((), (2e-4, 5e-4, 1e-3)),
-        "OPD + 1 OPRD": (("loss.output.weight=1", "loss.output.kind=sampled_token"), (1e-4, 3e-4, 1e-3)),
-        "OPD + 10 OPRD": (
-            ("loss.output.weight=1", "loss.output.kind=sampled_token", "loss.representation.weight=10"),
-            (1e-4, 3e-4, 1e-3),
-        ),
-    }
-
-    return [
-        Arm(f"{name} lr={rate:g}", (*settings, f"train.lr={rate}"))
-        for name, (settings, rates) in methods.items()
-        for rate in rates
-    ]
-
-
-def ablation() -> list[Arm]:
-    """Which layers, and which tokens of the response (29 or 30 of them)."""
-    tokens = {"last 8": ("last_k", 8), "last 24": ("last_k", 24), "first 8": ("first_k", 8), "all": ("all", 1)}
-    return [
-        Arm(
-            f"layers {layers}, tokens {name}",
-            (f"loss.representation.layers={layers}", f"loss.representation.positions={positions}",
-             f"loss.representation.k={k}", "train.lr=5e-4"),
-        )
-        for layers in ("all", "last", "even")
-        for name, (positions, k) in tokens.items()
-    ]  # fmt: skip
-
-
-def bridge() -> list[Arm]:
-    """Wider and deeper teacher -> student, through projections of several ranks, right and wrong ones."""
-    through = (*BRIDGE, "train.lr=5e-4")
-    # nothing of the hidden states can be compared without a bridge
-    opd = ("loss.representation.layers=none", "loss.output.weight=1", "loss.output.kind=sampled_token", "train.lr=1e-4")
-    half = f"train.steps={STEPS // 2}"
-    arms = [Arm(f"bridge r={rank}", through, f"rank {rank}") for rank in RANKS]
-    arms += [
-        Arm("bridge r=8, projectors trained too", (*through, "bridge.train=true"), "rank 8"),
-        Arm("r=8, projectors of other layers", through, "other layers"),
-        Arm("r=8, random projectors", through, "random"),
-        Arm("OPD alone (sampled token)", opd),
-        Arm("first half: bridge r=8", (*through, half), "rank 8", shown=False),
-        Arm("bridge r=8, then OPD", (*opd, half), after="first half: bridge r=8"),
-    ]
-    return arms
-
-
-def tokenizers() -> list[Arm]:
-    """Character student, sentencepiece BPE teacher: right and wrong readings, each with a bridge fitted under it."""
-    settings = ("teacher.reads=text", *BRIDGE, "train.lr=2e-4", "train.steps=60", "evaluation.every=30")
-    exact = (*settings, "alignment.exact=true")
-    return [
-        Arm("tokens that end on the same byte (exact)", exact, "exact"),
-        Arm("all tokens", settings, "all"),
-        Arm("shuffled alignment", exact, "shuffled", reading="shuffled"),
-        Arm("raw ids (forced)", settings, "raw", reading="raw"),
-    ]
-
-
-STUDIES: dict[str, Callable[[], list[Arm]]] = {
-    "objectives": objectives, "ablation": ablation, "bridge": bridge, "tokenizers": tokenizers,
-}  # fmt: skip
-TEACHERS = {"bridge": "wide/{seed}/teacher", "tokenizers": "bpe/{seed}"}
 
 
 @dataclass
@@ -143,10 +57,20 @@ class Study:
         for seed in seeds:
             self._models(seed)
         for waiting in (False, True):
-            todo = [(arm, seed) for seed in seeds for arm in self.arms if (arm.after is not None) == waiting]
-            todo = [(arm, seed) for arm, seed in todo if not self.done(arm, seed)]
-            with ThreadPoolExecutor(jobs) as pool:
-                list(pool.map(lambda item: self._train(*item), todo))
+            arms = [arm for arm in self.arms if (arm.after is not None) == waiting]
+            for part in (seeds[:1], seeds[1:]):
+                chosen = arms if part == seeds[:1] else [arm for arm in arms if arm in self.best(seeds[0])]
+                todo = [(arm, seed) for seed in part for arm in chosen if not self.done(arm, seed)]
+                with ThreadPoolExecutor(jobs) as pool:
+                    list(pool.map(lambda item: self._train(*item), todo))
+
+    def best(self, seed: int) -> list[Arm]:
+        """Of each method the arm that solves most tune problems; arms without a method all."""
+        kept = [arm for arm in self.arms if arm.method is None]
+        for method in dict.fromkeys(arm.method for arm in self.arms if arm.method is not None):
+            arms = [arm for arm in self.arms if arm.method == method and self.done(arm, seed)]
+            kept += [max(arms, key=lambda arm: self._accuracy(arm, seed, "tune"))] if arms else []
+        return kept
 
     def directory(self, arm: Arm, seed: int) -> Path:
         """Of one run."""
@@ -164,6 +88,10 @@ class Study:
     def _models(self, seed: int) -> None:
         from nemo_oprd.toy.pair import Recipe, build_pair, make_pair
 
+        if self.name in ("merge", "self"):
+            make = {"merge": make_specialists, "self": make_told_student}[self.name]
+            make(self.root / f"{self.name}_models" / str(seed), seed=seed, log=self.log)
+            return
         make_pair(self.root / "pairs" / str(seed), seed=seed, log=self.log)
         if self.name == "bridge":
             recipe = Recipe(seed=100 + seed, steps=400, student_step=200, layers=6, hidden=128)
@@ -180,6 +108,24 @@ class Study:
                     settings = [*kept, f"output={bridge}", "bridge.rank=8", "bridge.prompts=512"]
                     self._command("fit-bridge", [*self._common(seed), *settings], bridge, arm.reading)
 
+    def _application(self, seed: int) -> list[str]:
+        """What all arms of `merge` or `self` have in common."""
+        models = self.root / f"{self.name}_models" / str(seed)
+        tasks = {"merge": ("addition", "subtraction"), "self": ("addition",)}[self.name]
+        teachers = ", ".join(
+            f"{{hf_path: {models}/teacher_{task}, data_sources: [toy_{task}]}}" for task in tasks if len(tasks) > 1
+        )
+        return [
+            f"student.hf_path={models}/student", "student.parallel.tensor=1", "teacher.checkpoint=null",
+            f"data.train=[{','.join(f'{models}/prompts/train_{task}.jsonl' for task in tasks)}]",
+            *(
+                f"data.validation.{name}={models}/prompts/heldout_{task}.jsonl"
+                for name, task in zip(("heldout", "subtraction"), tasks, strict=False)
+            ),
+            f"seed={seed}", "evaluation.teacher=false",
+            f"teachers=[{teachers}]" if teachers else f"teacher.prompt='{TOLD}'",
+        ]  # fmt: skip
+
     def _common(self, seed: int) -> list[str]:
         pair = self.root / "pairs" / str(seed)
         teacher = TEACHERS.get(self.name, "pairs/{seed}/teacher").format(seed=seed)
@@ -191,13 +137,18 @@ class Study:
 
     def _train(self, arm: Arm, seed: int) -> None:
         pair, directory = self.root / "pairs" / str(seed), self.directory(arm, seed)
-        settings = [
+        of_pair = [
             *self._common(seed),
-            f"output={directory}", f"data.validation.heldout={pair}/prompts/heldout.jsonl",
-            f"data.validation.tune={pair}/prompts/tune.jsonl", f"evaluation.limit={EVALUATED}",
-            f"evaluation.every={STEPS // 2}", "train.save_every=0",
+            f"data.validation.heldout={pair}/prompts/heldout.jsonl", f"data.validation.tune={pair}/prompts/tune.jsonl",
+        ]  # fmt: skip
+        settings = [
+            *(self._application(seed) if self.name in ("merge", "self") else of_pair),
+            f"output={directory}", f"evaluation.limit={EVALUATED}",
+            f"evaluation.every={STEPS}", "train.save_every=0",
             f"train.export_hf={str(any(other.after == arm.name for other in self.arms)).lower()}",
-            f"train.steps={STEPS}", "logging.every=20", *arm.settings,
+            f"train.steps={STEPS}", "logging.every=20",
+            *([] if self.name == "tokenizers" else ["logging.output_metrics_every=20"]),
+            *(setting.replace("ROOT", str(self.root)).replace("SEED", str(seed)) for setting in arm.settings),
         ]  # fmt: skip
         if arm.bridge is not None:
             settings.append(f"bridge.path={self.root}/bridges/{seed}/{arm.bridge.replace(' ', '_')}")
@@ -208,7 +159,9 @@ class Study:
             leftover.unlink()
         self._command("train", settings, directory, arm.reading)
         (directory / "done").touch()
-        self.log(f"{time.monotonic() - self.began:6.0f} s  {arm.name}, seed {seed}: {self._accuracy(arm, seed):.1%}")
+        last = [value(self.records(arm, seed)) for name, value in SHOWN.items() if name in SCORES]
+        scores = ", ".join(f"{value:.1%}" for value in last if value is not None)
+        self.log(f"{time.monotonic() - self.began:6.0f} s  {arm.name}, seed {seed}: {scores}")
 
     def _command(self, command: str, settings: list[str], directory: Path, reading: str = "right") -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -246,7 +199,7 @@ class Study:
         """Per shown arm that is done for all seeds: mean and standard deviation of what the table shows."""
         rows = []
         for arm in filter(lambda arm: arm.shown, self.arms):
-            if not all(self.done(arm, seed) for seed in seeds):
+            if arm not in self.best(seeds[0]) or not all(self.done(arm, seed) for seed in seeds):
                 continue
             row: dict[str, Any] = {"arm": arm.name}
             for name, value in SHOWN.items():
@@ -255,6 +208,20 @@ class Study:
                 row[name] = [statistics.fmean(known), statistics.pstdev(known), known] if known else None
             rows.append(row)
         return rows
+
+    def sweep(self, seed: int) -> str:
+        """Every arm with a method, on one seed: method by method, the learning rates in their order."""
+        lines = ["| method | " + " | ".join(f"{part} (tune, held-out)" for part in ("low", "middle", "high")) + " |"]
+        lines.append("|---" * 4 + "|")
+        for method in dict.fromkeys(arm.method for arm in self.arms if arm.method is not None):
+            arms = [arm for arm in self.arms if arm.method == method and self.done(arm, seed)]
+            cells = [
+                f"{arm.name.removeprefix(method)}: {self._accuracy(arm, seed, 'tune'):.1%}, "
+                f"{self._accuracy(arm, seed):.1%}"
+                for arm in arms
+            ]
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        return "\n".join(lines)
 
 
 def first_rows(whole: Any, rank: int) -> Any:
@@ -310,12 +277,14 @@ def _entropy_gap(records: list[dict[str, Any]]) -> float | None:
 SHOWN: dict[str, Callable[[list[dict[str, Any]]], float | None]] = {
     "accuracy": _last("val/heldout/avg@2"),
     "tune": _last("val/tune/avg@2"),
+    "subtraction": _last("val/subtraction/avg@2"),
     "start": lambda records: float(records[0]["val/heldout/avg@2"]),
     "length": _last("response_length/mean"),
     "cosine": _last("rep/cosine_similarity"),
     "entropy gap": _entropy_gap,
     "seconds": _seconds,
 }
+SCORES = ("accuracy", "tune", "subtraction", "start")
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -325,12 +294,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         if value is None:
             return "-"
         mean, deviation, _ = value
-        if name in ("accuracy", "tune", "start"):
+        if name in SCORES:
             return f"{mean:.1%} ± {deviation:.1%}"
         return f"{mean:.3g} ± {deviation:.2g}"
 
-    lines = ["| method | " + " | ".join(SHOWN) + " |", "|---" * (1 + len(SHOWN)) + "|"]
-    lines += [f"| {row['arm']} | " + " | ".join(cell(name, row[name]) for name in SHOWN) + " |" for row in rows]
+    shown = [name for name in SHOWN if any(row[name] is not None for row in rows)]
+    lines = ["| method | " + " | ".join(shown) + " |", "|---" * (1 + len(shown)) + "|"]
+    lines += [f"| {row['arm']} | " + " | ".join(cell(name, row[name]) for name in shown) + " |" for row in rows]
     return "\n".join(lines)
 
 
@@ -344,13 +314,16 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "toy_study"
     figure, axes = pyplot.subplots(figsize=(7, 0.4 + 0.3 * len(rows)))
     for number, row in enumerate(rows):
-        accuracies = row["accuracy"][2]
-        axes.plot([100 * row["accuracy"][0]], [number], "|", color="#1d232a", markersize=12)
-        axes.plot([100 * a for a in accuracies], [number] * len(accuracies), "o", color="#2166ac", markersize=4)
+        for score, color in (("accuracy", "#2166ac"), ("subtraction", "#b2182b")):
+            if row[score] is not None:
+                mean, _, values = row[score]
+                axes.plot([100 * mean], [number], "|", color=color, markersize=12)
+                axes.plot([100 * a for a in values], [number] * len(values), "o", color=color, markersize=4)
     axes.axvline(100 * statistics.fmean(row["start"][0] for row in rows), color="#66707c", linestyle="dotted")
     axes.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("held-out problems solved, % (dotted: the student's start)")
+    tasks = "; blue additions, red subtractions" if rows[0]["subtraction"] is not None else ""
+    axes.set_xlabel(f"held-out problems solved, % (dotted: the student's start{tasks})")
     figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
 
 
@@ -369,6 +342,8 @@ def main() -> None:
     study.run(options.seeds, options.jobs)
     rows = study.results(options.seeds)
     print(markdown(rows))
+    if any(arm.method for arm in study.arms):
+        print(study.sweep(options.seeds[0]))
     (study.root / f"{study.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
     if rows:
         draw(rows, study.root / f"{study.name}.svg")

@@ -1,0 +1,132 @@
+"""The arms of the studies on toy models: which methods are compared, and how (`toy_study.py` runs them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+STEPS = 100
+RANKS = (2, 8, 32)
+
+OPD = ("loss.representation.weight=0", "loss.output.weight=1")
+SAMPLED = (*OPD, "loss.output.kind=sampled_token")
+BRIDGE = (
+    "loss.representation.kind=normalized_mse",
+    "loss.representation.dim_reduction=sum",
+    "loss.representation.weight=10",
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method: its settings, the bridge it uses (a name of `BRIDGES`), and a run of this study it goes on from."""
+
+    name: str
+    settings: tuple[str, ...]
+    bridge: str | None = None
+    after: str | None = None
+    shown: bool = True
+    reading: str = "right"  # or a wrong one of `benchmarks/wrong_reading.py`
+    method: str | None = None  # of several arms with one, the best goes on to the other seeds
+
+
+def objectives() -> list[Arm]:
+    """Same shape, same budget: every method at three learning rates."""
+    methods = {
+        "sampled token": (SAMPLED, (1e-4, 3e-4, 1e-3)),
+        "top-16": ((*OPD, "loss.output.kind=top_k", "loss.output.k=16"), (1e-4, 3e-4, 1e-3)),
+        "full vocabulary": ((*OPD, "loss.output.kind=full_vocab"), (1e-4, 3e-4, 1e-3)),
+        "OPRD": ((), (2e-4, 5e-4, 1e-3)),
+        "OPD + 1 OPRD": (("loss.output.weight=1", "loss.output.kind=sampled_token"), (1e-4, 3e-4, 1e-3)),
+        "OPD + 10 OPRD": (
+            ("loss.output.weight=1", "loss.output.kind=sampled_token", "loss.representation.weight=10"),
+            (1e-4, 3e-4, 1e-3),
+        ),
+    }
+
+    return [
+        Arm(f"{name} lr={rate:g}", (*settings, f"train.lr={rate}"), method=name)
+        for name, (settings, rates) in methods.items()
+        for rate in rates
+    ]
+
+
+def ablation() -> list[Arm]:
+    """Which layers, and which tokens of the response (29 or 30 of them)."""
+    tokens = {"last 8": ("last_k", 8), "last 24": ("last_k", 24), "first 8": ("first_k", 8), "all": ("all", 1)}
+    return [
+        Arm(
+            f"layers {layers}, tokens {name}",
+            (f"loss.representation.layers={layers}", f"loss.representation.positions={positions}",
+             f"loss.representation.k={k}", "train.lr=5e-4"),
+        )
+        for layers in ("all", "last", "even")
+        for name, (positions, k) in tokens.items()
+    ]  # fmt: skip
+
+
+def bridge() -> list[Arm]:
+    """Wider and deeper teacher -> student, through projections of several ranks, right and wrong ones."""
+    through = (*BRIDGE, "train.lr=5e-4")
+    # nothing of the hidden states can be compared without a bridge
+    opd = ("loss.representation.layers=none", "loss.output.weight=1", "loss.output.kind=sampled_token", "train.lr=1e-4")
+    half = f"train.steps={STEPS // 2}"
+    arms = [Arm(f"bridge r={rank}", through, f"rank {rank}") for rank in RANKS]
+    arms += [
+        Arm("bridge r=8, projectors trained too", (*through, "bridge.train=true"), "rank 8"),
+        Arm("r=8, projectors of other layers", through, "other layers"),
+        Arm("r=8, random projectors", through, "random"),
+        Arm("OPD alone (sampled token)", opd),
+        Arm("first half: bridge r=8", (*through, half), "rank 8", shown=False),
+        Arm("bridge r=8, then OPD", (*opd, half), after="first half: bridge r=8"),
+    ]
+    return arms
+
+
+def tokenizers() -> list[Arm]:
+    """Character student, sentencepiece BPE teacher: right and wrong readings, each with a bridge fitted under it."""
+    settings = ("teacher.reads=text", *BRIDGE, "train.lr=2e-4", "train.steps=60", "evaluation.every=30")
+    exact = (*settings, "alignment.exact=true")
+    return [
+        Arm("tokens that end on the same byte (exact)", exact, "exact"),
+        Arm("all tokens", settings, "all"),
+        Arm("shuffled alignment", exact, "shuffled", reading="shuffled"),
+        Arm("raw ids (forced)", settings, "raw", reading="raw"),
+    ]
+
+
+def merge() -> list[Arm]:
+    """Two specialists, one student that shall keep both; and what one of them alone makes of it."""
+    opd = ("loss.representation.layers=none", "loss.output.weight=1", "train.lr=3e-4")
+    return [
+        Arm("OPRD", ("train.lr=5e-4",)),
+        Arm("OPD, sampled token", (*opd, "loss.output.kind=sampled_token")),
+        Arm("OPD, full vocabulary", (*opd, "loss.output.kind=full_vocab")),
+        Arm("OPRD, the teacher of addition for all", ("train.lr=5e-4", *ONLY_ADDITION)),
+    ]
+
+
+def self_distillation() -> list[Arm]:
+    """The student shown the solution as its own teacher: which weights, and which loss."""
+    opd = ("loss.representation.layers=none", "loss.output.weight=1", "loss.output.kind=full_vocab", "train.lr=3e-4")
+    hidden = ("loss.representation.positions=all", "train.lr=3e-4")
+    composed = (*hidden, "loss.output.weight=1", "loss.output.kind=sampled_token")
+    ema = ("teacher.weights=ema", "teacher.ema_decay=0.98")
+    return [
+        Arm("OPRD, initial weights", (*hidden, "teacher.weights=initial")),
+        Arm("OPRD, moving average", (*hidden, *ema)),
+        Arm("OPRD, current weights", (*hidden, "teacher.weights=student")),
+        Arm("OPD, initial weights", (*opd, "teacher.weights=initial")),
+        Arm("OPD, moving average", (*opd, *ema)),
+        Arm("OPD, current weights", (*opd, "teacher.weights=student")),
+        Arm("OPD + OPRD, initial weights", (*composed, "teacher.weights=initial")),
+        Arm("OPD, initial weights, shown nothing new", (*opd, "teacher.weights=initial", "teacher.prompt='{prompt}'")),
+    ]
+
+
+STUDIES: dict[str, Callable[[], list[Arm]]] = {
+    "objectives": objectives, "ablation": ablation, "bridge": bridge, "tokenizers": tokenizers, "merge": merge,
+    "self": self_distillation,
+}  # fmt: skip
+TEACHERS = {"bridge": "wide/{seed}/teacher", "tokenizers": "bpe/{seed}"}
+ONLY_ADDITION = ("teachers=[]", "teacher.hf_path=ROOT/merge_models/SEED/teacher_addition")
