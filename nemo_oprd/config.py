@@ -412,6 +412,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
                     "value, or null"
                 )
             check_key(Config, override.key_or_group, "command line")
+            _check_number(override.key_or_group, merged)
             OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
         _replace_model_sources(merged, {str(override.key_or_group) for override in parsed})
         plain = OmegaConf.to_container(merged, resolve=True)
@@ -427,6 +428,17 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     config: Config = build(Config, plain)
     check(config)
     return config
+
+
+def _check_number(key: str, merged: Any) -> None:
+    """Raises ValueError for a key of a teacher that the list doesn't have."""
+    names = key.split(".")
+    number = int(names[1]) if names[0] == "teachers" and names[1:] and names[1].isdecimal() else None
+    if len(names) > 1 and names[0] == "teachers" and (number is None or number >= len(merged.teachers)):
+        raise ValueError(
+            f"{key}: the configuration has {len(merged.teachers)} teachers, counted from 0; expected one of them: list "
+            "them in a file, or all on the command line, teachers=[{...},{...}]"
+        )
 
 
 def _replace_model_sources(merged: Any, overridden: set[str]) -> None:

@@ -373,6 +373,8 @@ def _check_training(config: Config) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
+    if config.data.train == []:
+        raise ValueError("data.train=[]: expected a file of prompts, or several; name one, or set it to null")
     evaluation, best = config.evaluation, config.train.keep_best
     if best is not None:
         names = config.data.validation

@@ -253,8 +253,9 @@ def make_plan(config: Config, *, fitting: bool = False) -> Plan:
     student_spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, student_layout.size)
     check_recompute(config, student_spec.num_layers)
+    read_student = open_model(student, student_spec)
     read_teachers = [open_model(teacher, spec) for teacher, spec in zip(teachers, specs, strict=True)]
-    return Plan(objectives, student_layout, teacher_layout, open_model(student, student_spec), read_teachers)
+    return Plan(objectives, student_layout, teacher_layout, read_student, read_teachers)
 
 
 def make_system(config: Config, plan: Plan | None = None, *, trainable: bool = True) -> System:

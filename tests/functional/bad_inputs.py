@@ -194,7 +194,7 @@ case("map of other layers", "a layer map that leaves a supervised layer out", "l
 case("map beyond the teacher", "a layer map to a layer that the teacher hasn't", "layer_map names teacher layer 4, expected 1 to 3", "loss.representation.layer_map={1:1,2:2,3:4}")
 case("too few layer weights", "fewer weights than layers", "layer_weights=[1.0, 2.0]: expected 3 weights | got 2", "loss.representation.layer_weights=[1,2]")
 case("weight of another layer", "a weight for a layer that is not supervised", "a weight for layer 2 | supervised layers [1, 3]", "loss.representation.layers=[1,3]", "loss.representation.layer_weights={2:1}")
-case("decay", "a moving average that never moves", "loss.representation.adaptive.decay=1.0 | expected a number in [0, 1) | choose", "loss.representation.adaptive.decay=1")
+case("decay of the teacher", "a moving average that never moves", "loss.representation.adaptive.decay=1.0 | expected a number in [0, 1) | choose", "loss.representation.adaptive.decay=1")
 case("rows to watch", "metrics of no rows", "logging.output_metrics_rows=0 | expected more than 0", "logging.output_metrics_rows=0")
 case("negative interval", "metrics in every minus second update", "logging.output_metrics_every=-2 | expected 0 or more", "logging.output_metrics_every=-2")
 case("clip of one update", "a clipped ratio where there is only one update", "loss.output.clip=0.2 with loss.output.kind=sampled_token and train.updates_per_rollout=1 | set it to null", "loss.output.kind=sampled_token", "loss.output.clip=0.2")
@@ -405,12 +405,56 @@ rollouts("no tokens", "a rollout without tokens", "both empty | remove the line"
 rollouts("empty responses", "only empty responses", "none of the 2 responses has a supervised token | check response_ids", *[{**ROLLOUT, "response_ids": []}] * 2)
 rollouts("longer than the model", "more tokens than the model has positions", "rollouts.jsonl:1: 70 tokens | 64 positions | remove the line", {"prompt_ids": [5] * 60, "response_ids": [6] * 10})
 READ = {**ROLLOUT, "teacher_prompt_ids": [4], "teacher_response_ids": [5, 6, 7], "teacher_index": [0, 2]}
-rollouts("nothing for the teacher to read", "rollouts without the teacher's ids where it reads text", "rollouts.jsonl:1: no teacher_prompt_ids | because teacher.reads=text | rollout.save=true", ROLLOUT, overrides=(TEXT,))
+rollouts("nothing for the teacher to read", "rollouts without the teacher's ids where it reads text", "rollouts.jsonl:1: no teacher_prompt_ids | because of teacher.reads=text | rollout.save=true", ROLLOUT, overrides=(TEXT,))
 rollouts("the teacher's own ids", "rollouts with the teacher's ids where it reads the student's", "rollouts.jsonl:1: teacher_prompt_ids is a sequence of the teacher's own | expected teacher.reads=text", READ)
 rollouts("the teacher's id beyond the vocabulary", "an id beyond the teacher's vocabulary", "teacher_response_ids holds id 61 | 0..60", {**READ, "teacher_response_ids": [5, 6, 61]}, overrides=(TEXT,))
 rollouts("partner beyond the teacher's response", "a partner beyond the teacher's response", "teacher_index holds 3, but the teacher's response has 3 tokens | expected -1 to 2", {**READ, "teacher_index": [0, 3]}, overrides=(TEXT,))
 rollouts("partners of another length", "partners for other tokens than the response's", "teacher_index has 1 entries for 2 response tokens | expected one per response token", {**READ, "teacher_index": [0]}, overrides=(TEXT,))
 rollouts("longer than the teacher", "more tokens than the teacher has positions", "70 tokens for the teacher, which has 64 positions | take the teacher that read it", {**READ, "teacher_prompt_ids": [5] * 67}, overrides=(TEXT,))
+
+_category = "Several teachers, and the student as its own"
+
+
+def teachers(name: str, what: str, says: str, *entries: str, overrides: tuple[str, ...] = (), **settings: Any) -> None:
+    """A case with a list of teachers of the good model; `entries` are their other keys."""
+    listed = ", ".join(f"{{hf_path: {{root}}/teacher, {entry}}}" for entry in entries)
+    case(name, what, says, "teacher.hf_path=null", f"teachers=[{listed}]", *overrides, **settings)
+
+
+OTHERS = "data_sources: null"
+teachers("teacher and teachers", "a teacher beside several", "with a list of teachers | expected neither: set both to null", OTHERS, overrides=("teacher.hf_path={root}/teacher",))
+teachers("teacher from nowhere", "one of several teachers from nowhere", "teachers[0].hf_path=None | expected exactly one of the two", "data_sources: [prompts], hf_path: null")
+teachers("unknown key of a teacher", "a misspelt key of one of several teachers", "unknown key 'teachers[0].data_source' | did you mean", "data_source: [prompts]")
+teachers("two teachers of one source", "two teachers of one data source", "teachers[0] and teachers[1] both have the data source 'prompts' | expected one teacher for each", "data_sources: [prompts], name: a", "data_sources: [prompts, b]")
+teachers("two teachers of the rest", "two teachers of all other data sources", "teachers[0] and teachers[1] both have the data source null", OTHERS, OTHERS + ", name: b")
+teachers("two teachers of one name", "two teachers of one name", "both called 'x' in metrics | set teachers[i].name", "data_sources: [prompts], name: x", OTHERS + ", name: x")
+teachers("teacher of nothing", "a teacher without data sources", "teachers[0].data_sources=[] | expected names, or null", "data_sources: []")
+teachers("weightless teacher", "a teacher of weight 0", "teachers[0].weight=0.0 | expected more than 0", OTHERS + ", weight: 0")
+teachers("idle teacher", "a data source that no prompt has", "teachers[1].data_sources=['promts']: nothing in data.train={root}/prompts.jsonl is of these | expected some of ['prompts'] | correct the names", OTHERS, "data_sources: [promts]")
+teachers("prompts without a teacher", "prompts of a data source without a teacher", "data_source='prompts' has no teacher | expected one of ['maths'] | add it", "data_sources: [maths]")
+teachers("rollouts without a teacher", "recorded rollouts without a data source", "rollouts.jsonl: data_source=None has no teacher | expected one of ['maths']", "data_sources: [maths]", command="verify")
+teachers("one bridge for all", "one bridge for several teachers", "bridge.path={root}/bridge | with several teachers | set teachers[i].bridge", OTHERS, overrides=("bridge.path={root}/bridge",))
+teachers("sampling several teachers", "evaluating several teachers in one run", "evaluation.teacher=true with several teachers | nemo-oprd evaluate", OTHERS, overrides=("evaluation.teacher=true",))
+teachers("a bridge to several", "fitting one bridge to several teachers", "fit-bridge with 1 teachers | expected one | teacher.hf_path", OTHERS, command="fit-bridge")
+teachers("several, and itself", "several teachers where the student is its own", "teacher.weights=ema with a list of teachers | expected own", OTHERS, overrides=("teacher.weights=ema", "teacher.prompt='{prompt}!'"))
+case("teacher without a number", "a key of several teachers without a number", "teachers.weight: the configuration has 0 teachers | expected one of them", "teachers.weight=2")
+case("no teacher number", "a key of a teacher that is not there", "teachers.3.hf_path: the configuration has 0 teachers | expected one of them | list them", "teachers.3.hf_path=x")
+SELF = ("teacher.hf_path=null", "teacher.weights=student", "teacher.prompt='{prompt} {answer}'")
+case("itself and a teacher", "a teacher's model where the student is its own", "with teacher.weights=student | expected neither", *SELF[1:])
+case("itself without more to read", "the student as its own teacher with nothing more to read", "teacher.weights=student with teacher.prompt=null | compared with itself | set e.g. teacher.prompt=", *SELF[:2])
+case("template without a prompt", "a teacher's prompt without the student's", "teacher.prompt='Answer: {answer}' | expected a text with {prompt} | put it in", "teacher.prompt='Answer: {answer}'")
+case("decay of the teacher", "a moving average that never moves", "teacher.ema_decay=1.0 | expected a number in [0, 1)", "teacher.ema_decay=1")
+case("layout of itself", "a layout for a teacher that is the student", "with teacher.weights=student: such a teacher has the student's ranks and layout | remove them", *SELF, "teacher.parallel.tensor=2")
+case("itself in other tokens", "the student as its own teacher in other tokens", "teacher.weights=student with teacher.reads=text | expected ids", *SELF, TEXT)
+case("bridge to itself", "a bridge from the student to itself", "bridge.path=x with teacher.weights=student | expected none", *SELF, "bridge.path=x")
+case("sampling itself", "evaluating the student as its own teacher", "evaluation.teacher=true with teacher.weights=student | expected false", *SELF, "evaluation.teacher=true")
+case("itself, moving under an update", "several updates on targets of the current weights", "train.updates_per_rollout=2 with teacher.weights=student | expected 1", *SELF, "train.updates_per_rollout=2")
+case("fitting a bridge to itself", "fitting a bridge where the student is its own teacher", "fit-bridge with teacher.weights=student | expected one", *SELF, command="fit-bridge")
+case("no answer to tell", "a prompt without the answer that the teacher is told", "prompt 1: no answer, but teacher.prompt tells the teacher {{answer}} | add it, leave the prompt out", *SELF, prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1+2="}]))
+case("hint a number", "a hint that is no text", "line 1: hint is 3, expected text", prepare=lambda p: p.write(p.prompts, [{**PROMPT, "hint": 3}]))
+case("no prompt files", "an empty list of prompt files", "data.train=[] | expected a file of prompts, or several | name one", "data.train=[]")
+rollouts("no prompt of the teacher's", "rollouts without the teacher's prompt where it has one", "rollouts.jsonl:1: no teacher_prompt_ids | because of teacher.prompt | rollout.save=true", ROLLOUT, overrides=SELF)
+
 
 _category = "Output"
 

@@ -63,6 +63,28 @@ def test_a_model_on_the_command_line_replaces_the_files(tmp_path: Path) -> None:
         load_config("verify", [*MODELS, "student.checkpoint=x"])
 
 
+def test_several_teachers(tmp_path: Path) -> None:
+    """A list in a file, of which single values change on the command line, by number."""
+    teachers = "teachers:\n- {hf_path: b, data_sources: [x, y]}\n- {checkpoint: c, weight: 2, name: rest}\n"
+    (tmp_path / "run.yaml").write_text(f"student: {{hf_path: a}}\n{teachers}")
+    config = load_config("run", ["teachers.0.hf_path=d", "teachers.1.weight=3"], tmp_path)
+    assert [source.path for source in config.teacher_sources] == ["d", "c"]
+    assert [source.weight for source in config.teacher_sources] == [1.0, 3.0]
+    assert [source.label for source in config.teacher_sources] == ["x+y", "rest"]
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config("again", config_dir=tmp_path) == config
+    with pytest.raises(ValueError, match="unknown key 'teachers.0.wait'; did you mean 'teachers.weight'"):
+        load_config("run", ["teachers.0.wait=3"], tmp_path)
+
+
+def test_the_student_as_its_own_teacher() -> None:
+    for weights in ("student", "ema", "initial"):
+        config = load_config(
+            "verify", ["student.checkpoint=a", f"teacher.weights={weights}", "teacher.prompt='{prompt}!'"]
+        )
+        assert [source.path for source in config.teacher_sources] == ["a"]
+
+
 def test_groups_compose(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "wide.yaml").write_text("representation:\n  k: 7\n  kind: cosine\n")

@@ -201,3 +201,22 @@ def test_nothing_is_computed_that_no_row_depends_on() -> None:
     assert (pack.sequences, pack.lengths) == ((0, 2), (4, 3))
     moved = plan.for_teacher(Layout(context=2), 3, 4)
     assert [pack.sequences for pack in moved.hidden.packs[0]] == [(0,), (2,)]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
+def test_a_microbatch_has_one_teacher(sizes: dict[str, int]) -> None:
+    """Every response is in one of its teacher's microbatches, also wave by wave; who has no rows is left out."""
+    batch = [
+        Rollout([1, 2], [3] * length, [0] * length if i == 4 else None) for i, length in enumerate((9, 3, 7, 5, 6))
+    ]
+    table = make_rows(batch, positions="all", k=1, position="token", aggregation="token_mean")
+    taught_by = [2, 0, 2, 0, 1]
+    plan = StepPlan.of(table, table, 5, Layout(**sizes), token_budget=9, taught_by=taught_by)
+    for whole in (plan, *plan.waves(1)):
+        for m, teacher in enumerate(whole.taught_by):
+            assert {taught_by[i] for packs in whole.hidden.packs for i in packs[m].sequences} <= {teacher}
+    assert plan.of_teacher(1) is None
+    parts = [part for part in (plan.of_teacher(teacher) for teacher in (0, 2)) if part is not None]
+    assert [np.unique(part.hidden.table.response).tolist() for part in parts] == [[1, 3], [0, 2]]
+    assert sum(part.hidden.table.weight.sum() for part in parts) == pytest.approx(1.0)
+    assert all(part.output is not None and len(part.output.table) == len(part.hidden.table) for part in parts)

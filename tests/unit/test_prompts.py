@@ -156,3 +156,18 @@ def test_real_sets(name, count, answer):
     assert prompts[0].answer == answer
     assert all(prompt.answer and prompt.messages[-1]["role"] == "user" for prompt in prompts)
     assert [prompt.index for prompt in prompts] == list(range(count))
+
+
+def test_what_a_teacher_is_told(tmp_path):
+    """The last message in the template; braces of formulas stay, and text that is put in is not looked through."""
+    prompt = Prompt(tuple(CHAT), "{hint}", "toy", 0, hint="count")
+    told = prompt.told(r"{prompt} \boxed{{answer}} {hint} {x} {prompt}")
+    assert told == (CHAT[0], {"role": "user", "content": r"What is 2+3? \boxed{{hint}} count {x} What is 2+3?"})
+    assert prompt.told(None) == tuple(CHAT)
+    with pytest.raises(ValueError, match="no hint, but teacher.prompt tells the teacher {hint}"):
+        Prompt(tuple(CHAT), "5", "toy", 0).told("{prompt} {hint}")
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_hints(tmp_path, write):
+    assert load_prompts(write(tmp_path, {"problem": "x", "hint": "y"}))[0].hint == "y"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from nemo_oprd.batch import StepPlan
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.rows import RowTable, make_rows, teacher_positions
 from nemo_oprd.rollout.base import Request
-from nemo_oprd.rollout.reading import TextReader, alignment_metrics
+from nemo_oprd.rollout.reading import PromptReader, TextReader, alignment_metrics, read_by_teachers
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -118,3 +119,28 @@ def test_no_partner_behind_the_teachers_positions(tokenizers: tuple[Tokenizer, T
 def test_rollouts_that_were_not_aligned_have_no_coverage() -> None:
     assert alignment_metrics([Rollout([1], [2])]) == {}
     assert alignment_metrics([Rollout([1], [2]), ROLLOUT]) == {}
+
+
+def test_another_prompt_before_the_same_response(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    """Behind the teacher's positions there is no partner."""
+    student = tokenizers[0]
+    rollouts, requests = sampled(student, "abcab", "cc")
+    told = [replace(request, teacher_messages=({"role": "user", "content": "ab?"},)) for request in requests]
+    first, second = PromptReader(student, 64).read(rollouts, told)
+    assert student.decode(first.teacher_prompt_ids or []) == "ab?"
+    assert (first.teacher_response_ids, first.teacher_index) == (None, None)
+    assert first.as_read_by_teacher() == Rollout(first.teacher_prompt_ids or [], first.response_ids)
+    assert teacher_positions(second, 0).tolist() == [3, 4, 5]
+    cut, whole = PromptReader(student, 7).read(rollouts, told)
+    assert cut.teacher_response_ids == first.response_ids[:4]
+    assert cut.teacher_index == [0, 1, 2, 3, -1, -1]
+    assert whole == second
+    assert teacher_positions(cut, 1).tolist() == [2, 3, 4, 5, 6, -1]
+
+
+def test_every_teacher_has_its_own_reader(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    rollouts, requests = sampled(tokenizers[0], "abcab", "cc", "a")
+    read = read_by_teachers([None, PromptReader(tokenizers[0], 64)], [1, 0, 1], rollouts, requests)
+    assert [rollout.teacher_prompt_ids is not None for rollout in read] == [True, False, True]
+    assert read[1] is rollouts[1]
+    assert [rollout.response_ids for rollout in read] == [rollout.response_ids for rollout in rollouts]

@@ -1,0 +1,39 @@
+"""Whose responses are whose, and how much they weigh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nemo_oprd.config import TeacherSource
+from nemo_oprd.losses.rows import make_rows
+from nemo_oprd.teacher.routing import Routing
+from nemo_oprd.types import Rollout
+
+SOME = TeacherSource("a", data_sources=["x", "y"], weight=0.5)
+REST = TeacherSource("b", weight=3.0)
+
+
+def test_by_data_source() -> None:
+    assert Routing((SOME, REST)).of(["y", "z", None, "x"]) == [0, 1, 1, 0]
+    assert Routing((REST, SOME)).of(iter(["y", "z"])) == [1, 0]
+    assert [Routing((SOME, REST)).example(i) for i in (0, 1)] == ["x", None]
+    with pytest.raises(ValueError, match=r"data_source='z' has no teacher: expected one of \['x', 'y'\]"):
+        Routing((SOME,)).of(iter(["x", "z"]))
+    with pytest.raises(ValueError, match=r"data_source=None has no teacher"):
+        Routing((SOME,)).of(["x", None])
+
+
+def test_nobody_is_idle() -> None:
+    Routing((SOME, REST)).check(["x", "q"], "here")
+    for found, number in ((["q"], 0), (["x"], 1)):
+        with pytest.raises(ValueError, match=rf"teachers\[{number}\].data_sources=.*: nothing in here is of these"):
+            Routing((SOME, REST)).check(found, "here")
+
+
+def test_weights_of_teachers() -> None:
+    rollouts = [Rollout([1], [2, 3], data_source="x"), Rollout([1], [2], data_source="q")]
+    table = make_rows(rollouts, positions="all", k=1, position="token", aggregation="sequence_mean")
+    weighed = Routing((SOME, REST)).weigh(table, [0, 1])
+    np.testing.assert_allclose(weighed.weight, [0.125, 0.125, 1.5])
+    np.testing.assert_allclose(table.weight, [0.25, 0.25, 0.5])
