@@ -9,6 +9,7 @@ Left out: more than one GPU; layouts are tested on the CPU (tests/functional/tes
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +37,8 @@ PHASES = {
     "step_recompute_full": 150,
     "generation": 120,
 }
+# phases that read the models which that phase writes
+MODELS, NEED_MODELS = "models", ("step_recompute_none", "step_recompute_full", "generation")
 # import name -> what pip calls it, of all that the phases import; requirements-cpu.txt has the versions
 REQUIRED = {
     "torch": "torch",
@@ -52,6 +56,8 @@ REQUIRED = {
 }
 # kept free at the end, so that the report is out before the deadline
 REPORT_SECONDS = 5
+# processes of phases, to be ended with this one
+_running: set[subprocess.Popen] = set()
 # what a phase that did not finish has measured
 NOTHING: dict[str, Any] = {"numbers": {}, "lines": []}
 
@@ -102,12 +108,13 @@ def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log:
 
 
 def run_limited(command: list[str], limit: float, directory: Path, output: IO[str]) -> int | None:
-    """The exit status, None after `limit` seconds; the whole process group is killed then, or when we are stopped."""
+    """The exit status, None after `limit` seconds; the whole process group is killed then."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
         command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
     )
+    _running.add(process)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -116,6 +123,7 @@ def run_limited(command: list[str], limit: float, directory: Path, output: IO[st
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        _running.discard(process)
 
 
 def show(name: str, phase: dict[str, Any]) -> None:
@@ -134,19 +142,34 @@ def check(options: argparse.Namespace, scratch: Path) -> bool:
     log.unlink(missing_ok=True)
     phases: dict[str, Any] = {}
     report: dict[str, Any] = {"ok": False, "quick": options.quick, "started": time.time(), "phases": phases}
-    print(f"{'phase':<21}{'time':>9}  result")
-    for name, own_limit in PHASES.items():
+    begun: dict[str, Future] = {}
+
+    def timed(name: str) -> dict[str, Any]:
+        if name in NEED_MODELS:
+            begun[MODELS].result()
         left = deadline - time.monotonic()
         if left > 0:
-            phase = run_phase(name, min(own_limit, left), arguments, scratch, log)
-        else:
-            phase = {"status": "not run: no time left", "seconds": 0.0, **NOTHING}
-        show(name, phase)
-        phases[name] = phase
-        bad = [name for name, phase in phases.items() if phase["status"] != "ok"]
-        report["ok"] = not bad and len(phases) == len(PHASES)
-        report["seconds"] = round(time.time() - report["started"], 1)
-        (options.output / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
+            return run_phase(name, min(PHASES[name], left), arguments, scratch, log)
+        return {"status": "not run: no time left", "seconds": 0.0, **NOTHING}
+
+    print(f"{'phase':<21}{'time':>9}  result")
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
+        for name in PHASES:
+            begun[name] = pool.submit(timed, name)
+        for name in PHASES:
+            phases[name] = begun[name].result()
+            show(name, phases[name])
+            bad = [name for name, phase in phases.items() if phase["status"] != "ok"]
+            report["ok"] = not bad and len(phases) == len(PHASES)
+            report["seconds"] = round(time.time() - report["started"], 1)
+            (options.output / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in tuple(_running):  # we are stopped
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     verdict = f"not ok: {', '.join(bad)} (see {log})" if bad else f"all {len(PHASES)} phases ok"
     print(f"{verdict}; {report['seconds']:.0f} s, {options.output / 'gpu_check.json'}")
     return report["ok"]
@@ -159,10 +182,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10, help="for everything (default: 10)")
     parser.add_argument("--layers", type=int, help="depth of the 1.5B-shaped models (default: what fits, at most 28)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, also without a GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="phases at a time; with more than 1, times say nothing")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="where 8 GB may lie for a while (default: /tmp)")
     options = parser.parse_args()
     if options.layers is not None and options.layers < 1:
         parser.error(f"--layers {options.layers}: expected at least 1")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: expected at least 1")
     return options
 
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Is this machine's GPU right, and how fast is it? Unattended, at most ten minutes on one GPU:
-#   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--wheels DIR]
+#   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--jobs N] [--wheels DIR]
 # Runs in the active Python if its torch sees a GPU (PYTHON=... names another), else in the project's own environment.
 # --wheels DIR: install the wheels of DIR for this run only, from a machine with a package index, e.g.
 #   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR megatron-core einops hydra-core omegaconf \

@@ -18,7 +18,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemo_oprd.data.packing import Pack
@@ -175,6 +174,8 @@ class SDPAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
         """Every context rank gathers all keys and values; the gradient is reduce-scattered back."""
+        from torch.nn.attention.bias import causal_lower_right  # half a second: it imports torch's compiler
+
         both = torch.cat([key, value], dim=-1)
         # the mapping is Megatron's for sequence parallelism; here it runs over the context group
         gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)

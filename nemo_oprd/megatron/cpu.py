@@ -10,7 +10,8 @@ Three kinds of change, each listed in a table below:
 - `FUNCTIONS_COMPARING_TYPE_NAMES`: CUDA type names among a function's constants become CPU type names.
 - `cuda_rng`: the two functions through which the RNG tracker and activation checkpointing read the CUDA generator.
 
-Nothing here is imported or changed where CUDA is available: `install()` refuses to run there.
+Nothing here is changed where CUDA is available: `install()` refuses to run there. `import_uncompiled()`, which only
+saves time, asks for less: a torch that was built without CUDA.
 """
 
 from __future__ import annotations
@@ -123,6 +124,21 @@ def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool =
 
 def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
+
+
+def import_uncompiled() -> None:
+    """Imports Megatron-core, on a torch built without CUDA with `torch.compile` as the identity meanwhile.
+
+    Megatron decorates its fused functions with it, which we don't use; the decorator imports the compiler, a quarter of
+    what a process takes to start. Such a torch (and no other) can be recognised without waking a driver.
+    """
+    compile_ = torch.compile
+    if torch.version.cuda is None and torch.version.hip is None:
+        torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compile_  # type: ignore[assignment]
 
 
 def install() -> None:

@@ -1,4 +1,5 @@
-"""The command line, for test_launchers.py: notes each rank's process id at its second update, and fails if told to.
+"""The command line, for test_launchers.py: at its second update each rank notes its process id, waits until it may go
+on, and fails if told to.
 
 torchrun ... launched_run.py DIRECTORY (fail | run) train ...
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ def noting(student: Student, step: int, measured: Any) -> Any:
         partial = directory / f".pid-{rank}"
         partial.write_text(str(os.getpid()))
         partial.rename(directory / f"pid-{rank}")
+        while not (directory / "go-on").exists():
+            time.sleep(0.01)
         if what == "fail" and rank == "1":
             raise RuntimeError("injected failure")
     return update(student, step, measured)

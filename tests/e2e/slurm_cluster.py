@@ -1,4 +1,4 @@
-"""A real two-node Slurm cluster on loopback, for one test session: munged, slurmctld and two slurmd, no root services.
+"""A real Slurm cluster of six nodes on loopback, for one test session: munged, slurmctld and a slurmd per node.
 
 Runs as root (slurmd wants it); everything lives in a temporary directory and ends with `stop()`.
 """
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
-NODES = ("n0", "n1")
+NODES = tuple(f"n{number}" for number in range(6))
 
 
 def missing() -> str | None:
@@ -47,7 +47,7 @@ class SlurmCluster:
         self.directory = directory
         self._daemons: list[subprocess.Popen] = []
         host = socket.gethostname()
-        controller, *nodes = _free_ports(3)
+        controller, *nodes = _free_ports(1 + len(NODES))
         for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
             (directory / name).mkdir(parents=True, mode=0o755)
         key, munge_socket = directory / "munge" / "key", directory / "munge" / "socket"
@@ -70,6 +70,7 @@ class SlurmCluster:
             "SelectType=select/cons_tres",
             "MpiDefault=none",
             "ReturnToService=2",
+            "SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1",  # a minute by default
             *(
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN"
                 for node, port in zip(NODES, nodes, strict=True)
@@ -86,11 +87,14 @@ class SlurmCluster:
         self._start(["slurmctld", "-D", "-f", str(configuration)])
         for node in NODES:
             self._start(["slurmd", "-D", "-f", str(configuration), "-N", node])
-        self._wait(self.idle, "two idle nodes")
+        self._wait(self.idle, f"{len(NODES)} idle nodes")
 
-    def run(self, command: list[str], **kwargs) -> subprocess.CompletedProcess[str]:
-        """A Slurm command against this cluster."""
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, **kwargs)
+    def run(
+        self, command: list[str], environment: dict[str, str] | None = None, **kwargs
+    ) -> subprocess.CompletedProcess[str]:
+        """A Slurm command against this cluster, with more in its environment."""
+        together = {**self.environment, **(environment or {})}
+        return subprocess.run(command, env=together, capture_output=True, text=True, timeout=60, **kwargs)
 
     def wait_for_job(self, job: str, timeout: float) -> str:
         """The final state of a job, e.g. COMPLETED."""
@@ -100,7 +104,7 @@ class SlurmCluster:
             state = next((w.split("=")[1] for w in shown.split() if w.startswith("JobState=")), "GONE")
             if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
                 return state
-            time.sleep(1)
+            time.sleep(0.3)
         self.run(["scancel", job])
         return "TIMEOUT"
 
@@ -118,9 +122,10 @@ class SlurmCluster:
         log = (self.directory / f"{command[0]}-{len(self._daemons)}.log").open("w")
         self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
 
-    def idle(self) -> bool:
-        """Whether nothing runs on either node."""
-        return self.run(["sinfo", "-h", "-N", "-o", "%T"]).stdout.split() == ["idle", "idle"]
+    def idle(self, nodes: tuple[str, ...] = NODES) -> bool:
+        """Whether nothing runs on any of the nodes."""
+        states = self.run(["sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%T"]).stdout.split()
+        return states == ["idle"] * len(nodes)
 
     def _wait(self, ready, what: str, timeout: float = 30) -> None:
         deadline = time.monotonic() + timeout

@@ -42,10 +42,10 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_quick_check(project: Path, tmp_path: Path) -> None:
     """All phases ok, in the table and in the JSON, with figures in them; nothing is left behind."""
-    scratch = tmp_path / "scratch"
-    result = run_script(project, "--quick", "--output", str(tmp_path / "out"), "--scratch", str(scratch))
+    scratch, output = tmp_path / "scratch", tmp_path / "out"
+    result = run_script(project, "--quick", "--jobs", "2", "--output", str(output), "--scratch", str(scratch))
     assert result.returncode == 0, result.stdout + result.stderr
-    report = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    report = json.loads((output / "gpu_check.json").read_text())
     assert report["ok"] and report["quick"]
     assert {name: phase["status"] for name, phase in report["phases"].items()} == dict.fromkeys(gpu_check.PHASES, "ok")
     rows = [line.split() for line in result.stdout.splitlines()]

@@ -1,4 +1,7 @@
-"""Real `torchrun`: a rank that dies or fails ends the job within seconds with one message; signals are passed on."""
+"""Real `torchrun`: a rank that dies or fails ends the job within seconds with one message; signals are passed on.
+
+The jobs of all tests start side by side and are held in their second step until their test comes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Job:
-    """A `torchrun` of two ranks in the middle of a long run."""
+    """A `torchrun` of two ranks, held in the middle of a long run from `wait_until_held` to `go_on`."""
 
     def __init__(self, toy: Path, directory: Path, what: str) -> None:
         self.directory, self.log, self.output = directory, directory / "log", directory / "run"
@@ -45,11 +47,17 @@ class Job:
                 [*command, str(directory), what, "train", "--config-name", "quickstart", *overrides],
                 cwd=ROOT, env=environment, stdout=log, stderr=log,
             )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while not all((directory / f"pid-{rank}").exists() for rank in range(2)):
+        self.ranks: list[int] = []
+
+    def wait_until_held(self) -> None:
+        deadline = time.monotonic() + 240
+        while not all((self.directory / f"pid-{rank}").exists() for rank in range(2)):
             assert time.monotonic() < deadline and self.launcher.poll() is None, self.said()
             time.sleep(0.05)
-        self.ranks = [int((directory / f"pid-{rank}").read_text()) for rank in range(2)]
+        self.ranks = [int((self.directory / f"pid-{rank}").read_text()) for rank in range(2)]
+
+    def go_on(self) -> None:
+        (self.directory / "go-on").touch()
 
     def said(self) -> str:
         return self.log.read_text()
@@ -80,40 +88,52 @@ def session_lives(leader: int) -> bool:
     return False
 
 
-@contextmanager
-def job(toy: Path, directory: Path, what: str) -> Iterator[Job]:
-    started = Job(toy, directory, what)
-    yield started
-    if started.launcher.poll() is None:  # a test failed
-        started.launcher.kill()
-        for pid in started.ranks:
-            if session_lives(pid):
-                os.kill(pid, signal.SIGKILL)
+@pytest.fixture(scope="module")
+def jobs(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """The job of each test, held."""
+    wanted = {"killed": "run", "failing": "fail", "asked": "run"}
+    started: dict[str, Job] = {}
+    try:
+        for name, what in wanted.items():
+            started[name] = Job(toy, tmp_path_factory.mktemp(name), what)
+        for job in started.values():
+            job.wait_until_held()
+        yield started
+    finally:
+        for job in started.values():
+            if job.launcher.poll() is None:  # a test failed
+                job.launcher.kill()
+                for pid in job.ranks:
+                    if session_lives(pid):
+                        os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_rank_ends_all_with_one_message(toy: Path, tmp_path: Path) -> None:
-    with job(toy, tmp_path, "run") as running:
-        os.kill(running.ranks[1], signal.SIGKILL)
-        assert running.ends() < ENDS_WITHIN_S
-        (error,) = running.errors()
-        assert error.startswith("error: rank 1 on ")
-        assert error.endswith("died without a word (killed, or out of memory?); all ranks end")
-        assert running.launcher.returncode == 1
+def test_a_killed_rank_ends_all_with_one_message(jobs: dict[str, Job]) -> None:
+    running = jobs["killed"]
+    running.go_on()
+    os.kill(running.ranks[1], signal.SIGKILL)
+    assert running.ends() < ENDS_WITHIN_S
+    (error,) = running.errors()
+    assert error.startswith("error: rank 1 on ")
+    assert error.endswith("died without a word (killed, or out of memory?); all ranks end")
+    assert running.launcher.returncode == 1
 
 
-def test_a_failing_rank_ends_all_with_one_traceback(toy: Path, tmp_path: Path) -> None:
-    with job(toy, tmp_path, "fail") as running:
-        assert running.ends() < ENDS_WITHIN_S
-        assert running.errors() == ["RuntimeError: injected failure"]
-        assert running.said().count("in noting") == 1
-        assert running.launcher.returncode == 1
+def test_a_failing_rank_ends_all_with_one_traceback(jobs: dict[str, Job]) -> None:
+    running = jobs["failing"]
+    running.go_on()
+    assert running.ends() < ENDS_WITHIN_S
+    assert running.errors() == ["RuntimeError: injected failure"]
+    assert running.said().count("in noting") == 1
+    assert running.launcher.returncode == 1
 
 
-def test_sigterm_to_the_launcher_saves(toy: Path, tmp_path: Path) -> None:
-    with job(toy, tmp_path, "run") as running:
-        running.launcher.send_signal(signal.SIGTERM)
-        assert running.ends() < ENDS_WITHIN_S
-        assert running.said().count("stopped by SIGTERM after step ") == 1
-        assert running.errors() == []
-        saved = (running.output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
-        assert f"after step {int(saved)} of 1000" in running.said()
+def test_sigterm_to_the_launcher_saves(jobs: dict[str, Job]) -> None:
+    running = jobs["asked"]
+    running.go_on()
+    running.launcher.send_signal(signal.SIGTERM)
+    assert running.ends() < ENDS_WITHIN_S
+    assert running.said().count("stopped by SIGTERM after step ") == 1
+    assert running.errors() == []
+    saved = (running.output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
+    assert f"after step {int(saved)} of 1000" in running.said()

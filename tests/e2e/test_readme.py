@@ -1,7 +1,8 @@
 """The README's commands, as written, in a copy of the project: a newcomer's path from the two commands on.
 
 The copy gets a tiny model pair in place of the toy pair (a minute of training) and a stand-in for `.venv` (this
-process's environment is already the right one); everything else is what a user runs.
+process's environment is already the right one); everything else is what a user runs. Two commands run at a time: a
+launcher's start and the conversions keep one core busy. A command waits for those that made what it reads.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+Completed = subprocess.CompletedProcess[str]
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -27,6 +31,7 @@ COMMANDS = [
 ]
 # run elsewhere: the test command is what runs this file; sbatch has tests/e2e/test_slurm.py
 ELSEWHERE = ("bash scripts/test.sh", "sbatch ")
+QUICKSTART, *OTHERS = [command for command in COMMANDS if not command.startswith(ELSEWHERE)]
 SHORT = "train.steps=4 train.prompts_per_step=4 evaluation.every=2 evaluation.limit=4 train.save_every=2"
 
 
@@ -45,12 +50,40 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(copy)
 
 
-def run(command: str, project: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def running(project: Path) -> Iterator[dict[str, Future[Completed]]]:
+    """All commands, begun in the README's order."""
+    begun: dict[str, Future[Completed]] = {}
+
+    def in_turn(command: str) -> Completed:
+        for earlier in waits_for(command):
+            begun[earlier].result()
+        return run(command, project)
+
+    pool = ThreadPoolExecutor(2)
+    begun[QUICKSTART] = pool.submit(run, f"{QUICKSTART} {SHORT}", project)
+    for command in OTHERS:
+        begun[command] = pool.submit(in_turn, command)
+    yield begun
+    pool.shutdown(cancel_futures=True)
+
+
+def waits_for(command: str) -> list[str]:
+    """Commands before it whose output it names; the quickstart's are the quickstart's configuration and run."""
+    words = re.split(r"[\s=]", command)
+    needed = [QUICKSTART] if "quickstart" in command else []
+    for earlier in OTHERS[: OTHERS.index(command)]:
+        needed += [earlier for output in re.findall(r"output[= ](\S+)", earlier) if output in words]
+    return needed
+
+
+def run(command: str, project: Path) -> Completed:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(project),
         "OMP_NUM_THREADS": "1",
+        "PET_MASTER_PORT": str(free_port()),  # torchrun's own default is one for all
     }
     result = subprocess.run(
         command,
@@ -66,13 +99,19 @@ def run(command: str, project: Path) -> subprocess.CompletedProcess[str]:
     return result
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def test_readme_has_the_two_commands() -> None:
     assert COMMANDS[:2] == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
 
 
-def test_quickstart(project: Path) -> None:
+def test_quickstart(project: Path, running: dict[str, Future[Completed]]) -> None:
     """The script, on the tiny pair and with few steps: conversion, training at two ranks, table, export, curves."""
-    result = run(f"bash scripts/quickstart.sh {SHORT}", project)
+    result = running[QUICKSTART].result()
     assert [line.split()[:3] for line in result.stdout.splitlines() if line.startswith("heldout")] == [
         ["heldout", "student", "before"],
         ["heldout", "student", "after"],
@@ -93,12 +132,10 @@ def test_quickstart(project: Path) -> None:
     assert AutoTokenizer.from_pretrained(quickstart / "hf").decode([3, 4]) == "01"
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS[1:] if not c.startswith(ELSEWHERE)])
-def test_command(project: Path, command: str) -> None:
-    """Every other command of the README, after the quickstart."""
-    if not (project / "runs" / "quickstart").exists():
-        pytest.skip("the quickstart did not run")
-    result = run(command, project)
+@pytest.mark.parametrize("command", OTHERS)
+def test_command(running: dict[str, Future[Completed]], command: str) -> None:
+    """Every other command of the README, after those whose output it reads."""
+    result = running[command].result()
     if "--against reference" in command:
         last = result.stdout.strip().splitlines()[-1]
         assert "largest gradient deviation" in last

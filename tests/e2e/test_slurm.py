@@ -1,5 +1,8 @@
-"""The sbatch scripts on a real two-node Slurm cluster (loopback): two nodes, distinct TP sizes, both stages, a second
-submission that resumes from the checkpoint, and a job that is asked to stop and queues itself again."""
+"""The sbatch scripts on a real Slurm cluster (loopback): two nodes, distinct TP sizes, both stages, a second submission
+that resumes from the checkpoint, and a job that is asked to stop and queues itself again.
+
+The scenarios run side by side, on two nodes each: every job starts with imports and ends with Slurm's own waiting.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import slurm_cluster
 
 ROOT = Path(__file__).parent.parent.parent
+# the scenarios share two cores
+PATIENCE_S = 300
 pytestmark = pytest.mark.slurm
 
 
@@ -27,118 +34,152 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.
     cluster.stop()
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nemo_oprd.toy.pair import make_tiny_pair
+@dataclass(frozen=True)
+class Site:
+    """Where a scenario takes place: two nodes of the cluster and a directory."""
 
-    directory = tmp_path_factory.mktemp("pair") / "toy"
-    make_tiny_pair(directory, log=lambda _: None)
-    return directory
+    cluster: slurm_cluster.SlurmCluster
+    nodes: tuple[str, ...]
+    toy: Path
+    directory: Path
+
+    @property
+    def output(self) -> Path:
+        return self.directory / "run"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "job.log"
+
+    @property
+    def bridge(self) -> Path:
+        return self.directory / "bridge"
+
+    def said(self) -> str:
+        """The end of the log."""
+        return self.log.read_text()[-4000:] if self.log.exists() else ""
+
+    def submit(self, *overrides: str, script: str = "oprd_1p5b") -> str:
+        """One job, one task per node, CPU; the README's overrides in small. Returns the job's number."""
+        environment = {
+            "PYTHON": sys.executable, "CONFIG": "quickstart", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "BRIDGE": str(self.bridge),
+        }  # fmt: skip
+        settings = [
+            f"output={self.output}", "student.checkpoint=null", f"student.hf_path={self.toy / 'student'}",
+            "teacher.checkpoint=null", f"teacher.hf_path={self.toy / 'teacher'}", "evaluation.every=0",
+            f"data.train={self.toy / 'prompts' / 'train.jsonl'}", "train.prompts_per_step=4", "train.save_every=2",
+            "train.schedule=constant", "logging.tensorboard=false",
+        ]  # fmt: skip
+        command = ["sbatch", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--output={self.log}"]
+        command += [f"--nodelist={','.join(self.nodes)}", "--parsable", f"scripts/{script}.sh"]
+        submitted = self.cluster.run([*command, *settings, *overrides], environment, cwd=ROOT)
+        assert submitted.returncode == 0, submitted.stderr
+        return submitted.stdout.strip()
+
+    def completes(self, job: str) -> None:
+        state = self.cluster.wait_for_job(job, PATIENCE_S)
+        assert state == "COMPLETED", f"{state}\n{self.said()}"
+
+    def updates(self) -> list[int]:
+        file = self.output / "metrics.jsonl"
+        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def ask_to_stop(self, job: str) -> str:
+        """SIGUSR1, as `--signal` sends it before the time limit; returns what the command says of it.
+
+        Waits until the job is in the queue again, and nothing is left of its first start; then it may start at once.
+        """
+        assert self.cluster.run(["scancel", "--signal=USR1", job]).returncode == 0
+        deadline = time.monotonic() + PATIENCE_S
+        waiting = {"Restarts=1", "JobState=PENDING"}
+        while not waiting <= set((shown := self._show(job)).split()) or not self.cluster.idle(self.nodes):
+            assert time.monotonic() < deadline, f"{shown}\n{self.said()}"
+            time.sleep(0.3)
+        # Slurm lets a requeued job wait for minutes. Some seconds it needs: the credential of the first start is
+        # revoked, and one made in the same second counts as that.
+        self.cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"])
+        (said,) = [line for line in self.log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
+        return said
+
+    def wait_until(self, reached: Callable[[], bool], job: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert time.monotonic() < deadline and "JobState=FAILED" not in self._show(job), self.said()
+            time.sleep(0.1)
+
+    def _show(self, job: str) -> str:
+        return self.cluster.run(["scontrol", "show", "job", job]).stdout
 
 
-def submit(
-    cluster: slurm_cluster.SlurmCluster, toy: Path, output: Path, log: Path, *overrides: str, script: str = "oprd_1p5b"
-) -> str:
-    """One job on both nodes, one task per node, CPU; the README's overrides in small. Returns the job's number."""
-    cluster.environment.update(
-        PYTHON=sys.executable, CONFIG="quickstart", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
-        PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore",
-    )  # fmt: skip
-    settings = [
-        f"output={output}", "student.checkpoint=null", f"student.hf_path={toy / 'student'}", "teacher.checkpoint=null",
-        f"teacher.hf_path={toy / 'teacher'}", f"data.train={toy / 'prompts' / 'train.jsonl'}", "evaluation.every=0",
-        "train.prompts_per_step=4", "train.save_every=2", "train.schedule=constant", "logging.tensorboard=false",
-    ]  # fmt: skip
-    command = ["sbatch", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--output={log}", "--parsable"]
-    submitted = cluster.run([*command, f"scripts/{script}.sh", *settings, *overrides], cwd=ROOT)
-    assert submitted.returncode == 0, submitted.stderr
-    return submitted.stdout.strip()
-
-
-def completes(cluster: slurm_cluster.SlurmCluster, job: str, log: Path) -> None:
-    state = cluster.wait_for_job(job, timeout=180)
-    assert state == "COMPLETED", f"{state}\n{log.read_text()[-4000:] if log.exists() else ''}"
-
-
-def updates(output: Path) -> list[int]:
-    file = output / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def test_two_nodes_and_a_second_submission(cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path: Path) -> None:
-    output, log = tmp_path / "run", tmp_path / "job.log"
-    completes(cluster, submit(cluster, toy, output, log, "train.steps=2"), log)
-    assert (output / "hf" / "model.safetensors").exists()
-    config = (output / "config.yaml").read_text()
+def two_nodes_and_a_second_submission(site: Site) -> None:
+    site.completes(site.submit("train.steps=2"))
+    assert (site.output / "hf" / "model.safetensors").exists()
+    config = (site.output / "config.yaml").read_text()
     assert "tensor: 2" in config.split("teacher:")[0]  # the student's, from the script
-    completes(cluster, submit(cluster, toy, output, log, "train.steps=4"), log)
-    assert "resumed from" in log.read_text()
-    assert updates(output) == [1, 2, 3, 4]
+    site.completes(site.submit("train.steps=4"))
+    assert "resumed from" in site.log.read_text()
+    assert site.updates() == [1, 2, 3, 4]
     assert os.environ.get("SLURM_JOB_ID") is None
 
 
-def test_both_stages_of_a_bridge(cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path: Path) -> None:
+def both_stages_of_a_bridge(site: Site) -> None:
     """Stage 1 is stopped and queues its job again, which goes on with its rollouts, and then to stage 2; a second
     submission takes the bridge that is there."""
-    output, bridge, log = tmp_path / "run", tmp_path / "bridge", tmp_path / "job.log"
-    cluster.environment["BRIDGE"] = str(bridge)
+    bridge, script = site.bridge, "bridge_qwen3_4b_to_1p7b"
     settings = ["train.steps=2", "bridge.rank=2", "bridge.prompts=40", "loss.representation.kind=normalized_mse"]
-    job = submit(cluster, toy, output, log, *settings, script="bridge_qwen3_4b_to_1p7b")
-    deadline = time.monotonic() + 120
-    while not list(bridge.glob("rollouts/step_*.jsonl")):
-        assert time.monotonic() < deadline, log.read_text()[-4000:] if log.exists() else ""
-        time.sleep(0.1)
-    assert cluster.run(["scancel", "--signal=USR1", job]).returncode == 0
-    wait_for_restart(cluster, job, log)
-    (said,) = [line for line in log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
+    job = site.submit(*settings, script=script)
+    site.wait_until(lambda: bool(list(bridge.glob("rollouts/step_*.jsonl"))), job)
+    said = site.ask_to_stop(job)
     sampled = {file: file.stat().st_mtime_ns for file in bridge.glob("rollouts/step_*.jsonl")}
     assert int(said.split(" after ")[1].split()[0]) == 4 * len(sampled) < 40
-    completes(cluster, job, log)
+    site.completes(job)
     assert all(file.stat().st_mtime_ns == time_ns for file, time_ns in sampled.items())
-    assert updates(output) == [1, 2]
-    assert (output / "bridge" / "bridge.safetensors").read_bytes() == (bridge / "bridge.safetensors").read_bytes()
+    assert site.updates() == [1, 2]
+    assert (site.output / "bridge" / "bridge.safetensors").read_bytes() == (bridge / "bridge.safetensors").read_bytes()
     made = (bridge / "bridge.json").stat().st_mtime_ns
     settings[0] = "train.steps=3"
-    completes(cluster, submit(cluster, toy, output, log, *settings, script="bridge_qwen3_4b_to_1p7b"), log)
-    assert updates(output) == [1, 2, 3] and (bridge / "bridge.json").stat().st_mtime_ns == made
+    site.completes(site.submit(*settings, script=script))
+    assert site.updates() == [1, 2, 3] and (bridge / "bridge.json").stat().st_mtime_ns == made
 
 
-def wait_for_restart(cluster: slurm_cluster.SlurmCluster, job: str, log: Path) -> None:
-    """Until the job is in the queue again, and nothing is left of its first start; then it may start at once."""
-    deadline = time.monotonic() + 60
-    waiting = {"Restarts=1", "JobState=PENDING"}
-    while (
-        not waiting <= set((shown := cluster.run(["scontrol", "show", "job", job]).stdout).split())
-        or not cluster.idle()
-    ):
-        assert time.monotonic() < deadline, f"{shown}\n{log.read_text()[-4000:]}"
-        time.sleep(0.3)
-    # Slurm lets a requeued job wait for minutes. Some seconds it needs: the credential of the first start is revoked,
-    # and one made in the same second counts as that.
-    cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now+5"])
-
-
-def wait_for_update(output: Path, number: int, job: str, cluster: slurm_cluster.SlurmCluster, log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while len(updates(output)) < number:
-        state = cluster.run(["scontrol", "show", "job", job]).stdout
-        assert time.monotonic() < deadline and "JobState=FAILED" not in state, log.read_text()[-4000:]
-        time.sleep(0.2)
-
-
-def test_a_job_that_is_asked_to_stop_saves_and_queues_itself(
-    cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path: Path
-) -> None:
-    """SIGUSR1 as `--signal` sends it before the time limit: saved, requeued by itself, finished by the next start."""
-    output, log, steps = tmp_path / "run", tmp_path / "job.log", 20
-    job = submit(cluster, toy, output, log, f"train.steps={steps}", "train.save_every=0")
-    wait_for_update(output, 2, job, cluster, log)
-    assert cluster.run(["scancel", "--signal=USR1", job]).returncode == 0
-    wait_for_restart(cluster, job, log)
-    said = [line for line in log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
-    assert len(said) == 1
-    done = int(said[0].split("after step ")[1].split()[0])
+def a_job_that_is_asked_to_stop_saves_and_queues_itself(site: Site) -> None:
+    """Saved, requeued by itself, finished by the next start."""
+    steps = 20
+    job = site.submit(f"train.steps={steps}", "train.save_every=0")
+    site.wait_until(lambda: len(site.updates()) >= 2, job)
+    done = int(site.ask_to_stop(job).split("after step ")[1].split()[0])
     assert 2 <= done < steps
-    completes(cluster, job, log)
-    assert f"after {done} of {steps} steps" in log.read_text()
-    assert updates(output) == list(range(1, steps + 1))
+    site.completes(job)
+    assert f"after {done} of {steps} steps" in site.log.read_text()
+    assert site.updates() == list(range(1, steps + 1))
+
+
+# the longest first
+SCENARIOS = (
+    both_stages_of_a_bridge, a_job_that_is_asked_to_stop_saves_and_queues_itself, two_nodes_and_a_second_submission,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def running(
+    cluster: slurm_cluster.SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Callable, Future]]:
+    """All scenarios, begun."""
+    from nemo_oprd.toy.pair import make_tiny_pair
+
+    toy = tmp_path_factory.mktemp("pair") / "toy"
+    make_tiny_pair(toy, log=lambda _: None)
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+        begun = {}
+        for number, scenario in enumerate(SCENARIOS):
+            nodes = slurm_cluster.NODES[2 * number : 2 * number + 2]
+            begun[scenario] = pool.submit(
+                scenario, Site(cluster, nodes, toy, tmp_path_factory.mktemp(scenario.__name__))
+            )
+        yield begun
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(running: dict[Callable, Future], scenario: Callable[[Site], None]) -> None:
+    running[scenario].result()

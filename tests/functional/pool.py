@@ -1,5 +1,8 @@
 """A pool of worker processes joined by gloo, kept alive over many cases: importing Megatron takes seconds, a case less.
 
+Pools come and go with the number of ranks that tests want, so the workers are forked off a process that has imported
+everything and does nothing else, unless they need an environment of their own.
+
 `Pool(n).run("module:function", **kwargs)` calls the function on every rank and returns rank 0's result; an exception on
 any rank comes back as the text of its traceback.
 """
@@ -65,7 +68,9 @@ class Pool:
     """
 
     def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn" if environment else "forkserver")
+        if not environment:
+            context.set_forkserver_preload(["transformers", "nemo_oprd.train"])
         port = _free_port()
         self.size = size
         self._pipes, self._processes = [], []

@@ -21,7 +21,10 @@ def test_nothing_is_patched_where_cuda_is_used() -> None:
     out = run(
         """
         import importlib, torch
+        torch.version.cuda = "12.8"
         from nemo_oprd.megatron import cpu
+        from megatron.core import jit
+        assert jit.jit_fuser is torch.compile
         modules = [importlib.import_module(name) for name in cpu.MODULES_ASKING_FOR_CUDA]
         functions = [cpu._find(importlib.import_module(m), f) for m, f in cpu.FUNCTIONS_COMPARING_TYPE_NAMES]
         codes = [f.__code__ for f in functions]
@@ -41,12 +44,18 @@ def test_nothing_is_patched_where_cuda_is_used() -> None:
 
 
 def test_global_torch_stays_as_it_is() -> None:
-    """Asking for a CUDA device outside the named Megatron modules still fails after installing."""
+    """Asking for a CUDA device outside the named Megatron modules still fails after installing.
+
+    And the compiler, which a start would wait for, is there but not imported.
+    """
     out = run(
         """
-        import torch
+        import sys, torch
+        before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "cuda", "compile")}
+        import nemo_oprd.train
         from nemo_oprd.megatron import cpu
-        before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "cuda")}
+        compilers = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
+        assert not compilers, compilers
         type_method = torch.Tensor.type
         cpu.install()
         cpu.install()  # again: no change
