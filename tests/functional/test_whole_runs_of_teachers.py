@@ -1,0 +1,90 @@
+"""Runs from prompt files with several teachers, and with the student as its own, start to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pool import Pools
+from test_reading_text import metrics
+
+from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.toy.pair import make_tiny_pair
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair; its training prompts also as a second file, of another data source, each with a hint."""
+    root = tmp_path_factory.mktemp("runs")
+    make_tiny_pair(root, log=lambda line: None)
+    lines = (root / "prompts" / "train.jsonl").read_text().splitlines()
+    rows = [{"prompt": json.loads(line)["prompt"], "hint": "12", "answer": "3"} for line in lines]
+    (root / "hinted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(models: Path) -> list[str]:
+    return [
+        f"student.hf_path={models / 'student'}",
+        "student.parallel.tensor=2",
+        "teacher.checkpoint=null",
+        "data.validation={}",
+        "train.prompts_per_step=8",
+        f"train.steps={STEPS}",
+        "train.save_every=1",
+        "train.export_hf=false",
+        "evaluation.every=0",
+        "evaluation.teacher=false",
+        "rollout.max_new_tokens=24",
+        "rollout.save=true",
+        "logging.tensorboard=false",
+    ]
+
+
+def test_two_teachers_of_two_files(pools: Pools, models: Path, settings: list[str], tmp_path: Path) -> None:
+    """Each response is counted for its file's teacher; one that teaches what the other would gives the same update."""
+    files = [models / "prompts" / "train.jsonl", models / "hinted.jsonl"]
+    data = f"data.train=[{','.join(map(str, files))}]"
+    teacher = f"hf_path: {models / 'teacher'}"
+    several = f"teachers=[{{{teacher}, data_sources: [toy_addition]}}, {{{teacher}, name: rest}}]"
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    pools[2].run("cases:run_train", overrides=[*settings, data, several, f"output={run}"], config="quickstart")
+    one = f"teacher.hf_path={models / 'teacher'}"
+    pools[2].run("cases:run_train", overrides=[*settings, data, one, f"output={alone}"], config="quickstart")
+    for line, same, number in zip(metrics(run), metrics(alone), range(1, STEPS + 1), strict=True):
+        rows = (run / "rollouts" / f"step_{number:07d}.jsonl").read_text().splitlines()
+        sources = [json.loads(row)["data_source"] for row in rows]
+        counts = [line[f"teachers/{label}/responses"] for label in ("toy_addition", "rest")]
+        assert counts == [sources.count("toy_addition"), sources.count("hinted")]
+        assert min(counts) > 0
+        assert line["loss/total"] == pytest.approx(same["loss/total"], rel=1e-5)
+        assert line["actor/grad_norm"] == pytest.approx(same["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["student", "ema"])
+def test_the_student_teaches_itself(
+    pools: Pools, models: Path, settings: list[str], tmp_path: Path, weights: str
+) -> None:
+    """It samples, reads its responses behind the told prompt, trains, goes on; the recorded rollouts verify."""
+    told = [f"teacher.weights={weights}", "teacher.prompt='{hint}+{prompt}{answer}'", "loss.output.kind=full_vocab"]
+    common = [*settings, *told, "loss.output.weight=1", f"data.train={models / 'hinted.jsonl'}"]
+    run, parts = tmp_path / "run", tmp_path / "parts"
+    constant = ["train.schedule=constant", "train.warmup_fraction=0"]
+    pools[2].run("cases:run_train", overrides=[*common, *constant, f"output={run}"], config="quickstart")
+    for steps in range(1, STEPS + 1):
+        overrides = [*common, *constant, f"train.steps={steps}", f"output={parts}"]
+        pools[2].run("cases:run_train", overrides=overrides, config="quickstart")
+    assert metrics(parts) == metrics(run)
+    tokenizer = Tokenizer.load(models / "student")
+    file = run / "rollouts" / "step_0000001.jsonl"
+    for row in map(json.loads, file.read_text().splitlines()):
+        assert tokenizer.decode(row["teacher_prompt_ids"]) == f"12+{tokenizer.decode(row['prompt_ids'])}3"
+        assert "teacher_response_ids" not in row
+    replay = [*settings[:1], *told, "loss.output.weight=1", f"rollout.replay={file}", f"output={tmp_path / 'verify'}"]
+    pools[1].run("cases:run_verify", overrides=[*replay, "loss.representation.k=24"])
+    losses = json.loads((tmp_path / "verify" / "losses.json").read_text())
+    assert losses["loss/total"] == pytest.approx(metrics(run)[0]["loss/total"], rel=1e-5)
