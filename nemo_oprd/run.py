@@ -30,6 +30,7 @@ from nemo_oprd.megatron.checkpoint import check_checkpoint, check_continuity, lo
 from nemo_oprd.megatron.export import export_hf
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.projectors import trained_bridge
 from nemo_oprd.megatron.student import Update
 from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
@@ -349,8 +350,9 @@ class Run:
     def finish(self) -> None:
         """The trained bridge, HF export and the closing table."""
         if self.system.objective.trains_bridge and self.system.student.role.here:
-            start, steps = self.config.bridge.path, self.config.train.steps
-            bridge = self.system.student.trained_bridge({"trained_with_student": {"steps": steps, "from": start}})
+            student, start, steps = self.system.student, self.config.bridge.path, self.config.train.steps
+            report = {"trained_with_student": {"steps": steps, "from": start}}
+            bridge = trained_bridge(student.chunks, student.role, student.objective, report)
             if bridge is not None:
                 save_bridge(bridge, self.output / "bridge")
         if self.config.train.export_hf:

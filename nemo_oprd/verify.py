@@ -17,6 +17,7 @@ from nemo_oprd.config import Config
 from nemo_oprd.disk import check_output
 from nemo_oprd.inputs import recorded_rollouts
 from nemo_oprd.megatron.measure import StepResult
+from nemo_oprd.megatron.projectors import bridge_gradients
 from nemo_oprd.reference import agreement, reference
 from nemo_oprd.setup import System, make_system
 from nemo_oprd.types import Rollout
@@ -47,7 +48,8 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
         if result.trouble:
             raise ValueError(f"{result.trouble}; expected finite numbers: look for NaN in the models' weights")
         # every rank takes part in the gathering, one keeps the result
-        stream = chain(system.student.hf_gradients(), system.student.bridge_gradients())
+        student = system.student
+        stream = chain(student.hf_gradients(), bridge_gradients(student.chunks, student.role, student.objective))
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from nemo_oprd.losses.output_chunks import OutputSums, Teacher, TeacherStates, c
 from nemo_oprd.losses.vocab import VocabShard
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,25 @@ def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabSha
     assert role.at is not None
     size = model.output_weight().shape[0]
     return VocabShard(role.at.tensor * size, size, vocab_size, role.groups.tp if role.layout.tensor > 1 else None)  # type: ignore[attr-defined]
+
+
+def load_teacher_head(
+    model: DistillingModel, role: Role, dtype: torch.dtype, objective: Objective, read: Callable[[str], torch.Tensor]
+) -> torch.Tensor | None:
+    """A teacher's head for the ids that this tensor rank's own head has, where the output term needs it.
+
+    Args:
+        model: the student's last chunk on this rank.
+        read: gives the teacher's HF tensors by name.
+    """
+    term = objective.output
+    if term is None or term.sampled or not model.post_process:
+        return None
+    whole = read("model.embed_tokens.weight" if objective.teacher.tied_embeddings else "lm_head.weight")
+    shard = vocab_shard(model, role, term.vocab_size)
+    part = whole[shard.start : min(shard.start + shard.size, term.vocab_size)].to(device(), dtype)
+    # ids that only one of the models has count for neither
+    return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
 
 
 @dataclass

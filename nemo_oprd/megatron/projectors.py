@@ -9,12 +9,15 @@ the model is, and no weight rule names them, so neither weight sync nor HF expor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.full_width import draw_projector
-from nemo_oprd.bridge.maps import LayerBridge, apply_projector
+from nemo_oprd.bridge.maps import Bridge, LayerBridge, apply_projector
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.weights import broadcast_from_stage
@@ -92,3 +95,31 @@ def gather_projectors(
 def with_projectors(maps: LayerBridge, trained: dict[str, torch.Tensor]) -> LayerBridge:
     """The maps of a pair with another student's side."""
     return LayerBridge(maps.teacher_mean, maps.teacher_basis, trained["student_projector"], trained.get("student_bias"))
+
+
+def bridge_gradients(
+    chunks: Sequence[DistillingModel], role: Role, objective: Objective
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """("bridge.s1.t2.student_projector", whole float32 gradient), where they are whole. None if it is frozen."""
+    if objective.trains_bridge and role.here:
+        gathered = gather_projectors(chunks, role, objective, lambda p: p.main_grad.float())  # type: ignore[attr-defined]
+        yield from ((f"bridge.{pair.key}.{part}", tensor) for pair, part, tensor in gathered)
+
+
+def trained_bridge(
+    chunks: Sequence[DistillingModel], role: Role, objective: Objective, report: dict[str, Any]
+) -> Bridge | None:
+    """The bridge with its trained projectors, on the CPU of the first rank; every rank of the role calls this.
+
+    Args:
+        report: what the bridge's manifest is to say of it.
+    """
+    bridge, trained = objective.bridge, dict[LayerPair, dict[str, torch.Tensor]]()
+    assert bridge is not None and objective.trains_bridge
+    for pair, part, tensor in gather_projectors(chunks, role, objective, lambda p: p.detach()):
+        if dist.get_rank() == 0:
+            trained.setdefault(pair, {})[part] = tensor.cpu()
+    if dist.get_rank() != 0:
+        return None
+    pairs = {pair: with_projectors(bridge.pairs[pair], parts) for pair, parts in trained.items()}
+    return replace(bridge, pairs=pairs, report=report)

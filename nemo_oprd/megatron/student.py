@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch import BatchPlan, HeldRows, StepPlan
-from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.maps import Bridge
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.losses.adaptive import GapFactors
 from nemo_oprd.losses.rows import RowTable
 from nemo_oprd.megatron.capture import PROFILE_BINS, Capture, LayerTerm, Supervision, profile_bins
 from nemo_oprd.megatron.guard import check_injections, check_output_passes
-from nemo_oprd.megatron.head import OutputTerm, rows_of, vocab_shard
+from nemo_oprd.megatron.head import OutputTerm, load_teacher_head, rows_of, vocab_shard
 from nemo_oprd.megatron.measure import StepResult, Tally, row_bins
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.moving_average import MovingAverage
@@ -39,7 +37,7 @@ from nemo_oprd.megatron.optimizer import (
 )
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.partial_training import PartialTraining
-from nemo_oprd.megatron.projectors import attach_projectors, gather_projectors, projectors_of, with_projectors
+from nemo_oprd.megatron.projectors import attach_projectors, projectors_of
 from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.megatron.weights import gather_hf, load_hf
 from nemo_oprd.objective import Objective, OutputObjective
@@ -111,7 +109,10 @@ class Student:
             attach_projectors(self.chunks, role, objective, config.seed)
         if objective.trains_in_parts:
             mark_partial(self.chunks, max(objective.layers, default=0), final_norm=final_norm, head=False)
-        self.teacher_heads = [self._load_teacher_head(*each) for each in zip(objectives, read_teachers, strict=True)]
+        self.teacher_heads: list[torch.Tensor | None] = [None] * len(objectives)
+        if config.teacher.weights in ("own", "initial"):  # others change with the student
+            heads = zip(objectives, read_teachers, strict=True)
+            self.teacher_heads = [load_teacher_head(self.chunks[-1], role, self.dtype, *each) for each in heads]
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
@@ -120,19 +121,6 @@ class Student:
     def spec(self) -> ModelSpec:
         """The student's architecture."""
         return self.objective.student
-
-    def _load_teacher_head(self, objective: Objective, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-        """A teacher's head for the ids that this tensor rank's own head has, where the output term needs it."""
-        term, at, teacher = objective.output, self.role.at, objective.teacher
-        if term is None or term.sampled or at is None or not self.chunks[-1].post_process:
-            return None
-        if self.config.teacher.weights in ("student", "ema"):
-            return None  # theirs change
-        whole = read("model.embed_tokens.weight" if teacher.tied_embeddings else "lm_head.weight")
-        shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
-        part = whole[shard.start : min(shard.start + shard.size, term.vocab_size)].to(device(), self.dtype)
-        # ids that only one of the models has count for neither
-        return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
 
     def _teacher_head(self, number: int, term: OutputObjective) -> torch.Tensor | None:
         """A teacher's head as it is now."""
@@ -300,34 +288,6 @@ class Student:
             self.role,
             lambda p: p.main_grad.float() if p.requires_grad else None,  # type: ignore[attr-defined]
         )
-
-    def bridge_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """("bridge.s1.t2.student_projector", whole float32 gradient); needs `whole_gradients`. None if it is frozen."""
-        if self.objective.trains_bridge:
-            gathered = gather_projectors(
-                self.chunks,
-                self.role,
-                self.objective,
-                lambda p: p.main_grad.float(),  # type: ignore[attr-defined]
-            )
-            yield from ((f"bridge.{pair.key}.{part}", tensor) for pair, part, tensor in gathered)
-
-    def trained_bridge(self, report: dict[str, Any]) -> Bridge | None:
-        """The bridge with its trained projectors, on the CPU of the first rank; every rank of the role calls this.
-
-        Args:
-            report: what the bridge's manifest is to say of it.
-        """
-        bridge, trained = self.objective.bridge, dict[LayerPair, dict[str, torch.Tensor]]()
-        assert bridge is not None and self.objective.trains_bridge
-        gathered = gather_projectors(self.chunks, self.role, self.objective, lambda p: p.detach())
-        for pair, part, tensor in gathered:
-            if dist.get_rank() == 0:
-                trained.setdefault(pair, {})[part] = tensor.cpu()
-        if dist.get_rank() != 0:
-            return None
-        pairs = {pair: with_projectors(bridge.pairs[pair], parts) for pair, parts in trained.items()}
-        return replace(bridge, pairs=pairs, report=report)
 
     def _microbatches(
         self, rollouts: list[Rollout], step: StepPlan, targets: dict[int, TeacherTargets]
