@@ -58,7 +58,7 @@ def ablation() -> list[Arm]:
         Arm(
             f"layers {layers}, tokens {name}",
             (f"loss.representation.layers={layers}", f"loss.representation.positions={positions}",
-             f"loss.representation.k={k}", "train.lr=5e-4"),
+             f"loss.representation.k={k}", "train.lr=5e-4", "train.steps=60", "evaluation.every=60"),
         )
         for layers in ("all", "last", "even")
         for name, (positions, k) in tokens.items()

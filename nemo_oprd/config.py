@@ -321,6 +321,9 @@ class LoggingConfig:
     Without an output-space term, its metrics (entropies, top-k overlap, KL) are measured on `output_metrics_rows`
     response tokens, drawn anew in the first and in every `output_metrics_every`-th update (0: never), with temperature,
     k and chunk_tokens of loss.output. The teacher then has all its layers, and the student the teacher's head.
+
+    The gradient's signal and noise are measured before the first and every `gradient_noise_every`-th update (0: never),
+    by one more pass over the batch, in halves; copies of both halves' gradients are held meanwhile.
     """
 
     tensorboard: bool = True
@@ -329,6 +332,7 @@ class LoggingConfig:
     spike_factor: float = 10.0
     output_metrics_every: int = 0
     output_metrics_rows: int = 1024
+    gradient_noise_every: int = 0
 
 
 @dataclass

@@ -43,6 +43,7 @@ MORE_THAN_ZERO = (
 ZERO_OR_MORE = (
     "evaluation.every",
     "evaluation.temperature",
+    "logging.gradient_noise_every",
     "logging.output_metrics_every",
     "logging.spike_factor",
     "rollout.temperature",

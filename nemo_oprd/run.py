@@ -196,6 +196,11 @@ class Run:
 
         The ratio to the student that sampled is the last one's. None on ranks outside the student.
         """
+        every = self.config.logging.gradient_noise_every
+        self.noise: dict[str, float] = {}
+        if every and (step == 0 or (step + 1) % every == 0):
+            with self.clock("gradient_noise"):
+                self.noise = self.system.gradient_noise(rollouts, step)
         results: list[StepResult | None] = []
         updates: list[Update | None] = []
         for reuse in range(self.config.train.updates_per_rollout):
@@ -233,6 +238,7 @@ class Run:
             **(measured.metrics() if measured else {}),
             **(self._metrics_per_teacher(rollouts, measured) if self.config.teachers and measured else {}),
             **(update.metrics() if update else {}),
+            **self.noise,
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             **alignment_metrics(rollouts),

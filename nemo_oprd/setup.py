@@ -18,6 +18,7 @@ from nemo_oprd.batch import StepPlan
 from nemo_oprd.config import Config, ModelSource, TeacherSource
 from nemo_oprd.families import ModelSpec, read_model_spec
 from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.gradient_noise import gradient_noise, whole_gradient
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.moving_average import MovingAverage
@@ -97,6 +98,24 @@ class System:
                 )
             del targets  # before the next wave's come
         return self.student.finish_step()
+
+    def gradient_noise(self, rollouts: list[Rollout], step: int) -> dict[str, float]:
+        """Signal and noise of the gradient (`megatron/gradient_noise.py`), from two passes over half the batch each.
+
+        Empty where fewer than two responses train anything, and on ranks outside the student.
+        """
+        rows = self.plan(rollouts, self.objective.at(step)).hidden.table
+        active = [rollouts[i] for i in np.unique(rows.response).tolist()]
+        halves = active[::2], active[1::2]
+        if not halves[1]:
+            return {}
+        gradients = []
+        for half in halves:
+            self.accumulate(half, step=step, whole_gradients=True)
+            gradients.append(whole_gradient(self.student))
+        if not self.student.role.here:
+            return {}
+        return gradient_noise(self.student, gradients[0], gradients[1], (len(halves[0]), len(halves[1])))
 
     def check_gradients(self) -> str:
         """One real forward and backward on a few short random responses, before anything is sampled.
