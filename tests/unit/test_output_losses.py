@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.live_bytes import LiveBytes
 from nemo_oprd.losses import vocab
 from nemo_oprd.losses.output import OutputLoss, output_rows
 from nemo_oprd.losses.output_chunks import (
@@ -374,42 +371,6 @@ def test_bad_arguments() -> None:
 # ---- memory
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {id(a.untyped_storage()) for a in args if isinstance(a, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self._track(tensor.untyped_storage(), known)
-        return out
-
-    def _track(self, storage: Any, known: set[int]) -> None:
-        if id(storage) in self._known or id(storage) in known:
-            return
-        size, key = storage.nbytes(), id(storage)
-
-        def freed(_: Any) -> None:
-            self.now -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
-@contextmanager
-def live_bytes() -> Iterator[LiveBytes]:
-    with LiveBytes() as counter:
-        yield counter
-
-
 def buffers(
     loss: OutputLoss, n: int, chunk_tokens: int, size: int, monkeypatch: pytest.MonkeyPatch, **other: Any
 ) -> float:
@@ -417,7 +378,7 @@ def buffers(
     monkeypatch.setattr(vocab, "SLAB", 256)
     case = problem(n, torch.float32, real=size - 3, size=size) | other
     head_grad = torch.zeros(size, 6)
-    with live_bytes() as counter:
+    with LiveBytes() as counter:
         chunked_output_loss(loss, **case, chunk_tokens=chunk_tokens, head_grad=head_grad)
     return (counter.peak - case["hidden_ND"].nbytes) / (4 * chunk_tokens * size)
 
@@ -449,7 +410,7 @@ def test_live_bytes_of_a_sampled_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counter_counts() -> None:
-    with live_bytes() as counter:
+    with LiveBytes() as counter:
         a = torch.zeros(100)
         b = a + 1
         del a

@@ -1,0 +1,105 @@
+"""Counted bytes: what is alive at the peak of an output-space loss, chunked as here and with whole logits by autograd.
+
+    python -m benchmarks.live_bytes
+
+Counts storages as operations create and free them, so the figures are exact and the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROWS, WIDTH, CHUNK = 512, 32, 64
+VOCABULARIES = (4096, 16384, 65536, 151936)
+KINDS = ("full_vocab", "top_k", "jsd", "sampled_token")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations create, while they live: `now`, and `peak` so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, and counts what it makes."""
+        known = {id(a.untyped_storage()) for a in args if isinstance(a, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor.untyped_storage(), known)
+        return out
+
+    def _track(self, storage: Any, known: set[int]) -> None:
+        if id(storage) in self._known or id(storage) in known:
+            return
+        size, key = storage.nbytes(), id(storage)
+
+        def freed(_: Any) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def chunked(kind: str, vocabulary: int) -> int:
+    """Peak of loss and gradients of 512 rows, 64 at a time, beyond the gradients themselves."""
+    from nemo_oprd.losses.output import OutputLoss
+    from nemo_oprd.losses.output_chunks import Teacher, TeacherStates, chunked_output_loss
+    from nemo_oprd.losses.vocab import VocabShard
+
+    hidden, head, teacher_hidden, teacher_head, tokens = _problem(vocabulary)
+    gradient = torch.zeros_like(head)
+    teacher: Teacher = TeacherStates(teacher_hidden, teacher_head)
+    if kind == "sampled_token":
+        teacher = torch.zeros(ROWS)
+    shard = VocabShard(0, vocabulary, vocabulary, None)
+    loss, weight = OutputLoss(kind, None if kind == "sampled_token" else 16), torch.full((ROWS,), 1 / ROWS)  # type: ignore[arg-type]
+    with LiveBytes() as counter:
+        chunked_output_loss(loss, hidden, head, teacher, tokens, weight, shard, chunk_tokens=CHUNK, head_grad=gradient)
+    return counter.peak - hidden.nbytes
+
+
+def whole(vocabulary: int) -> int:
+    """The same for full-vocabulary reverse KL on whole logits, as `loss.backward()` does it."""
+    hidden, head, teacher_hidden, teacher_head, _ = _problem(vocabulary)
+    for tensor in (hidden, head):
+        tensor.requires_grad_(True)
+    with LiveBytes() as counter:
+        with torch.no_grad():
+            log_q = (teacher_hidden @ teacher_head.T).log_softmax(-1)
+        log_p = (hidden @ head.T).log_softmax(-1)
+        (log_p.exp() * (log_p - log_q)).sum(-1).mean().backward()
+    return counter.peak - hidden.nbytes - head.nbytes
+
+
+def _problem(vocabulary: int) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(0)
+    hidden, teacher_hidden = (torch.randn(ROWS, WIDTH, generator=draw) for _ in range(2))
+    head, teacher_head = (torch.randn(vocabulary, WIDTH, generator=draw) * 0.1 for _ in range(2))
+    return hidden, head, teacher_hidden, teacher_head, torch.randint(0, vocabulary, (ROWS,), generator=draw)
+
+
+def main() -> None:
+    """Command line."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    print(f"MB at the peak, {ROWS} rows, chunks of {CHUNK}, float32; in brackets [chunk, vocabulary] tensors")
+    print("| vocabulary | one chunk's logits | " + " | ".join(KINDS) + " | whole logits, full_vocab |")
+    print("|---" * (len(KINDS) + 3) + "|")
+    for vocabulary in VOCABULARIES:
+        one = 4 * CHUNK * vocabulary
+        found = [*(chunked(kind, vocabulary) for kind in KINDS), whole(vocabulary)]
+        cells = [f"{count / 1e6:.1f} ({count / one:.2f})" for count in found]
+        print(f"| {vocabulary:,} | {one / 1e6:.1f} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
