@@ -117,11 +117,10 @@ class Run:
         if self.first_step:
             self.log.say(f"resumed from {self.checkpoints} after {self.first_step} of {config.train.steps} steps")
         self._show_bridge()
-        objective = self.system.objective
-        if config.teacher.weights == "student" and objective.weight > 0 and not objective.trains_head:
+        if config.teacher.weights == "student":
             self.log.say(
-                "teacher.weights=student with hidden states alone: student and teacher can agree by saying nothing. "
-                "Add an output-space term, or take initial weights (docs/teachers.md)"
+                "teacher.weights=student: both move, and can agree by saying nothing. Watch the validation sets, or take "
+                "ema or initial weights (docs/teachers.md)"
             )
         self.log.say(self.system.check_gradients())
         self.engine.update_weights(student)

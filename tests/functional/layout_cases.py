@@ -273,7 +273,7 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     system = make_system(config)
     rollouts = read_rollouts(str(config.rollout.replay), VOCABULARY)
     student_plan = system.plan(rollouts)
-    targets = system.teach(rollouts, student_plan)
+    targets = system.teach(rollouts, student_plan)[0]
     table, budget = student_plan.hidden.table, config.train.tokens_per_microbatch
     teacher_plan = student_plan.for_teacher(system.teachers[0].role.layout, len(rollouts), budget)
     rank = dist.get_rank()
@@ -291,6 +291,21 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
         "planned": [message for messages, _ in everyone for message in messages],
         "received": [received for _, received in everyone],
     }
+
+
+def check_result(output: Path, expected: dict[str, Any], what: str, tolerance: float = 1e-5) -> None:
+    """What verify wrote against the plain computation: losses, and every gradient."""
+    import pytest
+
+    from nemo_oprd.reference import agreement
+
+    losses, gradients = read_result(output)
+    for name in {"loss/total", "rep/loss", "output/loss"} & set(losses):
+        assert losses[name] == pytest.approx(expected[name], rel=tolerance), name
+    deviations = agreement(gradients, expected["gradients"])
+    worst = max(deviations, key=deviations.__getitem__)
+    print(f"{what}: largest gradient deviation {deviations[worst]:.1e} at {worst}")
+    assert deviations[worst] < tolerance, worst
 
 
 def read_result(output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -52,8 +52,8 @@ def run_poisoned_train(
             for held in plan.hidden.held(at):
                 rows = torch.from_numpy(plan.hidden.table.response[held.row]) == response
                 end = begin + len(held.row)
-                if layer in targets.hidden:
-                    part = targets.hidden[layer][begin:end]
+                if layer in targets[0].hidden:
+                    part = targets[0].hidden[layer][begin:end]
                     part[rows] = part[rows] * factor if factor else float(str(value))
                 begin = end
         return make_microbatches(student, rollouts, plan, targets)

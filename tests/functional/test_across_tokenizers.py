@@ -7,7 +7,6 @@ LongRoPE's switch. Against plain Hugging Face models in float64.
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layout_cases import Case, read_result
+from layout_cases import Case, check_result
 from pool import Pools
 from safetensors.torch import load_file
-from tiny_models import MODELS, SIZES
+from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
-from nemo_oprd.bridge.artifact import save_bridge
-from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.sampling import TRAIN, assign_parts
 from nemo_oprd.config import load_config
-from nemo_oprd.reference import agreement, reference
+from nemo_oprd.reference import reference
 from nemo_oprd.rollout.replay import write_rollouts
 from nemo_oprd.types import Rollout
 
@@ -33,7 +29,6 @@ STUDENT = SIZES | MODELS["qwen3_untied"]
 TEACHER = SIZES | MODELS["phi4_tied"] | {"vocab_size": 431, "num_hidden_layers": 6, "max_position_embeddings": 96}
 RANK = 4
 PAIRS = {1: 1, 2: 3, 3: 4, 4: 6}  # by the paper's rule
-TOLERANCE = 1e-5
 BRIDGE = ["loss.representation.kind=normalized_mse", "loss.representation.dim_reduction=sum"]
 OBJECTIVES = {
     "token": [*BRIDGE, "loss.representation.weight=10", "loss.representation.k=9"],
@@ -75,17 +70,6 @@ def make_rollouts() -> list[Rollout]:
     return made
 
 
-def save_random(path: Path, config: dict[str, Any], seed: int) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
-    model.save_pretrained(path)
-
-
 class Bench:
     """Models, rollouts and a random bridge on disk."""
 
@@ -94,16 +78,8 @@ class Bench:
         save_random(root / "student", STUDENT, 0)
         save_random(root / "teacher", TEACHER, 1)
         write_rollouts(root / "rollouts.jsonl", make_rollouts())
-        d_s, d_t = STUDENT["hidden_size"], TEACHER["hidden_size"]
-        pairs = {
-            LayerPair(s, t): LayerBridge(
-                torch.randn(d_t) * 0.1, torch.linalg.qr(torch.randn(d_t, RANK)).Q.T.contiguous(), torch.randn(RANK, d_s)
-            )
-            for s, t in PAIRS.items()
-        }
         for position in ("token", "predicting"):
-            identities = ModelIdentity("qwen3", 4, d_s), ModelIdentity("phi3", 6, d_t)
-            save_bridge(Bridge(RANK, pairs, *identities, Capture(position)), root / position)
+            save_random_bridge(root / position, STUDENT, TEACHER, PAIRS, RANK, position)
 
     def models(self) -> list[str]:
         """What all runs share."""
@@ -176,13 +152,7 @@ def test_the_plain_computation(bench: Bench, states: dict[str, list[torch.Tensor
 def test_gradients(pools: Pools, bench: Bench, tmp_path: Path, case: Case) -> None:
     arguments = [*bench.settings(case.objective), *case.overrides, f"output={tmp_path / 'out'}"]
     pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
-    losses, gradients = read_result(tmp_path / "out")
-    expected = bench.expected(case.objective)
-    assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=TOLERANCE)
-    deviations = agreement(gradients, expected["gradients"])
-    worst = max(deviations, key=deviations.__getitem__)
-    print(f"{case}: largest gradient deviation {deviations[worst]:.1e} at {worst}")
-    assert deviations[worst] < TOLERANCE, worst
+    check_result(tmp_path / "out", bench.expected(case.objective), str(case))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from pool import Pools
-from test_across_tokenizers import save_random
 from test_step import weights
-from tiny_models import MODELS, SIZES
+from tiny_models import MODELS, SIZES, save_random
 
 from nemo_oprd.config import load_config
 from nemo_oprd.reference import reference

@@ -15,14 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layout_cases import Case, read_result
+from layout_cases import Case, check_result
 from pool import Pools
-from test_across_tokenizers import save_random
-from tiny_models import MODELS, SIZES
+from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
-from nemo_oprd.bridge.artifact import save_bridge
-from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
 from nemo_oprd.config import load_config
 from nemo_oprd.reference import agreement, reference
 from nemo_oprd.rollout.replay import write_rollouts
@@ -33,7 +29,6 @@ WIDE = SIZES | MODELS["phi3"] | {"num_hidden_layers": 6}
 RANK = 4
 PAIRS = {1: 1, 2: 3, 3: 4, 4: 6}  # by the paper's rule
 SOURCES = {"math": 1.0, "code": 0.5, "wide": 2.0, "silent": 1.0}  # with their teachers' weights
-TOLERANCE = 1e-5
 REPRESENTATION = ["loss.representation.kind=normalized_mse", "loss.representation.k=9", "loss.representation.weight=3"]
 OBJECTIVES = {
     "hidden": REPRESENTATION,
@@ -82,16 +77,8 @@ class Bench:
         for seed, (name, config) in enumerate({"student": STUDENT, **dict.fromkeys(SOURCES, STUDENT)}.items()):
             save_random(root / name, WIDE if name == "wide" else config, seed)
         write_rollouts(root / "rollouts.jsonl", make_rollouts())
-        d_s, d_t = STUDENT["hidden_size"], WIDE["hidden_size"]
-        pairs = {
-            LayerPair(s, t): LayerBridge(
-                torch.randn(d_t) * 0.1, torch.linalg.qr(torch.randn(d_t, RANK)).Q.T.contiguous(), torch.randn(RANK, d_s)
-            )
-            for s, t in PAIRS.items()
-        }
         for position in ("token", "predicting"):
-            identities = ModelIdentity("qwen3", 4, d_s), ModelIdentity("phi3", 6, d_t)
-            save_bridge(Bridge(RANK, pairs, *identities, Capture(position)), root / f"bridge_{position}")
+            save_random_bridge(root / f"bridge_{position}", STUDENT, WIDE, PAIRS, RANK, position)
 
     def settings(self, objective: str) -> list[str]:
         """Of an objective."""
@@ -148,15 +135,7 @@ def test_the_plain_computation(bench: Bench) -> None:
 def test_gradients(pools: Pools, bench: Bench, tmp_path: Path, case: Case) -> None:
     arguments = [*bench.settings(case.objective), *case.overrides, f"output={tmp_path / 'out'}"]
     pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
-    losses, gradients = read_result(tmp_path / "out")
-    expected = bench.expected(case.objective)
-    for name in ("loss/total", "rep/loss", "output/loss"):
-        if name in losses:
-            assert losses[name] == pytest.approx(expected[name], rel=TOLERANCE), name
-    deviations = agreement(gradients, expected["gradients"])
-    worst = max(deviations, key=deviations.__getitem__)
-    print(f"{case}: largest gradient deviation {deviations[worst]:.1e} at {worst}")
-    assert deviations[worst] < TOLERANCE, worst
+    check_result(tmp_path / "out", bench.expected(case.objective), str(case))
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, ["teacher.resident_microbatches=1"])])

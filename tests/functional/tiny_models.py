@@ -105,6 +105,38 @@ def save_random_model(path: Path, name: str, dtype: torch.dtype) -> None:
         (path / "config.json").write_text(json.dumps(config))
 
 
+def save_random(path: Path, config: dict[str, Any], seed: int) -> None:
+    """A model of `config`, all weights random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    model.save_pretrained(path)
+
+
+def save_random_bridge(
+    path: Path, student: dict[str, Any], teacher: dict[str, Any], layers: dict[int, int], rank: int, position: str
+) -> None:
+    """A bridge between models of these configs: orthonormal bases, random projectors."""
+    from nemo_oprd.bridge.artifact import save_bridge
+    from nemo_oprd.bridge.covariance import LayerPair
+    from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+
+    torch.manual_seed(rank)
+    d_s, d_t = student["hidden_size"], teacher["hidden_size"]
+    pairs = {
+        LayerPair(s, t): LayerBridge(
+            torch.randn(d_t) * 0.1, torch.linalg.qr(torch.randn(d_t, rank)).Q.T.contiguous(), torch.randn(rank, d_s)
+        )
+        for s, t in layers.items()
+    }
+    identities = [ModelIdentity(c["model_type"], c["num_hidden_layers"], c["hidden_size"]) for c in (student, teacher)]
+    save_bridge(Bridge(rank, pairs, *identities, Capture(position)), path)
+
+
 def edit_config(path: Path, **changes: Any) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **changes}))
