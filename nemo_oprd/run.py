@@ -119,7 +119,7 @@ class Run:
         self._show_bridge()
         if config.teacher.weights == "student":
             self.log.say(
-                "teacher.weights=student: both move, and can agree by saying nothing. Watch the validation sets, or take "
+                "teacher.weights=student: both move, and can agree by saying nothing. Watch validation, or take "
                 "ema or initial weights (docs/teachers.md)"
             )
         self.log.say(self.system.check_gradients())
