@@ -137,7 +137,12 @@ def _check_teachers(config: Config) -> None:
             raise ValueError(
                 f"teachers[{i}].data_sources=[]: expected names, or null for all that no other teacher has; give some"
             )
-        sources: list[str | None] = [None] if teacher.data_sources is None else [*teacher.data_sources]
+        if teacher.bridge == "full_width":
+            raise ValueError(
+                f"teachers[{i}].bridge=full_width is learned with the student, which several teachers rule out; "
+                "expected the directory of a fitted bridge: run fit-bridge with this teacher and name its output"
+            )
+        sources: list[str | None] = [None] if teacher.data_sources is None else [*dict.fromkeys(teacher.data_sources)]
         for source in sources:
             what = "null, all that no other teacher has" if source is None else repr(source)
             if source in owner:
@@ -199,10 +204,10 @@ def _check_self_distillation(config: Config) -> None:
             f"teacher.placement={teacher.placement}, offload={str(teacher.offload).lower()} or a parallel of its own "
             f"with {why}: such a teacher has the student's ranks and layout; expected them left out: remove them"
         )
-    if weights == "student" and config.train.updates_per_rollout > 1:
+    if config.train.updates_per_rollout > 1:
         raise ValueError(
             f"train.updates_per_rollout={config.train.updates_per_rollout} with {why}: the second update's teacher "
-            "would be another than the first's; expected 1: set it, or use ema or initial weights"
+            "would be another than the first's; expected 1: set it, or use initial weights"
         )
 
 

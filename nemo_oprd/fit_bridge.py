@@ -30,7 +30,7 @@ from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.disk import check_output
 from nemo_oprd.evaluation.sample import TRAINING_STREAM
 from nemo_oprd.families import read_model_spec
-from nemo_oprd.inputs import encode_prompts, make_readers, recorded_rollouts
+from nemo_oprd.inputs import check_teacher_prompts, encode_prompts, make_readers, recorded_rollouts
 from nemo_oprd.megatron.inject import row_chunks
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.objective import Objective, identity
@@ -112,6 +112,7 @@ class _Rollouts:
         self.reader = make_readers(config, self.tokenizer)[0]
         self.teacher_fingerprint = self.fingerprint if self.reader is None else self.reader.teacher.fingerprint()
         self.prompts = encode_prompts(config, self.tokenizer, self.spec.max_positions)
+        check_teacher_prompts(config, [self.reader], self.prompts)
         self.count = config.bridge.prompts * config.rollout.per_prompt
 
     def batches(self, system: System) -> Iterator[list[Rollout]]:

@@ -46,7 +46,8 @@ def recorded_rollouts(config: Config) -> list[Rollout] | None:
     limits = TeacherLimits(vocabulary, positions, own_sequences(config.teacher))
     known = student.vocab_size if config.teacher.reads == "text" else min(student.vocab_size, vocabulary)
     rollouts = read_rollouts(config.rollout.replay, known, student.max_positions, limits)
-    Routing(tuple(config.teacher_sources)).check((r.data_source for r in rollouts), config.rollout.replay)
+    routing = Routing(tuple(config.teacher_sources))
+    routing.check((r.data_source for r in rollouts), config.rollout.replay, all_used=False)  # it may be a small part
     return rollouts
 
 
@@ -131,6 +132,20 @@ def _training_prompts(config: Config) -> Iterator[tuple[Prompt, str]]:
     files = config.data.train if isinstance(config.data.train, list) else [str(config.data.train)]
     for file in files:
         yield from ((prompt, file) for prompt in load_prompts(file))
+
+
+def check_teacher_prompts(config: Config, readers: list[Reader | None], requests: list[Request]) -> None:
+    """Raises ValueError where a prompt, as its teacher reads it, leaves no room for a response in its positions."""
+    taught_by = Routing(tuple(config.teacher_sources)).of(request.data_source for request in requests)
+    for request, number in zip(requests, taught_by, strict=True):
+        reader = readers[number]
+        length = 0 if reader is None else len(reader.teacher.encode_prompt(list(request.teacher_messages)))
+        if reader is not None and length >= reader.max_positions:
+            raise ValueError(
+                f"data.train: the teacher reads {length} tokens for the prompt {str(request.prompt)[:60]!r}, which "
+                f"leaves no room for a response in its {reader.max_positions} positions; expected fewer: shorten "
+                "teacher.prompt or the hint, or set data.max_prompt_tokens"
+            )
 
 
 def check_bridge_tokenizers(bridge: Bridge | None, student: Tokenizer | None, teacher: Tokenizer | None) -> None:

@@ -289,6 +289,6 @@ def _check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:
         raise ValueError(
             f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
             f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
-            "between models of the same depth and width: fit a bridge and set bridge.path, or choose a teacher of the "
-            "student's shape"
+            "between models of the same depth and width: fit a bridge and set bridge.path (of one of several teachers, "
+            "teachers[i].bridge), or choose a teacher of the student's shape"
         )

@@ -22,6 +22,7 @@ from nemo_oprd.inputs import (
     check_bridge_tokenizers,
     check_same_architecture,
     check_sources_stay,
+    check_teacher_prompts,
     encode_prompts,
     make_readers,
     recorded_rollouts,
@@ -143,6 +144,7 @@ class Run:
         if config.evaluation.teacher:
             check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
         self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
+        check_teacher_prompts(config, self.readers, self.prompts)
         if config.evaluation.every:
             self.evaluator = Evaluator(config, self.tokenizer, spec.max_positions)
 
@@ -264,7 +266,7 @@ class Run:
         named = {}
         for number, teacher in enumerate(self.config.teachers):
             named[f"teachers/{teacher.label}/responses"] = float(taught_by.count(number))
-            if number in measured.rep_loss_per_teacher:
+            if number in measured.rep_loss_per_teacher and not self.config.loss.representation.adaptive.positions:
                 named[f"teachers/{teacher.label}/rep_loss"] = measured.rep_loss_per_teacher[number]
         return named
 

@@ -100,19 +100,24 @@ class System:
         return self.student.finish_step()
 
     def gradient_noise(self, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """Signal and noise of the gradient (`megatron/gradient_noise.py`), from two passes over half the batch each.
+        """Signal and noise of the gradient (`megatron/gradient_noise.py`), from two passes over half the prompts each.
 
-        Empty where fewer than two responses train anything, and on ranks outside the student.
+        Empty where fewer than two prompts train anything, and on ranks outside the student.
         """
         rows = self.plan(rollouts, self.objective.at(step)).hidden.table
-        active = [rollouts[i] for i in np.unique(rows.response).tolist()]
-        halves = active[::2], active[1::2]
+        prompts: dict[tuple[int, ...], list[Rollout]] = {}
+        for i in np.unique(rows.response).tolist():
+            prompts.setdefault(tuple(rollouts[i].prompt_ids), []).append(rollouts[i])
+        # responses to one prompt are not independent
+        groups = list(prompts.values())
+        halves = [[rollout for group in groups[number::2] for rollout in group] for number in (0, 1)]
         if not halves[1]:
             return {}
         gradients = []
         for half in halves:
             self.accumulate(half, step=step, whole_gradients=True)
             gradients.append(whole_gradient(self.student))
+        self._kept = None  # of half a batch
         if not self.student.role.here:
             return {}
         return gradient_noise(self.student, gradients[0], gradients[1], (len(halves[0]), len(halves[1])))

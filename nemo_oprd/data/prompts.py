@@ -160,7 +160,7 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     if hint is not None and not isinstance(hint, str):
         raise _refused(f"{where}: hint", hint, "text; write what the teacher shall know, or leave it out")
     messages = _messages(row[field], f"{where}: {field}")
-    return Prompt(messages, _answer(row, where), source or default_source, index, hint)
+    return Prompt(messages, _answer(row, where), source or default_source, index, (hint or "").strip() or None)
 
 
 def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:

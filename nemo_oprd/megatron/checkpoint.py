@@ -109,8 +109,8 @@ def continuity(config: Config, objective: Objective) -> dict[str, Any]:
         "trained projectors": _trained_projectors(objective),
         # whose step counts are kept apart
         "trained in parts": objective.trains_in_parts,
-        # which has weights of its own there
-        "teacher.weights": "ema" if config.teacher.weights == "ema" else None,
+        # the teacher with teacher.weights=ema
+        "layers of the moving average": objective.teacher_depth if config.teacher.weights == "ema" else 0,
     }
 
 
@@ -141,12 +141,15 @@ def _as_saved(student: Student) -> Iterator[None]:
         yield
 
 
+# what checkpoints of earlier versions don't say
+_UNSAID = {"trained in parts": False, "layers of the moving average": 0}
+
+
 def check_continuity(root: Path, step: int, config: Config, objective: Objective) -> None:
     """Raises ValueError where the run can't go on from the checkpoint after `step` updates."""
     state = read_state(iteration_directory(root, step))
     for name, value in continuity(config, objective).items():
-        # a checkpoint of before there were schedules
-        saved = state.get(name, False) if name == "trained in parts" else state.get(name)
+        saved = state.get(name, _UNSAID.get(name))
         if saved != value:
             raise ValueError(
                 f"{iteration_directory(root, step)} was made with {name}={saved} and this run has {value}: "
@@ -165,7 +168,8 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
         state = _sharded_state(student, is_loading=True)
         loaded = dist_checkpointing.load(state, str(directory))
         for i, chunk in enumerate(student.average.chunks if student.average is not None else ()):
-            chunk.load_state_dict(loaded[f"average{i}"])
+            if f"average{i}" in state:
+                chunk.load_state_dict(loaded[f"average{i}"])
     if not student.role.here:
         return
     for i, chunk in enumerate(student.ddp):
@@ -209,7 +213,8 @@ def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, An
     for i, chunk in enumerate([] if student.average is None else student.average.chunks):
         part = chunk.sharded_state_dict(metadata={**metadata, "non_homogeneous_layers": True})
         add_prefix_for_sharding(part, "teacher_average.")
-        parts[f"average{i}"] = part
+        if part:  # a chunk whose layers the teacher doesn't have holds nothing
+            parts[f"average{i}"] = part
     return parts
 
 

@@ -1,6 +1,7 @@
 """How much of a batch's gradient is signal: from the gradients of its two halves.
 
-For halves of n1 and n2 responses with gradients a and b, means over independent responses of mean mu and covariance S:
+For halves of n1 and n2 responses with gradients a and b, means over independent responses of mean mu and covariance S
+(responses to one prompt are in one half; with several to each, S is that of a response within its group):
 
     E[a . b] = |mu|^2        E|a - b|^2 = tr(S) (1/n1 + 1/n2)
 

@@ -63,10 +63,25 @@ def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer
         average_in_collective=False,
         check_for_nan_in_grad=False,
     )
-    # Without overlap a buffer is one bucket in any case. disable_bucketing, usual for later chunks, would also put the
-    # buckets of all dtypes into one group, whose parameters are gathered together: gloo then writes the bits of float32
-    # projectors and bfloat16 weights into each other.
-    return [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=role.groups) for chunk in chunks]
+    # Without overlap a buffer is one bucket, unless it has a shared embedding. disable_bucketing, usual for later
+    # chunks, would also put the buckets of all dtypes into one group, whose parameters are gathered together: gloo then
+    # writes the bits of float32 projectors and bfloat16 weights into each other.
+    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=role.groups) for chunk in chunks]
+    for ddp in wrapped:
+        for buffer in ddp.buffers:
+            _count_inner_padding(buffer)
+    return wrapped
+
+
+def _count_inner_padding(buffer: Any) -> None:
+    """Keeps the padding between a buffer's buckets in what Megatron's distributed optimizer saves.
+
+    It leaves padding out bucket by bucket, but looks parameters up at their places in the padded buffer: those in later
+    buckets (a shared embedding has one of its own) would be saved and loaded shifted. Only the last padding is outside.
+    """
+    for bucket in buffer.buckets[:-1]:
+        bucket.numel_unpadded = bucket.grad_data.numel()
+    buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
 def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype: torch.dtype) -> Any:

@@ -63,7 +63,13 @@ class Pending:
         same = len(rollouts) == len(requests) and all(
             rollout.prompt_ids == request.prompt_ids for rollout, request in zip(rollouts, requests, strict=True)
         )
-        return rollouts if same else None
+        if not same:
+            return None
+        # what goes with a prompt is the prompt file's to say, which may have changed
+        return [
+            dataclasses.replace(rollout, prompt=request.prompt, data_source=request.data_source, answer=request.answer)
+            for rollout, request in zip(rollouts, requests, strict=True)
+        ]
 
     def _about(self, step: int, sampling: Sampling, count: int) -> dict[str, Any]:
         return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}

@@ -20,6 +20,7 @@ class Reader(Protocol):
     """Every rank makes one and calls it alike."""
 
     teacher: Tokenizer
+    max_positions: int
 
     def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """The rollouts with the teacher's sequences.

@@ -35,19 +35,21 @@ class Routing:
             )
         return [i for i in found if i is not None]
 
-    def check(self, data_sources: Iterable[str | None], where: str) -> None:
-        """Raises ValueError where a data source has no teacher, or a teacher no data source."""
+    def check(self, data_sources: Iterable[str | None], where: str, *, all_used: bool = True) -> None:
+        """Raises ValueError where a data source has no teacher; with `all_used` also where a named one is not there."""
         known = sorted(set(data_sources), key=str)
         try:
             used = set(self.of(known))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        idle = sorted(set(range(len(self.teachers))) - used)
-        if idle:
-            raise ValueError(
-                f"teachers[{idle[0]}].data_sources={self.teachers[idle[0]].data_sources}: nothing in {where} is of "
-                f"these; expected some of {known}: correct the names, or remove the teacher"
-            )
+        for i, teacher in enumerate(self.teachers if all_used else ()):
+            absent = [source for source in teacher.data_sources or () if source not in known]
+            if absent or i not in used:
+                what = f"{absent[0]!r}" if absent else "all that no other teacher has"
+                raise ValueError(
+                    f"teachers[{i}].data_sources={teacher.data_sources}: nothing in {where} is of {what}; expected "
+                    f"some of {known}: correct the name, or remove it"
+                )
 
     def example(self, teacher: int) -> str | None:
         """A data source of this teacher's."""

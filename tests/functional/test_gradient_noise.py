@@ -68,6 +68,16 @@ def test_halves(pools: Pools, settings: tuple[str, ...], tmp_path: Path, layout:
     assert line["timing/gradient_noise_s"] > 0
 
 
+def test_responses_to_one_prompt_are_in_one_half(pools: Pools, settings: tuple[str, ...], tmp_path: Path) -> None:
+    """Every response twice in a row, as with rollout.per_prompt=2: signal and noise are those of the single ones."""
+    write_rollouts(tmp_path / "twice.jsonl", [rollout for rollout in make_rollouts() for _ in range(2)])
+    run = [*settings, f"rollout.replay={tmp_path / 'twice.jsonl'}", "train.steps=1", "logging.gradient_noise_every=1"]
+    pools[1].run("cases:run_train", overrides=[*run, f"output={tmp_path / 'run'}"])
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    for name, value in expected(settings).items():
+        assert line[f"actor/gradient_{name}"] == pytest.approx(value, rel=1e-4), name
+
+
 def test_measuring_changes_nothing(pools: Pools, settings: tuple[str, ...], tmp_path: Path) -> None:
     """In the first and every second update; the weights are those of a run that doesn't measure, bit by bit."""
     for every in (0, 2):

@@ -20,6 +20,7 @@ from pool import Pools
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
 from nemo_oprd.config import load_config
+from nemo_oprd.inputs import recorded_rollouts
 from nemo_oprd.reference import agreement, reference
 from nemo_oprd.rollout.replay import write_rollouts
 from nemo_oprd.types import Rollout
@@ -177,14 +178,11 @@ def test_guard_tries_every_teacher(pools: Pools, bench: Bench) -> None:
 
 
 def test_data_sources_without_a_teacher_are_refused(bench: Bench, tmp_path: Path) -> None:
-    """In recorded rollouts and in prompt files alike, before any model is loaded (see also bad_inputs.py)."""
-    from nemo_oprd.inputs import recorded_rollouts
-
+    """In recorded rollouts, before any model is loaded; they need not have all sources (see also bad_inputs.py)."""
     settings = [each.replace("data_sources: null", "data_sources: [wide]") for each in bench.settings("hidden")]
     config = load_config("verify", [*settings, "output=unused"])
     with pytest.raises(ValueError, match=r"rollouts.jsonl: data_source='other' has no teacher: expected one of"):
         recorded_rollouts(config)
     write_rollouts(tmp_path / "few.jsonl", [dataclasses.replace(make_rollouts()[0], data_source="code")])
     config = load_config("verify", [*settings, f"rollout.replay={tmp_path / 'few.jsonl'}", "output=unused"])
-    with pytest.raises(ValueError, match=r"teachers\[0\].data_sources=\['math'\]: nothing in .*few.jsonl is of these"):
-        recorded_rollouts(config)
+    assert recorded_rollouts(config) is not None

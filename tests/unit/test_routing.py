@@ -25,10 +25,13 @@ def test_by_data_source() -> None:
 
 
 def test_nobody_is_idle() -> None:
-    Routing((SOME, REST)).check(["x", "q"], "here")
-    for found, number in ((["q"], 0), (["x"], 1)):
-        with pytest.raises(ValueError, match=rf"teachers\[{number}\].data_sources=.*: nothing in here is of these"):
+    Routing((SOME, REST)).check(["x", "y", "q"], "here")
+    for found, message in ((["y", "q"], r"teachers\[0\].*'x'"), (["x", "y"], r"teachers\[1\].*all that no other")):
+        with pytest.raises(ValueError, match=f"{message}"):
             Routing((SOME, REST)).check(found, "here")
+        Routing((SOME, REST)).check(found, "here", all_used=False)
+    with pytest.raises(ValueError, match="here: data_source='z' has no teacher"):
+        Routing((SOME,)).check(["z"], "here", all_used=False)
 
 
 def test_weights_of_teachers() -> None:
