@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,7 +148,7 @@ def test_a_run_that_could_not_go_on_as_it_began_is_refused(
 class TestPending:
     SAMPLING = Sampling(1.0, 1.0, 8, (0, 1, 3))
     ROLLOUTS = (Rollout([1, 2], [3], answer="4", finish_reason="stop"), Rollout([5], [6, 7], prompt="p"))
-    REQUESTS = (Request([1, 2]), Request([5]))
+    REQUESTS = (Request([1, 2], answer="4"), Request([5], "p"))
 
     def take(self, tmp_path: Path, **changes: Any) -> list[Rollout] | None:
         kept = SimpleNamespace(step=3, sampling=self.SAMPLING, requests=list(self.REQUESTS), weights={"student": "a"})
@@ -158,6 +159,9 @@ class TestPending:
     def test_only_the_same_step_of_the_same_run(self, tmp_path: Path, alone: None) -> None:
         Pending(tmp_path, {"student": "a"}).put(3, list(self.ROLLOUTS), self.SAMPLING)
         assert self.take(tmp_path) == list(self.ROLLOUTS)
+        renamed = [replace(request, data_source="new") for request in self.REQUESTS]
+        taken = self.take(tmp_path, requests=renamed)
+        assert taken == [replace(rollout, data_source="new") for rollout in self.ROLLOUTS]
         assert self.take(tmp_path, step=2) is None
         assert self.take(tmp_path, sampling=Sampling(0.9, 1.0, 8, (0, 1, 3))) is None
         assert self.take(tmp_path, requests=[Request([1, 2]), Request([9])]) is None
