@@ -53,7 +53,7 @@ def objectives() -> list[Arm]:
 
 def ablation() -> list[Arm]:
     """Which layers, and which tokens of the response (29 or 30 of them)."""
-    tokens = {"last 8": ("last_k", 8), "last 24": ("last_k", 24), "first 8": ("first_k", 8), "all": ("all", 1)}
+    tokens = {"last 8": ("last_k", 8), "first 8": ("first_k", 8), "all": ("all", 1)}
     return [
         Arm(
             f"layers {layers}, tokens {name}",
