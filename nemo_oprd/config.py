@@ -86,7 +86,7 @@ class StudentConfig(ModelConfig):
 
 @dataclass
 class TeacherConfig(ModelConfig):
-    """The frozen model. `dedicated` gives it the last `ranks` ranks for itself.
+    """The model that is learned from. `dedicated` gives it the last `ranks` ranks for itself.
 
     It reads the student's token `ids` as they are, or the response's `text` in tokens and a chat template of its own
     (`alignment`), which is the only way where the tokenizers differ.

@@ -280,8 +280,8 @@ def _identities(
 ) -> tuple[ModelIdentity, ModelIdentity]:
     student, teacher = config.student, config.teacher
     return (
-        identity(objective.student, str(student.hf_path or student.checkpoint), of_student),
-        identity(objective.teacher, str(teacher.hf_path or teacher.checkpoint), of_teacher),
+        identity(objective.student, student.path, of_student),
+        identity(objective.teacher, teacher.path, of_teacher),
     )
 
 

@@ -1,8 +1,8 @@
-"""The frozen teacher: reads the rollouts and hands every student rank what it is to match.
+"""A teacher: reads its rollouts and hands every student rank what it is to match.
 
-No gradients, no DDP buffers, no layer deeper than the deepest one that is asked for; the LM head only where the output
-term wants log-probabilities of sampled tokens. What leaves a layer is compacted to the supervised rows at once, and
-projected where there is a bridge.
+Its model is one of its own, frozen, or the student's own chunks (`teacher.weights`). No gradients, no DDP buffers, no
+layer deeper than the deepest one that is asked for; the LM head only where the output term wants log-probabilities of
+sampled tokens. What leaves a layer is compacted to the supervised rows at once, and projected where there is a bridge.
 """
 
 from __future__ import annotations
