@@ -24,7 +24,11 @@ class Stopped(Exception):  # noqa: N818 - it is no error
 
 
 class Signals:
-    """Remembers that this process was asked to stop. Use as a context; outside the main thread it does nothing."""
+    """Remembers that this process was asked to stop. Use as a context; outside the main thread it does nothing.
+
+    Every rank of the world enters it, and goes on once all have: a signal to the job that reaches one rank at work
+    must not end another that isn't ready to answer.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -33,6 +37,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+        if dist.is_initialized():
+            dist.barrier()
         return self
 
     def __exit__(self, *_: object) -> None:
