@@ -31,16 +31,16 @@ class Arm:
 
 
 def objectives() -> list[Arm]:
-    """Same shape, same budget: every method at three learning rates."""
+    """Same shape, same budget: every method at several learning rates, the best of them not at an end."""
     methods = {
         "sampled token": (SAMPLED, (1e-4, 3e-4, 1e-3)),
-        "top-16": ((*OPD, "loss.output.kind=top_k", "loss.output.k=16"), (1e-4, 3e-4, 1e-3)),
+        "top-16": ((*OPD, "loss.output.kind=top_k", "loss.output.k=16"), (1e-4, 3e-4, 1e-3, 3e-3)),
         "full vocabulary": ((*OPD, "loss.output.kind=full_vocab"), (1e-4, 3e-4, 1e-3)),
         "OPRD": ((), (2e-4, 5e-4, 1e-3)),
         "OPD + 1 OPRD": (("loss.output.weight=1", "loss.output.kind=sampled_token"), (1e-4, 3e-4, 1e-3)),
         "OPD + 10 OPRD": (
             ("loss.output.weight=1", "loss.output.kind=sampled_token", "loss.representation.weight=10"),
-            (1e-4, 3e-4, 1e-3),
+            (1e-4, 3e-4, 1e-3, 3e-3),
         ),
     }
 
@@ -56,12 +56,14 @@ def ablation() -> list[Arm]:
     tokens = {"last 8": ("last_k", 8), "first 8": ("first_k", 8), "all": ("all", 1)}
     return [
         Arm(
-            f"layers {layers}, tokens {name}",
+            f"layers {layers}, tokens {name} lr={rate:g}",
             (f"loss.representation.layers={layers}", f"loss.representation.positions={positions}",
-             f"loss.representation.k={k}", "train.lr=5e-4", "train.steps=60", "evaluation.every=60"),
+             f"loss.representation.k={k}", f"train.lr={rate}"),
+            method=f"layers {layers}, tokens {name}",
         )
         for layers in ("all", "last", "even")
         for name, (positions, k) in tokens.items()
+        for rate in (2e-4, 5e-4, 1e-3)
     ]  # fmt: skip
 
 

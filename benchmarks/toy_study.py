@@ -13,8 +13,8 @@ with `nemo-oprd report`. Started again, arms that are done are left alone and ot
 wide with 6 layers, trained from another seed on the same task; those of `tokenizers` have a vocabulary of their own
 (`nemo_oprd/toy/bpe_teacher.py`). Models of `merge` and `self` are those of `toy_models.py`.
 
-Accuracy is on 200 held-out problems, 2 samples each at T = 0.7, after the last update. `objectives` tries several
-learning rates per method on the first seed, and takes the one that solves most tune problems to the others.
+Accuracy is on 200 held-out problems, 2 samples each at T = 0.7, after the last update. `objectives` and `ablation` try
+several learning rates per method on the first seed, and take the one that solves most tune problems to the others.
 """
 
 from __future__ import annotations
@@ -211,16 +211,15 @@ class Study:
 
     def sweep(self, seed: int) -> str:
         """Every arm with a method, on one seed: method by method, the learning rates in their order."""
-        lines = ["| method | " + " | ".join(f"{part} (tune, held-out)" for part in ("low", "middle", "high")) + " |"]
-        lines.append("|---" * 4 + "|")
+        lines = ["| method | learning rate: tune, held-out |", "|---|---|"]
         for method in dict.fromkeys(arm.method for arm in self.arms if arm.method is not None):
             arms = [arm for arm in self.arms if arm.method == method and self.done(arm, seed)]
-            cells = [
-                f"{arm.name.removeprefix(method)}: {self._accuracy(arm, seed, 'tune'):.1%}, "
+            tried = [
+                f"{arm.name.removeprefix(method + ' lr=')}: {self._accuracy(arm, seed, 'tune'):.1%}, "
                 f"{self._accuracy(arm, seed):.1%}"
                 for arm in arms
             ]
-            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+            lines.append(f"| {method} | {'; '.join(tried)} |")
         return "\n".join(lines)
 
 
