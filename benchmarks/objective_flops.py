@@ -1,0 +1,111 @@
+"""Arithmetic of one update per objective, counted, at the shape of R1-Distill-Qwen-1.5B (student and teacher).
+
+    python -m benchmarks.objective_flops
+
+A step of the real code runs under torch's FlopCounterMode at the model's real width with 1 or 2 layers and 1,024 or
+2,048 ids. Operations of matrix products are linear in both, which the fourth of these shapes checks, so the counts for
+28 layers and 151,936 ids follow to the digit. Softmax and the like aren't counted, nor is sampling, which is the same
+for all. Responses are short (120 tokens behind a prompt of 8): attention over long ones adds the same to every row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
+from benchmarks.real_shape import R1_DISTILL_1P5B
+from benchmarks.toy_arms import objectives
+from nemo_oprd.config import load_config
+from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.setup import make_system
+
+PROMPT, RESPONSES = 8, (120, 120)
+LAYERS, IDS = (1, 2), (1024, 2048)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Floating-point operations of one step: the teacher's part and the student's forward and backward pass."""
+
+    teacher: float
+    update: float
+
+    @staticmethod
+    def at(counts: dict[tuple[int, int], Count], layers: int, ids: int) -> Count:
+        """The plane through three of the counts (by layers and ids), at another shape.
+
+        Raises:
+            ValueError: the fourth is not on it, so what was counted isn't linear.
+        """
+        return Count(
+            *(_plane({k: getattr(c, name) for k, c in counts.items()}, layers, ids) for name in ("teacher", "update"))
+        )
+
+
+def _plane(counts: dict[tuple[int, int], float], layers: int, ids: int) -> float:
+    (low_l, high_l), (low_v, high_v) = LAYERS, IDS
+    origin = counts[low_l, low_v]
+    per_layer = (counts[high_l, low_v] - origin) / (high_l - low_l)
+    per_id = (counts[low_l, high_v] - origin) / (high_v - low_v)
+
+    def value(layers: int, ids: int) -> float:
+        return origin + per_layer * (layers - low_l) + per_id * (ids - low_v)
+
+    if value(high_l, high_v) != counts[high_l, high_v]:
+        raise ValueError(f"counts {counts} are not linear in layers and ids")
+    return value(layers, ids)
+
+
+def count(shape: Shape, settings: tuple[str, ...]) -> Count:
+    """Of one step on a random pair of this shape."""
+    with tempfile.TemporaryDirectory() as place:
+        scratch = Path(place)
+        for seed, role in enumerate(("student", "teacher")):
+            save_random_model(scratch / role, shape, seed=seed, std=0.02, dtype=torch.bfloat16)
+        save_random_rollouts(scratch / "rollouts.jsonl", shape, prompt=PROMPT, responses=list(RESPONSES))
+        alone = ["loss.representation.layers=none"] if "loss.representation.weight=0" in settings else []
+        config = load_config(
+            "verify",
+            [f"student.hf_path={scratch / 'student'}", f"teacher.hf_path={scratch / 'teacher'}", *settings, *alone,
+             f"rollout.replay={scratch / 'rollouts.jsonl'}", "train.tokens_per_microbatch=512", "output=unused"],
+        )  # fmt: skip
+        system = make_system(config)
+        rollouts = read_rollouts(str(config.rollout.replay), shape.vocab_size)
+        with FlopCounterMode(display=False) as teacher:
+            plan = system.plan(rollouts)
+            targets = system.teach(rollouts, plan)
+        system.student.start_step(plan, len(rollouts))
+        with FlopCounterMode(display=False) as update:
+            system.student.forward_backward(rollouts, plan, targets)
+        return Count(teacher.get_total_flops(), update.get_total_flops())
+
+
+def main() -> None:
+    """Prints the table."""
+    tokens = sum(PROMPT + length for length in RESPONSES)
+    real = R1_DISTILL_1P5B
+    print(f"GFLOP per token, {real.num_hidden_layers} layers, {real.vocab_size:,} ids\n")
+    print("| objective | teacher | student | together | relative to OPRD |\n" + "|---" * 5 + "|")
+    found = {}
+    for arm in objectives():
+        if arm.method not in found:
+            counts = {
+                (layers, ids): count(replace(real, num_hidden_layers=layers, vocab_size=ids), arm.settings)
+                for layers, ids in itertools.product(LAYERS, IDS)
+            }
+            found[arm.method] = Count.at(counts, real.num_hidden_layers, real.vocab_size)
+    base = found["OPRD"].teacher + found["OPRD"].update
+    for method, each in found.items():
+        together = each.teacher + each.update
+        cells = [f"{value / tokens / 1e9:.2f}" for value in (each.teacher, each.update, together)]
+        print(f"| {method} | {' | '.join(cells)} | {together / base:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
