@@ -122,6 +122,11 @@ def self_distillation() -> list[Arm]:
         Arm("OPD, moving average", (*opd, *ema)),
         Arm("OPD, current weights", (*opd, "teacher.weights=student")),
         Arm("OPD + OPRD, initial weights", (*composed, "teacher.weights=initial")),
+        *(
+            Arm(f"{name}, current weights, lr={rate:g}", (*settings, "teacher.weights=student", f"train.lr={rate}"))
+            for name, settings in (("OPRD", hidden), ("OPD", opd))
+            for rate in (1e-4, 3e-5)
+        ),
         Arm("OPD, initial weights, shown nothing new", (*opd, "teacher.weights=initial", "teacher.prompt='{prompt}'")),
     ]
 
