@@ -124,7 +124,7 @@ def _trained_projectors(objective: Objective) -> str | None:
 
 def _kept(student: Student) -> dict[str, Any]:
     """What goes into state.json besides."""
-    kept: dict[str, Any] = {"gaps": {name: factors.gaps for name, factors in student.factors.items()}}
+    kept: dict[str, Any] = {"gaps": student.adaptive.state()}
     if student.objective.trains_in_parts:
         kept["partial training"] = student.partial_training.state
     return kept
@@ -178,9 +178,7 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
         student.optimizer.load_state_dict(loaded["optimizer"])
         separate_adam_steps(student.optimizer)
     saved = read_state(directory)
-    for name, gaps in saved.get("gaps", {}).items():
-        if name in student.factors:
-            student.factors[name].gaps = {int(key): gap for key, gap in gaps.items()}
+    student.adaptive.restore(saved.get("gaps", {}))
     if student.objective.trains_in_parts:
         student.partial_training.restore(saved["partial training"])
 

@@ -6,23 +6,21 @@ On ranks without the role the object exists and does nothing but take part in wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch import BatchPlan, HeldRows, StepPlan
+from nemo_oprd.batch import BatchPlan, StepPlan
 from nemo_oprd.config import Config
 from nemo_oprd.families import ModelSpec
-from nemo_oprd.losses.adaptive import GapFactors
-from nemo_oprd.losses.rows import RowTable
-from nemo_oprd.megatron.capture import PROFILE_BINS, Capture, LayerTerm, Supervision, profile_bins
+from nemo_oprd.megatron.adaptive_weights import AdaptiveWeights
+from nemo_oprd.megatron.capture import Capture, Supervision
 from nemo_oprd.megatron.guard import check_injections, check_output_passes
-from nemo_oprd.megatron.head import OutputTerm, load_teacher_head, rows_of, vocab_shard
-from nemo_oprd.megatron.measure import StepResult, Tally, row_bins
+from nemo_oprd.megatron.head import OutputTerm, load_teacher_head
+from nemo_oprd.megatron.measure import StepResult, Tally
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.moving_average import MovingAverage
 from nemo_oprd.megatron.names import named_parameters
@@ -39,8 +37,9 @@ from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.partial_training import PartialTraining
 from nemo_oprd.megatron.projectors import attach_projectors, projectors_of
 from nemo_oprd.megatron.step import Microbatch, make_microbatch, run_schedule
+from nemo_oprd.megatron.terms import Wave, hidden_terms, output_terms
 from nemo_oprd.megatron.weights import gather_hf, load_hf
-from nemo_oprd.objective import Objective, OutputObjective
+from nemo_oprd.objective import Objective
 from nemo_oprd.types import Rollout, TeacherTargets
 
 
@@ -84,8 +83,8 @@ class Student:
         """
         self.config, self.role, self.objectives, self.objective = config, role, objectives, objectives[0]
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        adaptive = config.loss.representation.adaptive
-        self.factors = {name: GapFactors(adaptive.decay) for name in ("layers", "positions") if getattr(adaptive, name)}
+        representation = config.loss.representation
+        self.adaptive = AdaptiveWeights(representation.adaptive, representation.positions)
         self.chunks: list[DistillingModel] = []
         self.ddp: list[Any] = []
         self.optimizer: Any = None
@@ -122,10 +121,10 @@ class Student:
         """The student's architecture."""
         return self.objective.student
 
-    def _teacher_head(self, number: int, term: OutputObjective) -> torch.Tensor | None:
-        """A teacher's head as it is now."""
-        weights = self.config.teacher.weights
-        if term.sampled or weights not in ("student", "ema"):
+    def _teacher_head(self, number: int) -> torch.Tensor | None:
+        """A teacher's head as it is now; None where the teacher sends log-probabilities."""
+        output = self.objectives[number].output
+        if output is None or output.sampled or self.config.teacher.weights not in ("student", "ema"):
             return self.teacher_heads[number]
         # that of this rank: such a teacher has the student's layout
         chunks = self.chunks if self.average is None else self.average.chunks
@@ -144,9 +143,7 @@ class Student:
         self._reuse = reuse
         self._whole, self._plans = plan, list[StepPlan]()
         self._now = self.objective if step is None else self.objective.at(step)
-        if layers := self.factors.get("layers"):
-            weights = {layer: w * layers.factor(layer) for layer, w in self._now.layer_weights.items()}
-            self._now = replace(self._now, layer_weights=weights)
+        self._now = replace(self._now, layer_weights=self.adaptive.of_layers(self._now.layer_weights))
         self._targets_bytes = 0
         if not self.role.here:
             return
@@ -175,9 +172,9 @@ class Student:
             last: no wave follows in this step, so gradients are reduced over ranks.
             whole_gradients: every rank ends up with complete gradients, also under the distributed optimizer.
         """
-        if not self.role.here:
+        if self.role.at is None:
             return
-        observers, microbatches = self._microbatches(rollouts, plan, targets)
+        observers, microbatches = self._microbatches(Wave(rollouts, plan, targets, self.role.at))
         run_schedule(
             self.ddp, self.role, microbatches, forward_only=False, finalize=last, force_all_reduce=whole_gradients
         )
@@ -189,7 +186,7 @@ class Student:
             if not self._reuse:
                 self._sampled_with.append(None if sums is None else sums.student_logprob)
             if observer.output is not None:
-                self._tally.add_output(observer.output, counts=self.role.at is not None and self.role.at.tensor == 0)
+                self._tally.add_output(observer.output, counts=self.role.at.tensor == 0)
 
     def finish_step(self) -> StepResult | None:
         """What the waves measured together, checked by the guard; None on ranks outside the role.
@@ -205,7 +202,7 @@ class Student:
         tally = Tally(self._tally.sums.cpu(), self._tally.layers, self._tally.num_responses)
         objective = self._now
         result = StepResult.of(tally, self._whole, self._plans, objective, self._targets_bytes)
-        result.weights |= self._adapted_weights()
+        result.weights |= self.adaptive.metrics(objective.layer_weights, self._whole.hidden)
         hidden = [plan.hidden for plan in self._plans]
         if objective.weight > 0:
             counts = {layer: int(count) for layer, count in tally.column("injections").items()}
@@ -225,9 +222,7 @@ class Student:
         """
         if not self.role.here or measured is None:
             return None
-        for name, gaps in (("layers", measured.relative_error_per_layer), ("positions", measured.position_gap)):
-            if name in self.factors:
-                self.factors[name].measure(gaps)
+        self.adaptive.measure(measured)
         rate = learning_rate(step, self.config.train)
         set_learning_rate(self.optimizer, rate, self.config.train.weight_decay)
         # asked before the step, which would spread what is not finite over all weights
@@ -289,49 +284,43 @@ class Student:
             lambda p: p.main_grad.float() if p.requires_grad else None,  # type: ignore[attr-defined]
         )
 
-    def _microbatches(
-        self, rollouts: list[Rollout], step: StepPlan, targets: dict[int, TeacherTargets]
-    ) -> tuple[list[Supervision], list[Microbatch]]:
-        at, here, plan = self.role.at, device(), step.hidden
-        assert at is not None
-        terms_of_output = self._output_terms(rollouts, step, targets)
-        weight = torch.from_numpy(self._row_weights(plan.table)).float()
-        response = torch.from_numpy(plan.table.response)
-        weights = self._now.layer_weights
-        scale = {layer: self._now.weight * weights[layer] / sum(weights.values()) for layer in weights}
-        observers, microbatches = [], []
-        table = plan.table
-        bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
-        deepest, projections = max(self.objective.layers, default=0), list(map(self._projection, self.objectives))
+    def _microbatches(self, wave: Wave) -> tuple[list[Supervision], list[Microbatch]]:
+        """Per microbatch of the wave: what supervises its hidden states, and its tokens with that attached."""
+        plan, objective = wave.plan.hidden, self.objective
+        of_hidden = hidden_terms(wave, self._now, self.adaptive.of_rows(plan.table, self._whole.hidden))
+        of_output = self._output_terms(wave)
+        projections = [self._projection(each) for each in self.objectives]
         trained = {layer: list(each.parameters()) for layer, each in projectors_of(self.chunks).items()}
-        held_here = plan.held(at)
-        parts = _parts(step.taught_by, held_here)
-        for m, (pack, held) in enumerate(zip(plan.packs[at.data], held_here, strict=True)):
-            teacher = step.taught_by[m]
-            rows = torch.from_numpy(held.local).to(here)
-            row_weight = weight[torch.from_numpy(held.row)].to(here)
-            terms = {
-                layer: LayerTerm(
-                    rows, row_weight, response[torch.from_numpy(held.row)].to(here), target[parts[m]], scale[layer]
-                )
-                for layer, target in (targets[teacher].hidden.items() if teacher in targets else ())
-            }
-            if deepest in terms:
-                terms[deepest].bins = bins[:, torch.from_numpy(held.row)].to(here)
-            observer = Supervision(
+        observers = [
+            Supervision(
                 terms,
-                self.objective.row_loss,
-                self.objective.dim_reduction,
-                len(rollouts),
-                self.objective.student_final,
-                measure=not plan.replicated or at.tensor == 0,
+                objective.row_loss,
+                objective.dim_reduction,
+                len(wave.rollouts),
+                objective.student_final,
+                measure=not plan.replicated or wave.at.tensor == 0,
                 project=projections[teacher],
                 learned=lambda layer: trained.get(layer, ()),
-                output=terms_of_output[m] if terms_of_output else None,
+                output=output,
             )
-            observers.append(observer)
-            microbatches.append(make_microbatch(pack, rollouts, self.role, observer, self._now.depth))
+            for terms, output, teacher in zip(of_hidden, of_output, wave.plan.taught_by, strict=True)
+        ]
+        microbatches = [
+            make_microbatch(pack, wave.rollouts, self.role, observer, self._now.depth)
+            for pack, observer in zip(plan.packs[wave.at.data], observers, strict=True)
+        ]
         return observers, microbatches
+
+    def _output_terms(self, wave: Wave) -> Sequence[OutputTerm | None]:
+        """Per microbatch, the output-space term; None before the last stage, or without such a term."""
+        last = self.chunks[-1]
+        if wave.plan.output is None or self._now.output is None or not last.post_process:
+            return [None] * len(wave.plan.taught_by)
+        before = sum(len(earlier.taught_by) for earlier in self._plans)
+        sampled_with = self._sampled_with[before:] if self._reuse else None
+        return output_terms(
+            wave, last, self.role, self.objectives, self._now.output.weight, self._teacher_head, sampled_with
+        )
 
     def _projection(self, objective: Objective) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
         """(Layer, [n, H]) -> what of the student is compared with a teacher, where that is not its state."""
@@ -339,76 +328,6 @@ class Student:
             projectors = projectors_of(self.chunks)
             return lambda layer, rows_NH: projectors[layer](rows_NH)
         return None if objective.bridge is None else objective.bridge.project_student
-
-    def _row_weights(self, table: RowTable) -> np.ndarray:
-        """The weights of some of the batch's rows: those of the table, or by their positions' gaps."""
-        positions = self.factors.get("positions")
-        if positions is None:
-            return table.weight
-        factors = np.array([positions.factor(j) for j in range(PROFILE_BINS)])
-        whole, kind = self._whole.hidden.table, self.objective.positions
-        total = (whole.weight * factors[row_bins(whole, kind)]).sum() / whole.weight.sum()
-        return table.weight * factors[row_bins(table, kind)] / total
-
-    def _adapted_weights(self) -> dict[str, float]:
-        """What the gaps have made of the weights, for the log: with a mean of 1 over layers, and over position bins."""
-        named = {}
-        if "layers" in self.factors:
-            weights = self._now.layer_weights
-            mean = sum(weights.values()) / max(1, len(weights))
-            named = {f"rep/layer_weight/{layer}": weight / mean for layer, weight in weights.items()}
-        if positions := self.factors.get("positions"):
-            bins = np.unique(row_bins(self._whole.hidden.table, self.objective.positions)).tolist()
-            named |= {f"rep/position_weight/{1 << j}": positions.factor(j) for j in bins}
-        return named
-
-    def _output_terms(
-        self, rollouts: list[Rollout], step: StepPlan, targets: dict[int, TeacherTargets]
-    ) -> list[OutputTerm | None]:
-        """Per microbatch, the output-space term; none before the last stage, or without such a term."""
-        plan, at = step.output, self.role.at
-        if plan is None or self._now.output is None or at is None or not self.chunks[-1].post_process:
-            return []
-        tokens, weight = torch.from_numpy(plan.table.tokens(rollouts)), torch.from_numpy(plan.table.weight).float()
-        terms: list[OutputTerm | None] = []
-        before = sum(len(earlier.hidden.packs[at.data]) for earlier in self._plans)
-        held_here = plan.held(at)
-        parts = _parts(step.taught_by, held_here)
-        for m, held in enumerate(held_here):
-            teacher = step.taught_by[m]
-            said = targets[teacher].output if teacher in targets else None
-            term = self.objectives[teacher].output
-            if said is None or term is None:
-                terms.append(None)
-                continue
-            row = torch.from_numpy(held.row)
-            terms.append(
-                OutputTerm(
-                    term.loss,
-                    rows_of(held, self.role),
-                    self.chunks[-1],
-                    vocab_shard(self.chunks[-1], self.role, term.vocab_size),
-                    tokens[row].to(device()),
-                    weight[row].to(device()),
-                    said[parts[m]],
-                    self._teacher_head(teacher, term),
-                    self._now.output.weight,
-                    term.chunk_tokens,
-                    self._sampled_with[before + m] if self._reuse else None,
-                )
-            )
-        return terms
-
-
-def _parts(taught_by: tuple[int, ...], held: list[HeldRows]) -> list[slice]:
-    """Per microbatch, where its rows are among all that its teacher sent."""
-    ends: dict[int, int] = {}
-    parts = []
-    for teacher, rows in zip(taught_by, held, strict=True):
-        start = ends.get(teacher, 0)
-        ends[teacher] = start + len(rows.row)
-        parts.append(slice(start, ends[teacher]))
-    return parts
 
 
 def _recompute(config: Config) -> dict[str, Any]:
