@@ -316,11 +316,14 @@ class EvaluationConfig:
 class LoggingConfig:
     """Where metrics go besides metrics.jsonl and the progress line. `wandb` is a project name.
 
-    A loss above `spike_factor` times the median of the last steps is reported, and its rollouts kept (0: never).
+    A term whose size is above `spike_factor` times the median of its last values is reported, and the rollouts kept
+    (0: never).
 
     Without an output-space term, its metrics (entropies, top-k overlap, KL) are measured on `output_metrics_rows`
     response tokens, drawn anew in the first and in every `output_metrics_every`-th update (0: never), with temperature,
-    k and chunk_tokens of loss.output. The teacher then has all its layers, and the student the teacher's head.
+    k and chunk_tokens of loss.output. The teacher then has all its layers, and the student the teacher's head. With
+    `sampled_token` they are measured in the same updates on all response tokens: the teacher sends its final hidden
+    states instead of log-probabilities there. Other terms measure them in every update.
 
     The gradient's signal and noise are measured before the first and every `gradient_noise_every`-th update (0: never),
     by one more pass over the batch, in halves; copies of both halves' gradients are held meanwhile.

@@ -291,11 +291,15 @@ def _check_reuse(config: Config) -> None:
             f"loss.output.clip={output.clip}: expected a number in (0, 1], or [low, high] with low in (0, 1] and high "
             "above 0; choose e.g. 0.2"
         )
-    if ratio and output.temperature != config.rollout.temperature:
+    rollout = config.rollout
+    if output.kind != "sampled_token" or rollout.replay is not None:
+        return
+    if output.temperature != rollout.temperature or rollout.top_p != 1:
         raise ValueError(
-            f"train.updates_per_rollout={updates} takes the ratio to the student that sampled, at rollout.temperature="
-            f"{config.rollout.temperature}, but loss.output.temperature={output.temperature}; expected the same: set "
-            "one to the other"
+            "loss.output.kind=sampled_token estimates a divergence at the tokens that the student samples, at rollout."
+            f"temperature={rollout.temperature} and rollout.top_p={rollout.top_p}, but loss.output.temperature="
+            f"{output.temperature}: expected one temperature and top_p=1, or the estimate is of nothing; set them, or "
+            "take another kind"
         )
 
 

@@ -17,6 +17,18 @@ from nemo_oprd.setup import model_directory
 from nemo_oprd.teacher.routing import Routing
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
+from nemo_oprd.weight_schedule import largest
+
+
+def check_trains(config: Config) -> None:
+    """Raises ValueError where no term has a weight: weight decay alone would change the student."""
+    loss = config.loss
+    layers = 0.0 if loss.representation.layers == "none" else largest(loss.representation.weight)
+    if layers == largest(loss.output.weight) == 0:
+        raise ValueError(
+            "loss.representation.weight and loss.output.weight are both 0 (a representation term without layers has "
+            "none): expected something to learn; give one of them a weight"
+        )
 
 
 def check_sources_stay(config: Config) -> None:

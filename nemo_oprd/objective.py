@@ -33,8 +33,10 @@ class OutputObjective:
 
     `vocab_size` is that of the ids both models know: models of one family pad theirs differently.
 
-    With `watch_every` it is no term of the objective, but measured in the first and in every so many updates, on
-    `watch_rows` rows that `draw` chooses.
+    With `watch_rows` it is no term of the objective, but only measured, in the first and in every `watch_every`-th
+    update, on so many rows that `draw` chooses. A sampled token's term is watched in those updates, too: the teacher
+    then sends its final hidden states for all rows (`whole`) instead of two numbers, from which the same term and the
+    metrics of whole distributions follow.
     """
 
     loss: OutputLoss
@@ -45,6 +47,7 @@ class OutputObjective:
     watch_every: int = 0
     watch_rows: int = 0
     draw: tuple[int, ...] = ()
+    whole: bool = False
 
     @staticmethod
     def of(config: OutputLossConfig, vocab_size: int, logging: LoggingConfig, seed: int) -> OutputObjective | None:
@@ -57,8 +60,7 @@ class OutputObjective:
             return OutputObjective(watched, 0.0, "token_mean", config.chunk_tokens, vocab_size, *watch)
         loss = OutputLoss(
             config.kind,
-            # sampled_token gets no distribution to take a top set of
-            None if config.kind == "sampled_token" else config.k,
+            config.k,
             config.temperature,
             config.support,
             config.normalizer,
@@ -66,23 +68,43 @@ class OutputObjective:
             config.jsd_beta,
             config.clip,
         )
-        return OutputObjective(loss, largest(config.weight), config.aggregation, config.chunk_tokens, vocab_size)
+        every = logging.output_metrics_every if config.kind == "sampled_token" else 0
+        return OutputObjective(
+            loss, largest(config.weight), config.aggregation, config.chunk_tokens, vocab_size, watch_every=every
+        )
 
     @property
     def sampled(self) -> bool:
         """Whether the teacher says only two numbers per token, and not its whole final hidden state."""
-        return self.loss.kind == "sampled_token"
+        return self.loss.kind == "sampled_token" and not self.whole
+
+    @property
+    def ever_needs_states(self) -> bool:
+        """Whether in some steps the teacher sends its final hidden states, which take its head to make use of."""
+        return self.loss.kind != "sampled_token" or self.watch_every > 0
+
+    @property
+    def only_watched(self) -> bool:
+        """Whether it is no term of the objective."""
+        return self.watch_rows > 0
 
     def rows(self, rollouts: list[Rollout]) -> RowTable:
         """One row per response token with mask 1, where its distribution is predicted; some of them to watch."""
-        table = make_rows(rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation)
-        return table.draw(self.watch_rows, self.draw) if self.watch_every else table
+        asks = "logging.output_metrics_every" if self.only_watched else f"loss.output.kind={self.loss.kind}"
+        table = make_rows(
+            rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation, asks=asks
+        )
+        return table.draw(self.watch_rows, self.draw) if self.only_watched else table
 
-    def at(self, step: int, weight: float) -> OutputObjective | None:
-        """The term in the update after `step` others, None where it only watches and the update is not its turn."""
-        if not self.watch_every:
-            return replace(self, weight=weight)
-        turn = step == 0 or (step + 1) % self.watch_every == 0
+    def at(self, step: int, weight: float, *, watch: bool = True) -> OutputObjective | None:
+        """The term in the update after `step` others, None where it is only watched and the update is not its turn.
+
+        Args:
+            watch: False leaves out what is only watched.
+        """
+        turn = watch and self.watch_every > 0 and (step == 0 or (step + 1) % self.watch_every == 0)
+        if not self.only_watched:
+            return replace(self, weight=weight, whole=turn)
         return replace(self, draw=(*self.draw, step)) if turn else None
 
 
@@ -187,10 +209,10 @@ class Objective:
             weights=(loss.weight, config.loss.output.weight),
         )
 
-    def at(self, step: int) -> Objective:
-        """The objective of the update after `step` others."""
+    def at(self, step: int, *, watch: bool = True) -> Objective:
+        """The objective of the update after `step` others; without `watch` nothing but the terms of the loss."""
         representation, output = (weight_at(weight, step) for weight in self.weights)
-        term = None if self.output is None else self.output.at(step, output)
+        term = None if self.output is None else self.output.at(step, output, watch=watch)
         return replace(self, weight=representation, output=term)
 
     def on(self, device: torch.device) -> Objective:

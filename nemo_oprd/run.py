@@ -23,6 +23,7 @@ from nemo_oprd.inputs import (
     check_same_architecture,
     check_sources_stay,
     check_teacher_prompts,
+    check_trains,
     encode_prompts,
     make_readers,
     recorded_rollouts,
@@ -47,7 +48,7 @@ from nemo_oprd.survival.signals import Signals, Stopped, agree
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
-# a loss is a spike against the median of the last SPIKE_WINDOW, once there are SPIKE_FROM of them
+# a term is a spike against the median size of its last SPIKE_WINDOW values, once there are SPIKE_FROM of them
 SPIKE_WINDOW, SPIKE_FROM = 50, 10
 
 
@@ -64,6 +65,7 @@ class Run:
         self.output = Path(config.output)
         self.checkpoints = self.output / "checkpoints"
         check_output(config.output)
+        check_trains(config)
         self.source = model_directory(config.student)
         spec = read_model_spec(self.source)
         check_sources_stay(config)
@@ -112,7 +114,9 @@ class Run:
         self.pending = Pending(self.output / "rollouts", {"student": str(self.source), "precision": config.precision})
         self.skipped_in_a_row = _last_in_a_row(list(self.log.history("train/skipped_update").values()))
         self.best_value: float | None = None
-        self.recent_losses: list[float] = list(self.log.history("loss/total").values())[-SPIKE_WINDOW:]
+        self.recent_losses = {
+            name: list(self.log.history(name).values())[-SPIKE_WINDOW:] for name in ("rep/loss", "output/loss")
+        }
         for note in passed_over:
             self.log.say(note)
         if self.first_step:
@@ -243,7 +247,7 @@ class Run:
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             **alignment_metrics(rollouts),
-            "rollout/finished": sum(r.finish_reason == "stop" for r in rollouts) / len(rollouts),
+            **_share_finished(rollouts),
             **{f"timing/{phase}_s": value for phase, value in seconds.items()},
             "perf/tokens_per_s": tokens / sum(seconds.values()),
             "perf/peak_memory_gb": _peak_memory_gb(),
@@ -263,27 +267,36 @@ class Run:
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], measured: StepResult) -> dict[str, float]:
         taught_by = self.system.taught_by(rollouts)
+        losses = {"output_loss": measured.output_loss_per_teacher}
+        if not self.config.loss.representation.adaptive.positions:
+            losses["rep_loss"] = measured.rep_loss_per_teacher
         named = {}
         for number, teacher in enumerate(self.config.teachers):
             named[f"teachers/{teacher.label}/responses"] = float(taught_by.count(number))
-            if number in measured.rep_loss_per_teacher and not self.config.loss.representation.adaptive.positions:
-                named[f"teachers/{teacher.label}/rep_loss"] = measured.rep_loss_per_teacher[number]
+            for name, per_teacher in losses.items():
+                if number in per_teacher:
+                    named[f"teachers/{teacher.label}/{name}"] = per_teacher[number]
         return named
 
     def _watch_for_spikes(self, done: int, rollouts: list[Rollout], measured: StepResult) -> None:
-        """Keeps the rollouts of a step whose loss stands out, those that contribute most first."""
-        usual = statistics.median(self.recent_losses) if len(self.recent_losses) >= SPIKE_FROM else None
-        spike = usual is not None and not measured.loss <= self.config.logging.spike_factor * usual
-        if self.config.logging.spike_factor and (spike or measured.trouble):
+        """Keeps the rollouts of a step in which a term stands out, those that contribute most first."""
+        factor, spikes = self.config.logging.spike_factor, []
+        for name, loss in measured.trained_losses.items():
+            recent = self.recent_losses[name]
+            # an estimate of a divergence has either sign
+            usual = statistics.median(map(abs, recent)) if len(recent) >= SPIKE_FROM else None
+            if usual is not None and not abs(loss) <= factor * usual:
+                spikes.append(f"{name} is {loss:.4g}; its median size was {usual:.4g}")
+            if math.isfinite(loss):
+                self.recent_losses[name] = [*recent, loss][-SPIKE_WINDOW:]
+        if factor and (spikes or measured.trouble):
             share = measured.loss_per_response
-            order = sorted(range(len(rollouts)), key=lambda i: (share[i] == share[i], -share[i]))  # NaN first
+            order = sorted(range(len(rollouts)), key=lambda i: (share[i] == share[i], -abs(share[i])))  # NaN first
             file = self.output / "rollouts" / f"spike_{done:07d}.jsonl"
             losses = [share[i] for i in order]
             write_rollouts(file, self._with_text([rollouts[i] for i in order]), loss_share=losses)
-            usual_loss = f"; its median was {usual:.4g}" if usual is not None else ""
-            self.log.say(f"step {done}: the loss is {measured.loss:.4g}{usual_loss}; its rollouts are in {file}")
-        if math.isfinite(measured.loss):
-            self.recent_losses = [*self.recent_losses, measured.loss][-SPIKE_WINDOW:]
+            what = "; ".join(spikes) or f"the loss is {measured.loss:.4g}"
+            self.log.say(f"step {done}: {what}; its rollouts are in {file}")
 
     def _with_text(self, rollouts: list[Rollout]) -> list[Rollout]:
         if self.tokenizer is None:
@@ -325,7 +338,7 @@ class Run:
         """A checkpoint where it is due: periodically, after the last step, for a new best, before an early end.
 
         Raises:
-            ValueError: too many updates in a row were skipped.
+            ValueError: updates were skipped in too many steps in a row.
             Stopped: a signal asked for the run's end.
         """
         train = self.config.train
@@ -336,8 +349,8 @@ class Run:
         if give_up:
             reason = update.trouble if update is not None and update.trouble else "see the student's ranks"
             raise ValueError(
-                f"{train.stop_after_skipped} updates in a row were skipped, up to step {done}: {reason}. The weights "
-                "are those from before them; lower train.lr, look at the rollouts kept in rollouts/spike_*.jsonl, "
+                f"updates were skipped in {train.stop_after_skipped} steps in a row, up to step {done}: {reason}. No "
+                "skipped update changed the weights; lower train.lr, look at the rollouts kept in rollouts/spike_*.jsonl, "
                 "or go back to an earlier checkpoint"
             )
         last = done == train.steps
@@ -368,6 +381,12 @@ class Run:
             self.log.say(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)
+
+
+def _share_finished(rollouts: list[Rollout]) -> dict[str, float]:
+    """Nothing for recorded rollouts that don't say how they ended."""
+    reasons = [rollout.finish_reason for rollout in rollouts]
+    return {} if None in reasons else {"rollout/finished": reasons.count("stop") / len(reasons)}
 
 
 def _last_in_a_row(flags: list[float]) -> int:

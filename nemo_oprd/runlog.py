@@ -22,6 +22,7 @@ from nemo_oprd.disk import naming
 _SHOWN = (
     ("rep/loss", "rep", "{:.4g}"),
     ("rep/cosine_similarity", "cos", "{:.4f}"),
+    ("output/loss", "output", "{:.4g}"),
     ("actor/grad_norm", "|g|", "{:.3g}"),
     ("response_length/mean", "len", "{:.0f}"),
     ("lr", "lr", "{:.1e}"),

@@ -71,11 +71,13 @@ class System:
         step: int | None = None,
         reuse: int = 0,
         whole_gradients: bool = False,
+        watch: bool = True,
     ) -> StepResult | None:
         """Teachers' forward, transport, student forward/backward on one batch. None on ranks outside the student.
 
         The weights of the terms are those of the update after `step` others; None takes the largest of the run. `reuse`
-        counts updates on the same rollouts: no teacher reads them again where the targets fit into one wave.
+        counts updates on the same rollouts: no teacher reads them again where the targets fit into one wave. Without
+        `watch` only the terms of the loss are computed.
 
         The batch goes through in waves of `teacher.resident_microbatches`, which bounds the targets that are held.
         Their gradients add up, and are reduced over ranks with the last one.
@@ -83,10 +85,10 @@ class System:
         clock = clock or Clock()
         # what a teacher reads can change from step to step
         for teacher, objective in zip(self.teachers, self.student.objectives, strict=True):
-            teacher.objective = objective if step is None else objective.at(step)
+            teacher.objective = objective if step is None else objective.at(step, watch=watch)
         plan = self.plan(rollouts, self.teachers[0].objective)
         waves = plan.waves(self.config.teacher.resident_microbatches)
-        self.student.start_step(plan, len(rollouts), step, reuse)
+        self.student.start_step(plan, len(rollouts), step, reuse, watch=watch)
         for number, wave in enumerate(waves, start=1):
             with clock("teacher"):
                 targets = self._kept if reuse and self._kept is not None else self.teach(rollouts, wave)
@@ -115,7 +117,7 @@ class System:
             return {}
         gradients = []
         for half in halves:
-            self.accumulate(half, step=step, whole_gradients=True)
+            self.accumulate(half, step=step, whole_gradients=True, watch=False)
             gradients.append(whole_gradient(self.student))
         self._kept = None  # of half a batch
         if not self.student.role.here:

@@ -73,7 +73,7 @@ class OutputLoss:
         if not 0 < self.jsd_beta < 1:
             raise ValueError(
                 f"output loss jsd_beta={self.jsd_beta}: expected a number between 0 and 1, both excluded; "
-                "the limits are the kinds forward_kl and full_vocab"
+                "divided by it, or by 1 - it, the limits are the kinds forward_kl and full_vocab"
             )
         if (self.k is None and self.kind == "top_k") or (self.k is not None and self.k < 1):
             raise ValueError(f"output loss k={self.k} with kind {self.kind}: expected a whole number from 1 on")

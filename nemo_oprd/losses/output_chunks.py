@@ -39,13 +39,14 @@ class OutputSums:
 
     `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, `rows` is how
     many: divide after both were summed over the data-parallel ranks. Without rows the names are the same, the sums 0.
-    `student_logprob` [n] is the student's log-probability of each row's token.
+    `student_logprob` [n] is the student's log-probability of each row's token, `per_row` [n] its part of `loss`.
     """
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
     rows: int
     student_logprob: torch.Tensor
+    per_row: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -215,12 +216,15 @@ class _Accumulator:
         self._loss = self._weight_N.new_zeros(())
         self._metrics: dict[str, torch.Tensor] = {}
         self._student_logprob: list[torch.Tensor] = []
+        self._per_row: list[torch.Tensor] = []
 
     def add(self, rows: OutputRows, chunk: slice) -> None:
-        self._loss = self._loss + self._weight_N[chunk] @ rows.value.double()
+        self._per_row.append(self._weight_N[chunk] * rows.value.double())
+        self._loss = self._loss + self._per_row[-1].sum()
         self._student_logprob.append(rows.metrics["student_logprob"].clone())
         for name, values_C in rows.metrics.items():
             self._metrics[name] = values_C.sum(dtype=torch.float64) + self._metrics.get(name, 0)
 
     def result(self) -> OutputSums:
-        return OutputSums(self._loss, self._metrics, len(self._weight_N), torch.cat(self._student_logprob))
+        logprob, per_row = torch.cat(self._student_logprob), torch.cat(self._per_row)
+        return OutputSums(self._loss, self._metrics, len(self._weight_N), logprob, per_row)

@@ -93,7 +93,15 @@ def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
     return np.concatenate([[len(prompt) - 1], at[:-1]]) if shift and len(at) else at
 
 
-def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str, aggregation: str) -> RowTable:
+def make_rows(
+    rollouts: list[Rollout],
+    *,
+    positions: str,
+    k: int,
+    position: str,
+    aggregation: str,
+    asks: str = "loss.representation.position=predicting",
+) -> RowTable:
     """The supervised rows of a batch: response tokens whose mask is 1 and whose row has a state of the teacher's.
 
     Args:
@@ -101,6 +109,7 @@ def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str,
         position: "token" takes the state where token t is the input, "predicting" one earlier.
         aggregation: "sequence_mean" weighs a row 1 / (responses * rows of its response) (the paper's equation),
             "token_mean" 1 / rows. Responses without rows count in neither.
+        asks: what needs the state before a token, for the error.
 
     Raises:
         ValueError: no response has a supervised token, or "predicting" meets an empty prompt.
@@ -109,7 +118,8 @@ def make_rows(rollouts: list[Rollout], *, positions: str, k: int, position: str,
     for i, rollout in enumerate(rollouts):
         if shift and not rollout.prompt_ids and any(rollout.mask):
             raise ValueError(
-                f"response {i} has an empty prompt: loss.representation.position=predicting needs a token before it"
+                f"response {i} has an empty prompt: {asks} needs a token before it; expected at least one, "
+                "such as the tokenizer's first: put it in front"
             )
     theirs = [teacher_positions(rollout, shift) for rollout in rollouts]
     masks = [(np.asarray(r.mask, dtype=np.int64) > 0) & (at >= 0) for r, at in zip(rollouts, theirs, strict=True)]

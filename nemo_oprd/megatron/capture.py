@@ -217,7 +217,8 @@ class Supervision:
             rows_NH = hidden.flatten(0, 1).index_select(0, term.rows[chunk]).float()
             compared, target = self._student(layer, rows_NH), term.target[chunk].float()
             distance = self.row_loss(compared, target, self.dim_reduction)
-            self._share_out(distance.double() * term.weight[chunk] * term.scale, term.response[chunk])
+            if term.scale:  # what is only measured may be infinite
+                self._share_out(distance.double() * term.weight[chunk] * term.scale, term.response[chunk])
             cosine = torch.nn.functional.cosine_similarity(compared, target, dim=-1).double()
             sums += torch.stack(
                 [

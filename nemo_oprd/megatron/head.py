@@ -83,7 +83,7 @@ def load_teacher_head(
         read: gives the teacher's HF tensors by name.
     """
     term = objective.output
-    if term is None or term.sampled or not model.post_process:
+    if term is None or not term.ever_needs_states or not model.post_process:
         return None
     whole = read("model.embed_tokens.weight" if objective.teacher.tied_embeddings else "lm_head.weight")
     shard = vocab_shard(model, role, term.vocab_size)
@@ -94,7 +94,7 @@ def load_teacher_head(
 
 @dataclass
 class OutputTerm:
-    """The output-space term of one microbatch: n rows.
+    """The output-space term of one microbatch: n rows of the rollouts `response`.
 
     `teacher` is log-probability and entropy per row [n, 2], or the teacher's final hidden states [n, D_T], which
     `teacher_head` [V, D_T] turns into logits. `scale` is its weight in the total; 0 measures only. `old_logprob` is
@@ -107,6 +107,7 @@ class OutputTerm:
     shard: VocabShard
     tokens: torch.Tensor  # [n] int64
     weight: torch.Tensor  # [n] float32, 1 / (global counts)
+    response: torch.Tensor  # [n] int64
     teacher: torch.Tensor
     teacher_head: torch.Tensor | None
     scale: float

@@ -1,4 +1,4 @@
-"""What a training step measures about its supervised layers: summed on every rank, added up over ranks, then named."""
+"""What a training step measures about the terms of its loss: summed on every rank, added up over ranks, then named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Tally:
 
     `sums` float64: per layer those of `Supervision.SUMS`, the squared norm of the injected gradient and the number of
     injections; then the position profile [2, PROFILE_BINS]; then what the output-space term measured: backward passes,
-    weighted loss, and per metric its sum and its number of rows; then each response's share of the total loss.
+    weighted loss, and per metric its sum and its number of rows; then each response's share of the total loss, by
+    hidden states and by distributions.
     """
 
     sums: torch.Tensor
@@ -49,13 +50,14 @@ class Tally:
     @staticmethod
     def zeros(layers: list[int], num_responses: int, device: torch.device) -> Tally:
         """Nothing measured yet."""
-        size = len(layers) * len(Tally.COLUMNS) + 2 * PROFILE_BINS + Tally.OUTPUT + num_responses
+        size = len(layers) * len(Tally.COLUMNS) + 2 * PROFILE_BINS + Tally.OUTPUT + 2 * num_responses
         return Tally(torch.zeros(size, dtype=torch.float64, device=device), sorted(layers), num_responses)
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        sizes = [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.OUTPUT, self.num_responses]
+        sizes = [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.OUTPUT, 2 * self.num_responses]
         table, profile, output, responses = self.sums.split(sizes)
-        return table.view(len(self.layers), len(self.COLUMNS)), profile.view(2, PROFILE_BINS), output, responses
+        shaped = table.view(len(self.layers), len(self.COLUMNS)), profile.view(2, PROFILE_BINS)
+        return *shaped, output, responses.view(2, self.num_responses)
 
     @property
     def table(self) -> torch.Tensor:
@@ -69,7 +71,7 @@ class Tally:
 
     @property
     def per_response(self) -> torch.Tensor:
-        """[responses], a view: shares of the total loss."""
+        """[2, responses], a view: shares of the total loss, of the representation and of the output term."""
         return self._parts()[3]
 
     @property
@@ -88,7 +90,7 @@ class Tally:
         if observer.profile is not None:
             self.profile.add_(observer.profile)
         if observer.per_response is not None:
-            self.per_response.add_(observer.per_response)
+            self.per_response[0].add_(observer.per_response)
 
     def add_output(self, term: OutputTerm, *, counts: bool) -> None:
         """Adds the output-space term of one microbatch; `counts` on one of its tensor ranks, which agree."""
@@ -96,6 +98,8 @@ class Tally:
         if term.sums is None or not counts:
             return
         self.output[1] += term.sums.loss
+        if term.scale:
+            self.per_response[1].index_add_(0, term.response, term.scale * term.sums.per_row)
         for i, name in enumerate(OUTPUT_METRICS):
             if name in term.sums.metrics:
                 self.output[2 + 2 * i] += term.sums.metrics[name]
@@ -117,7 +121,9 @@ class StepResult:
 
     `cosine_first_k` and `cosine_last_k` map k to the mean cosine of the deepest supervised layer over the first (last)
     k tokens of every response (the paper's position figure); they hold those k of which every token was supervised.
-    `rep_loss_per_teacher` is the mean over each teacher's own rows, by their weights.
+    `rep_loss_per_teacher` and `output_loss_per_teacher` are means over each teacher's own rows, by their weights.
+    `trained_losses` are the terms that have a weight in this step, by their names in metrics.jsonl, without it.
+    `loss_per_response` are the responses' shares of the total loss.
     `position_gap` is 1 - that cosine per profile bin (`row_bins`).
     `trouble` says where a loss or gradient is not finite, None if all are.
     """
@@ -126,10 +132,12 @@ class StepResult:
     weights: dict[str, float]
     output_loss: float | None
     output_means: dict[str, float]
-    sampled: bool
+    reports_pg_loss: bool
     rep_loss: float
     rep_loss_per_layer: dict[int, float]
     rep_loss_per_teacher: dict[int, float]
+    output_loss_per_teacher: dict[int, float]
+    trained_losses: dict[str, float]
     cosine_per_layer: dict[int, float]
     relative_error_per_layer: dict[int, float]
     norm_ratio_per_layer: dict[int, float]
@@ -154,13 +162,18 @@ class StepResult:
         """
         table, positions, term = plan.hidden.table, objective.positions, objective.output
         count = len(table)
-        output_loss = None if term is None or term.watch_every else float(tally.output[1])
-        trained_output = output_loss if objective.trains_head else None
+        output_loss = None if term is None or term.only_watched else float(tally.output[1])
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
         per_layer = tally.column("loss")
         weights = objective.layer_weights
         rep_loss = sum(weights[layer] * loss for layer, loss in per_layer.items()) / (sum(weights.values()) or 1.0)
+        trained = {"rep/loss": rep_loss} if per_layer and objective.weight else {}
+        if output_loss is not None and objective.trains_head:
+            trained["output/loss"] = output_loss
+        term_weights = {"rep/loss": objective.weight, "output/loss": 0.0 if term is None else term.weight}
+        term_weights = {name: term_weights[name] for name in trained}
+        of_output = None if plan.output is None else plan.output.table
         first, last = (
             _cumulative(sums, numbers) if per_layer and positions in ("all", complete) else {}
             for sums, numbers, complete in zip(
@@ -168,14 +181,19 @@ class StepResult:
             )
         )
         return StepResult(
-            loss=objective.weight * rep_loss + (term.weight * float(tally.output[1]) if term and term.weight else 0.0),
+            # what has no weight may be infinite
+            loss=sum(weight * trained[name] for name, weight in term_weights.items()),
             weights=_weights(objective),
             output_loss=output_loss,
             output_means=tally.output_means(),
-            sampled=term is not None and (term.sampled or term.watch_every > 0),
+            reports_pg_loss=term is not None and (term.loss.kind == "sampled_token" or term.only_watched),
             rep_loss=rep_loss,
             rep_loss_per_layer=per_layer,
-            rep_loss_per_teacher=_loss_per_teacher(tally, plan, objective) if per_layer else {},
+            rep_loss_per_teacher=_loss_per_teacher(tally.per_response[0], table, plan, term_weights.get("rep/loss")),
+            output_loss_per_teacher=_loss_per_teacher(
+                tally.per_response[1], of_output, plan, term_weights.get("output/loss")
+            ),
+            trained_losses=trained,
             cosine_per_layer={layer: value / count for layer, value in tally.column("cosine").items()},
             relative_error_per_layer={layer: _ratio(error[layer], target[layer]) ** 0.5 for layer in error},
             norm_ratio_per_layer={layer: value / count for layer, value in tally.column("norm_ratio").items()},
@@ -184,10 +202,10 @@ class StepResult:
             position_gap=_gap_per_bin(tally, table, positions) if per_layer else {},
             cosine_first_k=first,
             cosine_last_k=last,
-            loss_per_response=tally.per_response.tolist(),
+            loss_per_response=tally.per_response.sum(0).tolist(),
             identical_layers=[layer for layer, value in error.items() if value == 0.0],
             targets_bytes=targets_bytes,
-            trouble=_trouble(tally, [wave.hidden for wave in waves], per_layer, gradient, trained_output),
+            trouble=_trouble(tally, [wave.hidden for wave in waves], trained, gradient),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -213,7 +231,7 @@ class StepResult:
         if {"student_logprob", "teacher_logprob"} <= set(self.output_means):
             estimate = self.output_means["student_logprob"] - self.output_means["teacher_logprob"]
             named["output/kl_estimate"] = estimate
-            if self.sampled:
+            if self.reports_pg_loss:
                 named["actor/pg_loss"] = estimate if self.output_loss is None else self.output_loss
         return {
             **({} if self.output_loss is None else {"output/loss": self.output_loss}),
@@ -221,16 +239,24 @@ class StepResult:
         }
 
 
-def _loss_per_teacher(tally: Tally, plan: StepPlan, objective: Objective) -> dict[int, float]:
-    """From the responses' shares of the total; nothing where the term has no weight."""
-    shares, table = tally.per_response.numpy(), plan.hidden.table
+def _loss_per_teacher(
+    shares: torch.Tensor, table: RowTable | None, plan: StepPlan, weight: float | None
+) -> dict[int, float]:
+    """Of one term, from the responses' shares of the total; nothing where the term has no weight or no rows."""
+    if table is None or not weight:
+        return {}
+    teacher_of = {
+        i: t
+        for packs in plan.hidden.packs
+        for t, pack in zip(plan.taught_by, packs, strict=True)
+        for i in pack.sequences
+    }
+    owner = np.array([teacher_of[i] for i in table.response.tolist()])
     losses = {}
-    for teacher in sorted(set(plan.taught_by)):
-        mine = plan.of_teacher(teacher)
-        if mine is not None and len(mine.hidden.table) and objective.weight:
-            responses = np.unique(mine.hidden.table.response)
-            weight = table.weight[np.isin(table.response, responses)].sum()
-            losses[teacher] = float(shares[responses].sum() / (objective.weight * weight))
+    for teacher in np.unique(owner).tolist():
+        rows = owner == teacher
+        share = float(shares[torch.from_numpy(np.unique(table.response[rows]))].sum())
+        losses[teacher] = share / (weight * float(table.weight[rows].sum()))
     return losses
 
 
@@ -240,26 +266,29 @@ def _weights(objective: Objective) -> dict[str, float]:
         return {}
     named = {"loss/weight_representation": objective.weight} if objective.layers else {}
     term = objective.output
-    return named if term is None or term.watch_every else {**named, "loss/weight_output": term.weight}
+    return named if term is None or term.only_watched else {**named, "loss/weight_output": term.weight}
 
 
-def _trouble(
-    tally: Tally,
-    waves: list[BatchPlan],
-    loss: dict[int, float],
-    gradient: dict[int, float],
-    output_loss: float | None,
-) -> str | None:
-    if output_loss is not None and not math.isfinite(output_loss):
-        return f"the output-space loss is {output_loss}"
+def _trouble(tally: Tally, waves: list[BatchPlan], trained: dict[str, float], gradient: dict[int, float]) -> str | None:
+    """Where a term that is trained on, or its gradient, is not finite."""
+    found, responses = [], set()
+    if not math.isfinite(trained.get("output/loss", 0.0)):
+        found.append(f"the output-space loss is {trained['output/loss']}")
+        responses |= _not_finite(tally.per_response[1])
+    loss = tally.column("loss") if "rep/loss" in trained else {}
     layers = [layer for layer in loss if not math.isfinite(loss[layer] + gradient[layer])]
-    if not layers:
+    if layers:
+        others = f" (and {len(layers) - 1} others)" if len(layers) > 1 else ""
+        first = layers[0]
+        found.append(f"loss {loss[first]} and gradient norm {gradient[first] ** 0.5} at layer {first}{others}")
+        responses |= _not_finite(tally.per_response[0])
+    if not found:
         return None
-    first = layers[0]
-    responses = [i for i, share in enumerate(tally.per_response.tolist()) if not math.isfinite(share)]
-    text = f"loss {loss[first]} and gradient norm {gradient[first] ** 0.5} at layer {first}"
-    others = f" (and {len(layers) - 1} others)" if len(layers) > 1 else ""
-    return text + others + "".join(f", {_place(response, waves)}" for response in responses[:3])
+    return ", ".join([*found, *(_place(response, waves) for response in sorted(responses)[:3])])
+
+
+def _not_finite(shares: torch.Tensor) -> set[int]:
+    return set((~torch.isfinite(shares)).nonzero()[:, 0].tolist())
 
 
 def _place(response: int, waves: list[BatchPlan]) -> str:

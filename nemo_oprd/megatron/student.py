@@ -123,26 +123,30 @@ class Student:
 
     def _teacher_head(self, number: int) -> torch.Tensor | None:
         """A teacher's head as it is now; None where the teacher sends log-probabilities."""
-        output = self.objectives[number].output
-        if output is None or output.sampled or self.config.teacher.weights not in ("student", "ema"):
+        if self._now.output is None or self._now.output.sampled:
+            return None
+        if self.config.teacher.weights not in ("student", "ema"):
             return self.teacher_heads[number]
         # that of this rank: such a teacher has the student's layout
         chunks = self.chunks if self.average is None else self.average.chunks
         return chunks[-1].output_weight().detach()
 
-    def start_step(self, plan: StepPlan, num_responses: int, step: int | None = None, reuse: int = 0) -> None:
+    def start_step(
+        self, plan: StepPlan, num_responses: int, step: int | None = None, reuse: int = 0, *, watch: bool = True
+    ) -> None:
         """Clears the gradients and measurements of the step before.
 
         Args:
             plan: of the whole batch.
             step: steps before, which decides the weights of the terms; None takes their largest.
             reuse: updates made on these very rollouts before.
+            watch: False leaves out what is only watched.
         """
         if not reuse:
             self._sampled_with = list[torch.Tensor | None]()
         self._reuse = reuse
         self._whole, self._plans = plan, list[StepPlan]()
-        self._now = self.objective if step is None else self.objective.at(step)
+        self._now = self.objective if step is None else self.objective.at(step, watch=watch)
         self._now = replace(self._now, layer_weights=self.adaptive.of_layers(self._now.layer_weights))
         self._targets_bytes = 0
         if not self.role.here:
@@ -318,9 +322,8 @@ class Student:
             return [None] * len(wave.plan.taught_by)
         before = sum(len(earlier.taught_by) for earlier in self._plans)
         sampled_with = self._sampled_with[before:] if self._reuse else None
-        return output_terms(
-            wave, last, self.role, self.objectives, self._now.output.weight, self._teacher_head, sampled_with
-        )
+        vocab_sizes = [0 if each.output is None else each.output.vocab_size for each in self.objectives]
+        return output_terms(wave, last, self.role, self._now.output, vocab_sizes, self._teacher_head, sampled_with)
 
     def _projection(self, objective: Objective) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
         """(Layer, [n, H]) -> what of the student is compared with a teacher, where that is not its state."""

@@ -15,7 +15,7 @@ from nemo_oprd.megatron.capture import LayerTerm, profile_bins
 from nemo_oprd.megatron.head import OutputTerm, rows_of, vocab_shard
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
-from nemo_oprd.objective import Objective
+from nemo_oprd.objective import Objective, OutputObjective
 from nemo_oprd.types import Rollout, TeacherTargets
 
 
@@ -84,8 +84,8 @@ def output_terms(
     wave: Wave,
     model: DistillingModel,
     role: Role,
-    objectives: list[Objective],
-    scale: float,
+    now: OutputObjective,
+    vocab_sizes: list[int],
     head: Callable[[int], torch.Tensor | None],
     sampled_with: list[torch.Tensor | None] | None,
 ) -> list[OutputTerm | None]:
@@ -93,34 +93,35 @@ def output_terms(
 
     Args:
         model: the student's last chunk, on the last stage.
-        objectives: one per teacher.
-        scale: the weight of these terms in this step.
+        now: the term as it is in this step.
+        vocab_sizes: per teacher, the ids that it and the student know.
         head: a teacher's number -> this tensor rank's shard of its head, None where log-probabilities were sent.
         sampled_with: per microbatch, the tokens' log-probabilities under the student that sampled; None: this one did.
     """
     assert wave.plan.output is not None
     table, here = wave.plan.output.table, device()
     tokens, weight = torch.from_numpy(table.tokens(wave.rollouts)), torch.from_numpy(table.weight).float()
+    response = torch.from_numpy(table.response)
     terms: list[OutputTerm | None] = []
     parts = wave.parts(wave.output_rows)
     for m, (held, part, teacher) in enumerate(zip(wave.output_rows, parts, wave.plan.taught_by, strict=True)):
         sent = wave.targets[teacher].output if teacher in wave.targets else None
-        output = objectives[teacher].output
-        if sent is None or output is None:
+        if sent is None:
             terms.append(None)
             continue
         row = torch.from_numpy(held.row)
         term = OutputTerm(
-            loss=output.loss,
+            loss=now.loss,
             rows=rows_of(held, role),
             model=model,
-            shard=vocab_shard(model, role, output.vocab_size),
+            shard=vocab_shard(model, role, vocab_sizes[teacher]),
             tokens=tokens[row].to(here),
             weight=weight[row].to(here),
+            response=response[row].to(here),
             teacher=sent[part],
             teacher_head=head(teacher),
-            scale=scale,
-            chunk_tokens=output.chunk_tokens,
+            scale=now.weight,
+            chunk_tokens=now.chunk_tokens,
             old_logprob=None if sampled_with is None else sampled_with[m],
         )
         terms.append(term)

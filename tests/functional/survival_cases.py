@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from nemo_oprd.config import load_config
 from nemo_oprd.megatron.names import named_parameters
 from nemo_oprd.megatron.student import Student
+from nemo_oprd.megatron.terms import Wave
 from nemo_oprd.runlog import RunLog
 
 
@@ -19,7 +21,7 @@ def run_poisoned_train(
     *,
     steps: list[int],
     response: int = 0,
-    layer: int = 2,
+    layer: int | None = 2,
     value: str | None = None,
     factor: float | None = None,
     parameter: str | None = None,
@@ -27,7 +29,8 @@ def run_poisoned_train(
     """`train`, with something wrong in `steps` (0-based, of this start).
 
     Args:
-        value: "nan" or "inf" in the teacher's states of `response` at `layer`.
+        value: "nan" or "inf" in the teacher's states of `response` at `layer`; None: in those that the output-space
+            term compares.
         factor: those states are multiplied by it.
         parameter: an infinite number in the gradient of this parameter (name of ours).
 
@@ -41,22 +44,21 @@ def run_poisoned_train(
     updates: list[tuple[bool, str | None]] = []
     start_step, make_microbatches, update = Student.start_step, Student._microbatches, Student.update
 
-    def start(student: Student, *args: Any) -> None:
+    def start(student: Student, *args: Any, **kwargs: Any) -> None:
         nonlocal passes
         passes += 1
-        start_step(student, *args)
+        start_step(student, *args, **kwargs)
 
-    def poison_targets(student: Student, rollouts: Any, plan: Any, targets: Any) -> Any:
+    def poison_targets(student: Student, wave: Wave) -> Any:
         if passes in steps and (value or factor):
-            at, begin = student.role.at, 0
-            for held in plan.hidden.held(at):
-                rows = torch.from_numpy(plan.hidden.table.response[held.row]) == response
-                end = begin + len(held.row)
-                if layer in targets[0].hidden:
-                    part = targets[0].hidden[layer][begin:end]
-                    part[rows] = part[rows] * factor if factor else float(str(value))
-                begin = end
-        return make_microbatches(student, rollouts, plan, targets)
+            sent = wave.targets[0]
+            states = sent.output if layer is None else sent.hidden.get(layer)
+            plan = wave.plan.output if layer is None else wave.plan.hidden
+            row = np.concatenate([held.row for held in plan.held(wave.at)])
+            poisoned = torch.from_numpy(plan.table.response[row]) == response
+            if states is not None:
+                states[poisoned] = states[poisoned] * factor if factor else float(str(value))
+        return make_microbatches(student, wave)
 
     def watched_update(student: Student, step: int, measured: Any) -> Any:
         if passes in steps and parameter:

@@ -54,6 +54,34 @@ def test_nan_in_a_response_skips_the_update(pools: Pools, tmp_path: Path, layout
     assert not re.search(r"\bnan\b", page.read_text(), re.IGNORECASE)
 
 
+OUTPUT = ["loss.output.kind=full_vocab", "loss.output.weight=1"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_in_a_distribution_names_the_response(pools: Pools, tmp_path: Path, layout: str) -> None:
+    alone = [*OUTPUT, "loss.representation.layers=none", "train.steps=2"]
+    found = run(pools, tmp_path, layout, *alone, steps=[1], response=1, layer=None, value="nan")
+    assert [changed for changed, _ in found["updates"]] == [True, False]
+    (said,) = (text for text in found["said"] if "was skipped" in text)
+    assert said.startswith("step 2: this update was skipped: the output-space loss is nan, response 1 in microbatch ")
+    kept = [json.loads(line) for line in (tmp_path / "rollouts" / "spike_0000002.jsonl").read_text().splitlines()]
+    shares = [record["loss_share"] for record in kept]
+    assert shares[0] is None or shares[0] != shares[0]
+    replayed = next(o for o in BASE if o.startswith("rollout.replay=")).split("=")[1]
+    masked = sum(not any(rollout.mask) for rollout in read_rollouts(replayed, 61))
+    others = len(shares) - 1 - masked
+    assert [share > 0 for share in shares[1:]] == [True] * others + [False] * masked  # a divergence of each
+
+
+def test_what_is_only_measured_skips_nothing(pools: Pools, tmp_path: Path) -> None:
+    measured = [*OUTPUT, "loss.representation.weight=0", "train.steps=2"]
+    found = run(pools, tmp_path, "TP2", *measured, steps=[1], value="inf")
+    assert [changed for changed, _ in found["updates"]] == [True, True]
+    written = lines(tmp_path)
+    assert written[1]["rep/loss"] is None
+    assert written[1]["loss/total"] == pytest.approx(written[1]["output/loss"], rel=1e-12)
+
+
 def test_infinite_gradient_names_the_parameter(pools: Pools, tmp_path: Path) -> None:
     parameter = "decoder.layers.1.mlp.linear_fc2.weight"
     found = run(pools, tmp_path, "TP2", "train.steps=2", steps=[0], parameter=parameter)
@@ -67,7 +95,7 @@ def test_too_many_in_a_row_stop_the_run_also_over_a_resume(pools: Pools, tmp_pat
     shared = ["train.stop_after_skipped=3", "train.save_every=1"]
     first = run(pools, tmp_path, layout, *shared, "train.steps=3", steps=[1, 2], value="inf", response=2)
     assert [changed for changed, _ in first["updates"]] == [True, False, False]
-    with pytest.raises(WorkerError, match=r"3 updates in a row were skipped, up to step 4: .*lower train\.lr"):
+    with pytest.raises(WorkerError, match=r"updates were skipped in 3 steps in a row, up to step 4: .*lower train\.lr"):
         run(pools, tmp_path, layout, *shared, "train.steps=6", steps=[0], value="nan", response=2)
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3\n"
 
@@ -78,9 +106,9 @@ def test_a_spike_keeps_its_rollouts_also_right_after_a_resume(pools: Pools, tmp_
     run(pools, tmp_path, "TP2", *shared, "train.steps=11", steps=[])
     assert not list((tmp_path / "rollouts").glob("spike_*"))
     found = run(pools, tmp_path, "TP2", *shared, "train.steps=13", steps=[0], response=2, factor=100.0)
-    (said,) = (text for text in found["said"] if "its median was" in text)
+    (said,) = (text for text in found["said"] if "its median size was" in text)
     file = tmp_path / "rollouts" / "spike_0000012.jsonl"
-    assert said.startswith("step 12: the loss is ")
+    assert said.startswith("step 12: rep/loss is ")
     assert said.endswith(f"its rollouts are in {file}")
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     shares = [record["loss_share"] for record in kept]

@@ -79,6 +79,28 @@ def test_all_rows_in_the_first_and_every_second_update(pools: Pools, tmp_path: P
     assert not any("output/loss" in line or "loss/weight_output" in line for line in lines)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sampled_token_is_watched_in_the_same_updates(pools: Pools, tmp_path: Path, layout: str) -> None:
+    """Then its teacher sends whole states: all rows are measured; loss, gradient and training stay what they are."""
+    sampled = ["loss.representation.layers=none", "loss.output.kind=sampled_token", "loss.output.weight=1"]
+    shared = [*sampled, "loss.output.aggregation=token_mean", "train.steps=3", "train.lr=1e-3"]
+    lines = train(pools, tmp_path / "watched", layout, *shared, *WATCH)
+    plain = train(pools, tmp_path / "plain", layout, *shared, "loss.output.chunk_tokens=7")
+    for name, value in watched().items():
+        assert lines[0][name] == pytest.approx(value, rel=1e-5), name
+        assert name in lines[1]
+    assert lines[0]["output/loss"] == pytest.approx(watched()["output/kl_estimate"], rel=1e-5)
+    whole = {name for name in watched() if name.startswith("val-topk/") or name == "output/reverse_kl"}
+    assert not whole & set(lines[2])
+    for line, without in zip(lines, plain, strict=True):
+        assert not whole & set(without)
+        for name in ("loss/total", "actor/grad_norm", "actor/entropy", "teacher/entropy", "actor/pg_loss"):
+            # the teacher's log-probabilities come from one product with its head or from another
+            assert line[name] == pytest.approx(without[name], rel=1e-4, abs=1e-6), name
+    before, after = weights(tmp_path / "plain" / "hf"), weights(tmp_path / "watched" / "hf")
+    assert all(torch.allclose(after[name], value, rtol=0, atol=1e-5) for name, value in before.items())
+
+
 def test_watching_some_rows_changes_nothing_else(pools: Pools, tmp_path: Path) -> None:
     """Weights and the other metrics stay bit by bit; the rows are the same at any layout."""
     some = [*WATCH, "logging.output_metrics_rows=5", "train.steps=2"]

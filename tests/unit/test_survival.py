@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from nemo_oprd.megatron.checkpoint import check_continuity, continuity
 from nemo_oprd.report import write_report
 from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.rollout.pending import Pending
-from nemo_oprd.run import _last_in_a_row
+from nemo_oprd.run import Run, _last_in_a_row
 from nemo_oprd.runlog import RunLog
 from nemo_oprd.survival.checkpoints import partial_directory, seal
 from nemo_oprd.survival.lock import RunLock
@@ -93,6 +94,30 @@ def test_numbers_that_are_not_finite_are_null_and_shown(tmp_path: Path, alone: N
     assert log.history("loss/total") == {1: 1.0, 4: 0.5}
     assert _last_in_a_row(list(log.history("train/skipped_update").values())[:3]) == 2
     assert write_report([tmp_path], tmp_path / "report.html").exists()
+
+
+def test_spikes_of_a_term_that_has_either_sign(tmp_path: Path) -> None:
+    """Estimates of a divergence scatter around 0; one far out keeps its rollouts, those of the largest share first."""
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        config=load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", f"output={tmp_path}"]),
+        output=tmp_path,
+        recent_losses={"rep/loss": [], "output/loss": []},
+        log=SimpleNamespace(say=said.append),
+        _with_text=lambda kept: kept,
+    )
+    rollouts = [Rollout([1], [2]), Rollout([1], [3])]
+    estimates = np.random.default_rng(0).normal(-0.01, 0.02, 200).tolist()
+    for step, loss in enumerate([*estimates, -1.0], start=1):
+        shares = [0.1 * loss, 0.9 * loss]
+        measured: Any = SimpleNamespace(
+            loss=loss, trained_losses={"output/loss": loss}, trouble=None, loss_per_response=shares
+        )
+        Run._watch_for_spikes(run, step, rollouts, measured)
+    (spike,) = said
+    assert spike.startswith("step 201: output/loss is -1; its median size was 0.0")
+    kept = [json.loads(line) for line in (tmp_path / "rollouts" / "spike_0000201.jsonl").read_text().splitlines()]
+    assert [record["response_ids"] for record in kept] == [[3], [2]]
 
 
 @pytest.mark.parametrize(("flags", "count"), [([], 0), ([0.0], 0), ([1.0, 1.0], 2), ([1.0, 0.0, 1.0], 1)])
