@@ -350,8 +350,8 @@ class Run:
             reason = update.trouble if update is not None and update.trouble else "see the student's ranks"
             raise ValueError(
                 f"updates were skipped in {train.stop_after_skipped} steps in a row, up to step {done}: {reason}. No "
-                "skipped update changed the weights; lower train.lr, look at the rollouts kept in rollouts/spike_*.jsonl, "
-                "or go back to an earlier checkpoint"
+                "skipped update changed the weights; lower train.lr, look at the rollouts kept in "
+                "rollouts/spike_*.jsonl, or go back to an earlier checkpoint"
             )
         last = done == train.steps
         if stop or best or (train.save_every and (last or done % train.save_every == 0)):
