@@ -53,7 +53,11 @@ def objectives() -> list[Arm]:
 
 def ablation() -> list[Arm]:
     """Which layers, and which tokens of the response (29 or 30 of them)."""
-    tokens = {"last 8": ("last_k", 8), "first 8": ("first_k", 8), "all": ("all", 1)}
+    tokens = {
+        "last 8": ("last_k", 8, (5e-5, 1e-4, 2e-4, 5e-4)),
+        "first 8": ("first_k", 8, (2e-4, 5e-4, 1e-3)),
+        "all": ("all", 1, (2e-4, 5e-4, 1e-3)),
+    }
     return [
         Arm(
             f"layers {layers}, tokens {name} lr={rate:g}",
@@ -62,8 +66,8 @@ def ablation() -> list[Arm]:
             method=f"layers {layers}, tokens {name}",
         )
         for layers in ("all", "last", "even")
-        for name, (positions, k) in tokens.items()
-        for rate in (2e-4, 5e-4, 1e-3)
+        for name, (positions, k, rates) in tokens.items()
+        for rate in rates
     ]  # fmt: skip
 
 

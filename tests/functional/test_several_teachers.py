@@ -153,21 +153,22 @@ def test_each_teacher_reads_its_own_responses(pools: Pools, bench: Bench, ranks:
 
 
 def test_training_reports_on_each_teacher(pools: Pools, bench: Bench, tmp_path: Path) -> None:
-    """The mean of each teacher's own responses, and how many there are, beside the weighted total."""
-    pools[1].run(
-        "cases:run_train",
-        overrides=[*bench.settings("hidden"), "train.steps=1", "train.export_hf=false", f"output={tmp_path / 'run'}"],
-    )
+    """The means of each teacher's own responses, and how many there are, beside the weighted totals."""
+    output = ["loss.output.kind=full_vocab", "loss.output.weight=0.5", "loss.output.aggregation=sequence_mean"]
+    run = [*output, "train.steps=1", "train.export_hf=false", f"output={tmp_path / 'run'}"]
+    pools[1].run("cases:run_train", overrides=[*bench.settings("hidden"), *run])
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     rollouts = make_rollouts()
-    weighted, active = 0.0, sum(any(rollout.mask) for rollout in rollouts)
+    weighted, active = {"rep": 0.0, "output": 0.0}, sum(any(rollout.mask) for rollout in rollouts)
     counts = {"math": 3, "code": 2, "silent": 1, "others": 2}
     for label, count in counts.items():
         assert line[f"teachers/{label}/responses"] == count
         if label != "silent":
-            weighted += SOURCES.get(label, 2.0) * count / active * line[f"teachers/{label}/rep_loss"]
-    assert "teachers/silent/rep_loss" not in line
-    assert line["rep/loss"] == pytest.approx(weighted, rel=1e-6)
+            for term in weighted:
+                weighted[term] += SOURCES.get(label, 2.0) * count / active * line[f"teachers/{label}/{term}_loss"]
+    assert not {"teachers/silent/rep_loss", "teachers/silent/output_loss"} & set(line)
+    for term, value in weighted.items():
+        assert line[f"{term}/loss"] == pytest.approx(value, rel=1e-6)
     assert line["rep/loss"] == pytest.approx(bench.expected("hidden")["rep/loss"], rel=1e-5)
 
 
