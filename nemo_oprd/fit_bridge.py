@@ -22,7 +22,7 @@ from nemo_oprd.bridge.artifact import MANIFEST, TENSORS, save_bridge
 from nemo_oprd.bridge.build import finish_pair
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import fit_ridge
-from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.rank import choose_rank, crossing_rank, normalized_curve, optimal_rank
 from nemo_oprd.bridge.sampling import assign_parts
 from nemo_oprd.config import Config
@@ -33,7 +33,7 @@ from nemo_oprd.families import read_model_spec
 from nemo_oprd.inputs import check_teacher_prompts, encode_prompts, make_readers, recorded_rollouts
 from nemo_oprd.megatron.inject import row_chunks
 from nemo_oprd.megatron.parallel import device
-from nemo_oprd.objective import Objective, identity
+from nemo_oprd.objective import Objective, model_identity
 from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
@@ -265,7 +265,7 @@ def _fit(
         "layers": layers,
     }
     student, teacher = _identities(config, objective, *tokenizers)
-    capture = Capture(objective.position, objective.final_norm)
+    capture = CapturePoint(objective.position, objective.final_norm)
     return Bridge(rank, dict(sorted(pairs.items())), student, teacher, capture, report)
 
 
@@ -280,8 +280,8 @@ def _identities(
 ) -> tuple[ModelIdentity, ModelIdentity]:
     student, teacher = config.student, config.teacher
     return (
-        identity(objective.student, student.path, of_student),
-        identity(objective.teacher, teacher.path, of_teacher),
+        model_identity(objective.student, student.path, of_student),
+        model_identity(objective.teacher, teacher.path, of_teacher),
     )
 
 

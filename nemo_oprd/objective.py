@@ -13,7 +13,7 @@ import torch
 
 from nemo_oprd.bridge.artifact import open_bridge
 from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
-from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 from nemo_oprd.config import Config, LoggingConfig, OutputLossConfig, TeacherSource
 from nemo_oprd.families import ModelSpec
 from nemo_oprd.losses.output import OutputLoss
@@ -284,7 +284,7 @@ class Objective:
         )
 
 
-def identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> ModelIdentity:
+def model_identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> ModelIdentity:
     """What of a model must agree with a bridge; `tokenizer` is its fingerprint."""
     return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, tokenizer, name=name)
 
@@ -297,10 +297,10 @@ def _bridge(
         return None
     loss = config.loss.representation
     models = (
-        identity(student, config.student.path),
-        identity(teacher, source.path),
+        model_identity(student, config.student.path),
+        model_identity(teacher, source.path),
     )
-    capture = Capture(loss.position, loss.final_norm)
+    capture = CapturePoint(loss.position, loss.final_norm)
     if source.bridge == FULL_WIDTH:
         return full_width_bridge(pairs, *models, capture)
     return open_bridge(Path(source.bridge), student=models[0], teacher=models[1], layers=list(pairs), capture=capture)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 
 TENSORS, MANIFEST = "bridge.safetensors", "bridge.json"
 FORMAT = 1
@@ -64,7 +64,7 @@ def write_manifest(bridge: Bridge, directory: str | Path) -> None:
 
 
 def describe_tensors(
-    directory: str | Path, student: ModelIdentity, teacher: ModelIdentity, capture: Capture | None = None
+    directory: str | Path, student: ModelIdentity, teacher: ModelIdentity, capture: CapturePoint | None = None
 ) -> Bridge:
     """A bridge from `bridge.safetensors` alone: layer pairs and rank are read off the names and shapes.
 
@@ -81,7 +81,7 @@ def describe_tensors(
             pairs.append(_pair(name.removesuffix(".teacher_basis"), file))
             rank = value.shape[0]
     maps = checked_pairs(tensors, pairs, rank, student, teacher, str(file))
-    return Bridge(rank, maps, student, teacher, capture or Capture())
+    return Bridge(rank, maps, student, teacher, capture or CapturePoint())
 
 
 def open_bridge(
@@ -90,7 +90,7 @@ def open_bridge(
     student: ModelIdentity,
     teacher: ModelIdentity,
     layers: Sequence[int],
-    capture: Capture,
+    capture: CapturePoint,
 ) -> Bridge:
     """The bridge of a run, with the layer map that is in it.
 
@@ -124,7 +124,7 @@ def load_bridge(
     student: ModelIdentity | None = None,
     teacher: ModelIdentity | None = None,
     layers: Mapping[int, int] | None = None,
-    capture: Capture | None = None,
+    capture: CapturePoint | None = None,
     rank: int | None = None,
 ) -> Bridge:
     """Reads and checks a bridge.
@@ -150,7 +150,7 @@ def load_bridge(
     try:
         pairs = [LayerPair(int(s), int(t)) for s, t in manifest["layer_pairs"]]
         made_for = {role: ModelIdentity(**manifest[role]) for role in ("student", "teacher")}
-        taken = Capture(**manifest["capture"])
+        taken = CapturePoint(**manifest["capture"])
         made_rank, full_width = int(manifest["rank"]), bool(manifest.get("full_width", False))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}/{MANIFEST}: {error}; expected a manifest that fit-bridge wrote") from error

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nemo_oprd.bridge.adamw import fit_adamw
 from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PairFit, fit_ridge
-from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.rank import choose_rank, crossing_rank, layer_report, normalized_curve, optimal_rank
 
 
@@ -17,7 +17,7 @@ def build_bridge(
     statistics: Sequence[PairStatistics],
     student: ModelIdentity,
     teacher: ModelIdentity,
-    capture: Capture,
+    capture: CapturePoint,
     *,
     rank: int | Literal["auto"],
     fit: Literal["ridge", "adamw"] = "ridge",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 
 # the word in place of a directory: bridge.path=full_width
 FULL_WIDTH = "full_width"
@@ -19,7 +19,7 @@ _STREAM = 0x57
 
 
 def full_width_bridge(
-    layers: Mapping[int, int], student: ModelIdentity, teacher: ModelIdentity, capture: Capture
+    layers: Mapping[int, int], student: ModelIdentity, teacher: ModelIdentity, capture: CapturePoint
 ) -> Bridge:
     """A bridge without tensors for student layer -> teacher layer; its rank is d_T."""
     pairs = {LayerPair(*pair): LayerBridge() for pair in sorted(layers.items())}

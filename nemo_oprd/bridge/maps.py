@@ -28,7 +28,7 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
-class Capture:
+class CapturePoint:
     """Where hidden states were taken: `loss.representation.position` and `.final_norm`."""
 
     position: str = "token"
@@ -65,7 +65,7 @@ class Bridge:
     pairs: dict[LayerPair, LayerBridge]
     student: ModelIdentity
     teacher: ModelIdentity
-    capture: Capture = field(default_factory=Capture)
+    capture: CapturePoint = field(default_factory=CapturePoint)
     report: dict[str, Any] = field(default_factory=dict)
 
     @property

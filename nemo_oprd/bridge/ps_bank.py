@@ -13,7 +13,7 @@ import torch
 
 from nemo_oprd.bridge.artifact import checked_pairs
 from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.maps import Bridge, Capture, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 
 # optional settings of the file, and the only value of each that gives frozen linear maps
 ONLY = {"projector_type": "linear", "subspace_mode": "full"}
@@ -71,7 +71,7 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
     if type(rank) is not int:
         raise ValueError(f"{path}: rank is {rank!r}, expected an integer")
     maps = checked_pairs(tensors, pairs, rank, student, teacher, str(path))
-    return Bridge(rank, maps, student, teacher, Capture("token", True), {"imported_from": path.name})
+    return Bridge(rank, maps, student, teacher, CapturePoint("token", True), {"imported_from": path.name})
 
 
 def _zero_based(entry: Any, path: Path) -> tuple[int, int]:

@@ -55,9 +55,9 @@ class PromptReader:
     def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """See `Reader`."""
         prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
-        return [self._with(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+        return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
-    def _with(self, rollout: Rollout, prompt: list[int]) -> Rollout:
+    def _with_prompt(self, rollout: Rollout, prompt: list[int]) -> Rollout:
         room, length = max(0, self.max_positions - len(prompt)), len(rollout.response_ids)
         if length <= room:
             return replace(rollout, teacher_prompt_ids=prompt)
@@ -96,7 +96,7 @@ class TextReader:
             dist.all_gather_object(parts, mine)
         alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
         check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
-        return [_with(rollout, found) for rollout, found in zip(rollouts, alignments, strict=True)]
+        return [_with_alignment(rollout, found) for rollout, found in zip(rollouts, alignments, strict=True)]
 
     def _align(self, rollouts: list[Rollout], requests: list[Request]) -> list[Alignment]:
         found = align_batch(
@@ -123,7 +123,7 @@ class TextReader:
         )
 
 
-def _with(rollout: Rollout, alignment: Alignment) -> Rollout:
+def _with_alignment(rollout: Rollout, alignment: Alignment) -> Rollout:
     return replace(
         rollout,
         teacher_prompt_ids=alignment.teacher_prompt_ids,

@@ -123,7 +123,7 @@ def save_random_bridge(
     """A bridge between models of these configs: orthonormal bases, random projectors."""
     from nemo_oprd.bridge.artifact import save_bridge
     from nemo_oprd.bridge.covariance import LayerPair
-    from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+    from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 
     torch.manual_seed(rank)
     d_s, d_t = student["hidden_size"], teacher["hidden_size"]
@@ -134,7 +134,7 @@ def save_random_bridge(
         for s, t in layers.items()
     }
     identities = [ModelIdentity(c["model_type"], c["num_hidden_layers"], c["hidden_size"]) for c in (student, teacher)]
-    save_bridge(Bridge(rank, pairs, *identities, Capture(position)), path)
+    save_bridge(Bridge(rank, pairs, *identities, CapturePoint(position)), path)
 
 
 def edit_config(path: Path, **changes: Any) -> None:

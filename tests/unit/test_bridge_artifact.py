@@ -20,7 +20,7 @@ from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.full_width import draw_projector, full_width_bridge
-from nemo_oprd.bridge.maps import Bridge, Capture, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.losses.representation import ROW_LOSSES
 from nemo_oprd.losses.rows import make_rows
 from nemo_oprd.rollout.replay import read_rollouts
@@ -31,7 +31,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 def example() -> Bridge:
     pairs = {LayerPair(1, 1): maps(0), LayerPair(2, 3): maps(1, bias=False)}
-    return Bridge(2, pairs, STUDENT, TEACHER, Capture(), {"penalty": [1e-3, 1e-2]})
+    return Bridge(2, pairs, STUDENT, TEACHER, CapturePoint(), {"penalty": [1e-3, 1e-2]})
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_round_trip(saved: Path) -> None:
     bridge = load_bridge(
-        saved, student=STUDENT, teacher=TEACHER, layers={1: 1, 2: 3}, capture=Capture("token", True), rank=2
+        saved, student=STUDENT, teacher=TEACHER, layers={1: 1, 2: 3}, capture=CapturePoint("token", True), rank=2
     )
     assert (bridge.layers, bridge.report) == ({1: 1, 2: 3}, example().report)
     assert set(bridge.tensors()) == set(load_file(saved / "bridge.safetensors"))
@@ -74,7 +74,7 @@ def test_full_width(tmp_path: Path) -> None:
     mixed = {**made.pairs, LayerPair(1, 1): dataclasses.replace(maps(0), student_projector=torch.randn(6, 4))}
     with pytest.raises(ValueError, match="expected 1..4, the smaller of the two widths"):
         save_bridge(dataclasses.replace(made, pairs=mixed), tmp_path)
-    start_over = full_width_bridge({1: 1, 2: 2}, STUDENT, TEACHER, Capture())
+    start_over = full_width_bridge({1: 1, 2: 2}, STUDENT, TEACHER, CapturePoint())
     with pytest.raises(ValueError, match="s1.t1.student_projector is missing"):
         save_bridge(start_over, tmp_path)
 
@@ -110,8 +110,8 @@ EXPECTATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "tokenizer": ({"teacher": dataclasses.replace(TEACHER, tokenizer="cc")}, "tokenizer=bb .* tokenizer=cc"),
     "weights": ({"teacher": dataclasses.replace(TEACHER, weights="v")}, "weights=w .large.* weights=v"),
     "rank": ({"rank": 8}, "rank 2, bridge.rank=8 is asked for"),
-    "position": ({"capture": Capture("predicting")}, "position=token, .*position=predicting"),
-    "final norm": ({"capture": Capture(final_norm=False)}, "final_norm=True, .*final_norm=False"),
+    "position": ({"capture": CapturePoint("predicting")}, "position=token, .*position=predicting"),
+    "final norm": ({"capture": CapturePoint(final_norm=False)}, "final_norm=True, .*final_norm=False"),
     "missing layer": ({"layers": {1: 1, 3: 3}}, r"no maps for student layer 3; it has student layers \[1, 2\]"),
     "other map": ({"layers": {2: 2}}, "student layer 2 is bridged to teacher layer 3, .* says 2"),
 }
@@ -200,7 +200,9 @@ def test_statistics_become_an_artifact(tmp_path: Path, fit: Any) -> None:
     stats = collected(*gaussian_pair(LAMBDAS, RHO2, 16, 20000, mean=2.0))
     models = ModelIdentity("qwen3", 1, 16), ModelIdentity("llama", 2, 12)
     lines: list[str] = []
-    built = build_bridge([stats], *models, Capture(), rank="auto", fit=fit, center_student=True, progress=lines.append)
+    built = build_bridge(
+        [stats], *models, CapturePoint(), rank="auto", fit=fit, center_student=True, progress=lines.append
+    )
     save_bridge(built, tmp_path)
     bridge = load_bridge(tmp_path, student=models[0], teacher=models[1], layers={1: 2}, rank=6)
     assert bridge.report == built.report  # JSON keeps it as it is
@@ -218,7 +220,7 @@ def test_statistics_become_an_artifact(tmp_path: Path, fit: Any) -> None:
     assert len(report["held_out_rho2"]) == 6 and 0.9 < report["explained_variance"] < 1
     assert report["curves"]["bridge"]["cosine"]["4"] > 0.9 > 0.3 > report["curves"]["constant"]["cosine"]["4"]
     with pytest.raises(ValueError, match="bridge.rank=13: layer pair s1.t2 allows 1..12"):
-        build_bridge([stats], *models, Capture(), rank=13)
+        build_bridge([stats], *models, CapturePoint(), rank=13)
 
 
 # --- golden: the losses of a program that knows nothing of this project, from its tensors through our projections
@@ -257,7 +259,7 @@ def test_golden_bridge_losses(golden_states: tuple[Any, Any], case: str, tmp_pat
     shutil.copyfile(GOLDEN / "bridge.safetensors", tmp_path / "bridge.safetensors")
     write_manifest(describe_tensors(tmp_path, student, teacher), tmp_path)
     layers = layer_map([1, 2, 3], student.num_layers, teacher.num_layers)
-    bridge = load_bridge(tmp_path, student=student, teacher=teacher, layers=layers, capture=Capture(), rank=3)
+    bridge = load_bridge(tmp_path, student=student, teacher=teacher, layers=layers, capture=CapturePoint(), rank=3)
     table, states = golden_states
     options = {"kind": "mse", "dim_reduction": "mean", **expected["options"]}
     losses = {}

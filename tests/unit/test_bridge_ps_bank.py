@@ -12,7 +12,7 @@ from bridge_data import STUDENT, TEACHER, maps
 
 from nemo_oprd.bridge.artifact import load_bridge, save_bridge
 from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.maps import Capture
+from nemo_oprd.bridge.maps import CapturePoint
 from nemo_oprd.bridge.ps_bank import import_ps_bank
 
 
@@ -37,7 +37,7 @@ def test_ps_bank(tmp_path: Path, plain_pairs: bool) -> None:
     )
     torch.save(bank(**changes), tmp_path / "ps_bank.pt")
     bridge = import_ps_bank(tmp_path / "ps_bank.pt", STUDENT, TEACHER)
-    assert bridge.layers == {1: 1, 2: 3} and bridge.capture == Capture("token", True)
+    assert bridge.layers == {1: 1, 2: 3} and bridge.capture == CapturePoint("token", True)
     assert torch.equal(bridge.pairs[LayerPair(2, 3)].student_projector, maps(1).student_projector)
     save_bridge(bridge, tmp_path / "bridge")
     assert load_bridge(tmp_path / "bridge", student=STUDENT, teacher=TEACHER, layers={1: 1, 2: 3}).rank == 2

@@ -21,7 +21,7 @@ from nemo_oprd.bridge.maps import Bridge, LayerBridge
 from nemo_oprd.config import load_config
 from nemo_oprd.families import FAMILIES, parse_model_spec
 from nemo_oprd.megatron.convert import checkpoint_parameters
-from nemo_oprd.objective import Objective, identity
+from nemo_oprd.objective import Objective, model_identity
 from nemo_oprd.setup import make_layouts
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
@@ -181,7 +181,7 @@ def test_the_bridge_recipe(tmp_path: Path) -> None:
         LayerPair(s, t): LayerBridge(torch.zeros(2560), torch.zeros(8, 2560), torch.zeros(8, 2048))
         for s, t in fitting.layers.items()
     }
-    save_bridge(Bridge(8, pairs, identity(student), identity(teacher)), tmp_path)
+    save_bridge(Bridge(8, pairs, model_identity(student), model_identity(teacher)), tmp_path)
     objective = Objective.of(config, student, teacher)
     assert (objective.layers, objective.target_width, objective.teacher_depth) == (fitting.layers, 8, 36)
     assert not objective.trains_bridge
@@ -218,7 +218,7 @@ def test_the_recipe_across_tokenizers(tmp_path: Path) -> None:
         LayerPair(s, t): LayerBridge(torch.zeros(3072), torch.zeros(4, 3072), torch.zeros(4, 2048))
         for s, t in layers.items()
     }
-    save_bridge(Bridge(4, pairs, identity(student), identity(teacher)), tmp_path)
+    save_bridge(Bridge(4, pairs, model_identity(student), model_identity(teacher)), tmp_path)
     objective = Objective.of(config, student, teacher)
     assert (objective.layers, objective.target_width, objective.teacher_depth) == (layers, config.bridge.rank, 32)
     assert objective.known_ids == student.vocab_size  # all of them may be sampled, the teacher reads text
