@@ -263,6 +263,13 @@ def _check_losses(config: Config) -> None:
     decay = config.loss.representation.adaptive.decay
     if not 0 <= decay < 1:
         raise ValueError(f"loss.representation.adaptive.decay={decay}: expected a number in [0, 1); choose e.g. 0.9")
+    adaptive = config.loss.representation.adaptive
+    if config.loss.representation.layers == "none" and (adaptive.layers or adaptive.positions):
+        raise ValueError(
+            f"loss.representation.adaptive.layers={str(adaptive.layers).lower()} and positions="
+            f"{str(adaptive.positions).lower()} with loss.representation.layers=none: nothing has weights to adapt; "
+            "expected false: set both, or choose layers"
+        )
     if config.loss.representation.layers == "none" and output.kind == "none":
         raise ValueError(
             "loss.representation.layers=none and loss.output.kind=none: expected something to learn; choose layers or "

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -31,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from nemo_oprd.families import ModelSpec
+from nemo_oprd.losses.vocab import matmul
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
 from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
 from nemo_oprd.megatron.names import named_parameters, rules_by_name
@@ -288,10 +290,12 @@ class DistillingModel(GPTModel):
         return self.output_layer.weight
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, B, H] -> [S, B, V], gathered over tensor ranks, padding columns cut off. Only on the last stage."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        out, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=True)
-        return out
+        """[S, B, H] -> float32 [S, B, padded V], gathered over tensor ranks. Only on the last stage, without gradients.
+
+        In bf16 the product is not rounded, as in the losses: what is sampled is the policy that is trained.
+        """
+        product = matmul(hidden.flatten(0, 1), self.output_weight().T)
+        return gather_from_tensor_model_parallel_region(product, group=self.tp_group).view(*hidden.shape[:2], -1)
 
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict

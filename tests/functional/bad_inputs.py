@@ -195,6 +195,7 @@ case("map beyond the teacher", "a layer map to a layer that the teacher hasn't",
 case("too few layer weights", "fewer weights than layers", "layer_weights=[1.0, 2.0]: expected 3 weights | got 2", "loss.representation.layer_weights=[1,2]")
 case("weight of another layer", "a weight for a layer that is not supervised", "a weight for layer 2 | supervised layers [1, 3]", "loss.representation.layers=[1,3]", "loss.representation.layer_weights={2:1}")
 case("decay of the average", "a moving average that never moves", "loss.representation.adaptive.decay=1.0 | expected a number in [0, 1) | choose", "loss.representation.adaptive.decay=1")
+case("adapting nothing", "adaptive weights of no layers", "adaptive.layers=true and positions=false with loss.representation.layers=none | expected false | choose layers", "loss.representation.adaptive.layers=true", "loss.representation.layers=none", "loss.output.kind=full_vocab", "loss.output.weight=1")
 case("rows to watch", "metrics of no rows", "logging.output_metrics_rows=0 | expected more than 0", "logging.output_metrics_rows=0")
 case("negative interval", "metrics in every minus second update", "logging.output_metrics_every=-2 | expected 0 or more", "logging.output_metrics_every=-2")
 case("clip of one update", "a clipped ratio where there is only one update", "loss.output.clip=0.2 with loss.output.kind=sampled_token and train.updates_per_rollout=1 | set it to null", "loss.output.kind=sampled_token", "loss.output.clip=0.2")

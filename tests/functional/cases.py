@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from nemo_oprd.config import load_config
 
 
@@ -40,6 +42,24 @@ def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: f
     requests = [Request(prompt) for prompt in prompts]
     rollouts = engine.generate(requests, Sampling(temperature, top_p, steps, (7, 1, 0)))
     return [(r.response_ids, r.finish_reason) for r in rollouts]
+
+
+def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:
+    """What the engine samples from [B, padded V], for bf16 final hidden states [B, H], at TP over all ranks."""
+    import torch.distributed as dist
+
+    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.weights import HFCheckpoint
+    from nemo_oprd.rollout.megatron import MegatronEngine
+
+    init_distributed()
+    size = dist.get_world_size()
+    overrides = ["student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={size}", "precision=bf16"]
+    engine = MegatronEngine(load_config("verify", overrides), read_model_spec(hf_path), Layout(tensor=size), (1,))
+    engine.load(HFCheckpoint(hf_path).__getitem__, hf_path)
+    return engine.model.logits(hidden[None])[0]
 
 
 def run_broken_verify(overrides: list[str], breakage: str) -> None:

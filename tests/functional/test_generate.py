@@ -68,3 +68,15 @@ def test_generation_equals_full_forwards(
         steps=STEPS,
     )
     assert [tuple(item) for item in got] == expected(prompts, temperature, top_p)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_logits_are_not_rounded(pools: Pools, ranks: int) -> None:
+    """The policy that is sampled is the one whose probabilities the losses compute."""
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16() * 8
+    got = pools[ranks].run("cases:bf16_logits", hf_path=str(MODEL), hidden=hidden)
+    head = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).lm_head.weight.detach()
+    exact = hidden.double() @ head.double().T
+    assert got.dtype == torch.float32
+    assert (got[:, :61] - exact).abs().max() < 1e-5 * exact.abs().max()
+    assert (exact.bfloat16() - exact).abs().max() > 1e-3 * exact.abs().max()  # what rounding would do
