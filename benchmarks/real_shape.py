@@ -28,7 +28,8 @@ from nemo_oprd.megatron.weights import HFCheckpoint
 from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup import System, make_system
+from nemo_oprd.setup import make_system
+from nemo_oprd.system import System
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
 R1_DISTILL_1P5B = Shape(28, 1536, 8960, 12, 2, 151936, 131072)

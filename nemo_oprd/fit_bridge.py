@@ -37,9 +37,10 @@ from nemo_oprd.objective import Objective, model_identity
 from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.setup import System, check_vocabulary, make_plan, make_system, model_directory
+from nemo_oprd.setup import check_vocabulary, make_plan, make_system, model_directory
 from nemo_oprd.survival.checkpoints import write_whole
 from nemo_oprd.survival.signals import Signals, Stopped, agree
+from nemo_oprd.system import System
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 

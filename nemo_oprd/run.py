@@ -40,11 +40,12 @@ from nemo_oprd.rollout.pending import Pending
 from nemo_oprd.rollout.reading import Reader, alignment_metrics, read_by_teachers
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import Clock, Plan, check_vocabulary, make_plan, make_system, model_directory, open_model
+from nemo_oprd.setup import RunPlan, check_vocabulary, make_plan, make_system, model_directory, open_model
 from nemo_oprd.survival import watchdog
 from nemo_oprd.survival.checkpoints import find_checkpoint
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
+from nemo_oprd.system import Clock
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
 
@@ -91,14 +92,14 @@ class Run:
                 self.lock.undo()
             raise
 
-    def _find_checkpoint(self, spec: ModelSpec, plan: Plan) -> tuple[int | None, list[str]]:
+    def _find_checkpoint(self, spec: ModelSpec, plan: RunPlan) -> tuple[int | None, list[str]]:
         found, passed_over = find_checkpoint(self.checkpoints)
         if found is not None:
             check_checkpoint(self.checkpoints, found, spec)
             check_continuity(self.checkpoints, found, self.config, plan.objective)
         return found, passed_over
 
-    def _prepare(self, spec: ModelSpec, plan: Plan, recorded: ReplayEngine | None) -> None:
+    def _prepare(self, spec: ModelSpec, plan: RunPlan, recorded: ReplayEngine | None) -> None:
         config = self.config
         found, passed_over = self._find_checkpoint(spec, plan)
         self.system = make_system(config, plan)

@@ -19,7 +19,8 @@ from nemo_oprd.inputs import recorded_rollouts
 from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.projectors import bridge_gradients
 from nemo_oprd.reference import agreement, reference
-from nemo_oprd.setup import System, make_system
+from nemo_oprd.setup import make_system
+from nemo_oprd.system import System
 from nemo_oprd.types import Rollout
 
 

@@ -241,7 +241,7 @@ def run_verify(overrides: list[str]) -> dict[str, float]:
     """The command `nemo-oprd verify` as the other tests run it; returns what its step would have logged as metrics."""
     import cases
 
-    from nemo_oprd.setup import System
+    from nemo_oprd.system import System
 
     results = []
     accumulate = System.accumulate

@@ -17,7 +17,7 @@ ORDER = [
     ("objective",),
     ("megatron",),
     ("teacher", "rollout"),
-    ("reference", "setup", "inputs", "evaluation", "runlog", "run_directory", "report", "report_figures", "toy"),
+    ("reference", "system", "setup", "inputs", "evaluation", "runlog", "run_directory", "report", "report_figures", "toy"),
     ("run", "train", "verify", "evaluate", "fit_bridge"),
     ("cli", "__main__"),
 ]
