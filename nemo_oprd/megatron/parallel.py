@@ -51,6 +51,10 @@ def init_distributed(timeout_minutes: int = 180) -> None:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # On H100 and later torch prefers cuDNN for scaled_dot_product_attention. That builds and keeps a graph for
+        # every new length of the keys, of which decoding has one per token, and was seen to compute wrong results
+        # without a word where there are few key/value heads (pytorch issue 193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         from nemo_oprd.megatron import cpu
 
