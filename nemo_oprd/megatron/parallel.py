@@ -18,6 +18,10 @@ import torch.distributed as dist
 from nemo_oprd.layout import Coordinates, Layout
 from nemo_oprd.survival import watchdog
 
+# How long a collective of any group may wait: ranks can be far apart, as where one loads a teacher over a slow network.
+# Not shorter for subgroups, to which torch gives ten minutes with NCCL. When a rank dies, the watchdog ends the others.
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=3)
+
 
 @dataclass
 class Role:
@@ -41,10 +45,9 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def init_distributed(timeout_minutes: int = 180) -> None:
+def init_distributed() -> None:
     """Joins the process group that torchrun or srun describes; a lone process makes one of size 1.
 
-    The timeout is long because ranks that have finished sampling wait for the longest response of all.
     NCCL where CUDA is available, else gloo. Also readies Megatron-core (CPU patches, memory buffer).
     """
     from megatron.core import parallel_state
@@ -64,7 +67,7 @@ def init_distributed(timeout_minutes: int = 180) -> None:
             os.environ.setdefault(key, value)
         dist.init_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",
-            timeout=datetime.timedelta(minutes=timeout_minutes),
+            timeout=COLLECTIVE_TIMEOUT,
         )
         # Ranks can start minutes apart, and NCCL connects at the first collective only, which must be one of all ranks
         # (transfers among some of them come later). Watching begins when everybody is here.
@@ -105,7 +108,9 @@ def _subgroups(ranks: list[list[int]]) -> dist.ProcessGroup | None:
         _known_groups.clear()  # another process group was joined since
         _known_groups["world"] = world
     if partition not in _known_groups:
-        _known_groups[partition], _ = dist.new_subgroups_by_enumeration([list(group) for group in partition])
+        _known_groups[partition], _ = dist.new_subgroups_by_enumeration(
+            [list(group) for group in partition], timeout=COLLECTIVE_TIMEOUT
+        )
     return _known_groups[partition]
 
 
