@@ -45,15 +45,35 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def device_index(local_rank: int, count: int) -> int:
+    """Which of the `count` GPUs that a process sees is this rank's: the only one, or that of its local rank.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks on this machine.
+    """
+    if count == 1:  # the launcher shows every task its own (Slurm's --gpus-per-task)
+        return 0
+    if local_rank >= count:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}, but this process sees {count} GPUs "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); expected one GPU per rank: "
+            "start as many ranks per machine as it has GPUs, or show every rank all of them, or its own only"
+        )
+    return local_rank
+
+
 def init_distributed() -> None:
     """Joins the process group that torchrun or srun describes; a lone process makes one of size 1.
 
     NCCL where CUDA is available, else gloo. Also readies Megatron-core (CPU patches, memory buffer).
+
+    Raises:
+        ValueError: there is no GPU for this rank.
     """
     from megatron.core import parallel_state
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()))
         # On H100 and later torch prefers cuDNN for scaled_dot_product_attention. That builds and keeps a graph for
         # every new length of the keys, of which decoding has one per token, and was seen to compute wrong results
         # without a word where there are few key/value heads (pytorch issue 193893).
