@@ -40,7 +40,6 @@ from nemo_oprd.rollout.reading import Reader, alignment_metrics, read_by_teacher
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
 from nemo_oprd.setup import Clock, Plan, check_vocabulary, make_plan, make_system, model_directory, open_model
-from nemo_oprd.survival import watchdog
 from nemo_oprd.survival.checkpoints import find_checkpoint
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
@@ -165,10 +164,8 @@ class Run:
         self.signals.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        # A launcher asks the others to end as soon as one rank has died: that must not cut off what they say of it.
-        if kind is None or watchdog.current() is None:
-            self.signals.__exit__()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.signals.__exit__(kind)
         self.log.close()
         if self.lock is not None:
             self.lock.release()
