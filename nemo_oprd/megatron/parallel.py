@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.layout import Coordinates, Layout
 from nemo_oprd.survival import watchdog
@@ -21,6 +22,8 @@ from nemo_oprd.survival import watchdog
 # How long a collective of any group may wait: ranks can be far apart, as where one loads a teacher over a slow network.
 # Not shorter for subgroups, to which torch gives ten minutes with NCCL. When a rank dies, the watchdog ends the others.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=3)
+# no limit in practice; the store counts milliseconds in 32 bits, so 24 days would be too many
+LONGEST_WAIT = datetime.timedelta(days=20)
 
 
 @dataclass
@@ -95,6 +98,29 @@ def init_distributed() -> None:
     watchdog.start()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
+
+
+def wait_for_all() -> None:
+    """Waits until every rank of the world has come here, however late; a barrier's wait ends with the group's timeout.
+
+    The ranks meet at the job's key-value store, so an accelerator is not kept spinning. Every rank calls this.
+    """
+    world = dist.group.WORLD
+    if _meetings.get("world") is not world:
+        # a connection of its own: one that waits answers nobody else, such as NCCL's threads
+        _meetings.update(world=world, number=0, store=_get_default_store().clone())
+    _meetings["number"] += 1
+    store, number = _meetings["store"], _meetings["number"]
+    here, before = (f"nemo_oprd/meeting/{meeting}" for meeting in (number, number - 1))
+    if store.add(here, 1) == dist.get_world_size():
+        store.set(f"{here}/all", "here")
+    store.wait([f"{here}/all"], LONGEST_WAIT)
+    if dist.get_rank() == 0 and number > 1:  # all have come here, so nobody waits there any more
+        store.delete_key(before)
+        store.delete_key(f"{before}/all")
+
+
+_meetings: dict[str, Any] = {}
 
 
 def make_role(name: str, layout: Layout) -> Role:

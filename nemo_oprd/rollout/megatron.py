@@ -13,7 +13,7 @@ from nemo_oprd.families import ModelSpec
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.generate import Generated, generate_batch
 from nemo_oprd.megatron.model import build_chunks
-from nemo_oprd.megatron.parallel import make_role
+from nemo_oprd.megatron.parallel import make_role, wait_for_all
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.megatron.weights import load_hf, load_stream
 from nemo_oprd.rollout.base import Request, Sampling
@@ -78,6 +78,9 @@ class MegatronEngine:
                     f"drop or shorten it: {str(request.prompt)[:80]!r}"
                 )
         mine = self._generate_mine(requests, sampling) if self.model is not None else {}
+        # Ranks can be done hours apart: those of a dedicated teacher wait out a whole validation set. No collective's
+        # timeout should end that; where a rank has died, the watchdog ends the others.
+        wait_for_all()
         parts: list[dict[int, Generated]] = [{}] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
         everything = {index: generated for part in parts for index, generated in part.items()}
