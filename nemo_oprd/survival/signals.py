@@ -57,8 +57,11 @@ class Signals:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def agree(device: torch.device, *flags: bool) -> list[bool]:
-    """Per flag, whether any rank of the world has it set; all ranks get the same answer. Every rank calls this."""
+def agree(device: torch.device, *flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Per flag, whether any rank of the group (None: of the world) has it set; the same answer on all of them.
+
+    Every rank of the group calls this.
+    """
     merged = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(merged, op=dist.ReduceOp.MAX)
+    dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in merged.tolist()]
