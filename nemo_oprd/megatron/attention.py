@@ -1,4 +1,4 @@
-"""Core attention on PyTorch's SDPA, for machines without Transformer Engine: packed training and cached decoding.
+"""Core attention on PyTorch's SDPA, for where Transformer Engine is not used: packed training and cached decoding.
 
 Stands where Megatron's `DotProductAttention` would (which refuses packed sequences and context parallelism and builds
 the whole score matrix). Three paths, chosen by what travels with the microbatch:

@@ -81,6 +81,8 @@ def init_distributed() -> None:
         # every new length of the keys, of which decoding has one per token, and was seen to compute wrong results
         # without a word where there are few key/value heads (pytorch issue 193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # NVIDIA's containers allow TF32 by an environment variable; `precision: fp32` means float32
+        torch.set_float32_matmul_precision("highest")
     else:
         from nemo_oprd.megatron import cpu
 
