@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
 from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
 from nemo_oprd.megatron.names import named_parameters, rules_by_name
 from nemo_oprd.megatron.parallel import Role, device
-from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, scale_rotations
+from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, rotation, scale_rotations
 
 # the environment variable with which a user chooses the layers
 LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
@@ -258,10 +259,13 @@ class DistillingModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        angles: torch.Tensor | None = self._rotary(sequences)
+        if isinstance(sequences, DecodeParams):  # our attention turns queries and keys itself
+            sequences, angles = replace(sequences, rotation=rotation(angles, self.config)), None
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(sequences),
+            rotary_pos_emb=angles,
             packed_seq_params=sequences,
         )
         if not self.post_process and self._ends_passing_through(sequences):
