@@ -55,13 +55,13 @@ def environment(settings: Settings) -> Outcome:
         "driver": _driver() if cuda else None,
         "python": platform.python_version(),
         **versions,
-        "layer_backend": layer_backend(),
+        "layer_backend": {"bf16": layer_backend(torch.bfloat16), "fp32": layer_backend(torch.float32)},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
     lines = [
         f"{gpu}, {numbers['gpu_memory_gb']} GB, driver {numbers['driver']}, CUDA {numbers['cuda']}",
         ", ".join(f"{name} {version}" for name, version in versions.items()) + f", Python {numbers['python']}",
-        f"layer backend: {numbers['layer_backend']}",
+        "layer backend: " + ", ".join(f"{name} {layers}" for name, layers in numbers["layer_backend"].items()),
     ]
     outcome = Outcome(numbers, lines)
     outcome.require(cuda or settings.quick, "torch sees no CUDA device; use --quick to check on a CPU")

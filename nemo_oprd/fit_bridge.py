@@ -76,12 +76,13 @@ def fit_bridge(config: Config) -> None:
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
     with Signals() as signals:
         statistics = _collect(config, system, source, signals, say)
-    tokenizers = source.fingerprint, source.teacher_fingerprint
-    bridge = _fit(config, system, statistics, tokenizers, say)
-    if bridge is not None:
-        save_bridge(bridge, output)
-        say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
-    dist.barrier()
+        # a signal from here on finds little left to do: the fit ends, and is written
+        tokenizers = source.fingerprint, source.teacher_fingerprint
+        bridge = _fit(config, system, statistics, tokenizers, say)
+        if bridge is not None:
+            save_bridge(bridge, output)
+            say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
+        dist.barrier()
 
 
 def _with_whole_rows(config: Config) -> Config:

@@ -34,15 +34,14 @@ from nemo_oprd.megatron.measure import StepResult
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.megatron.projectors import trained_bridge
 from nemo_oprd.megatron.student import Update
-from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
+from nemo_oprd.rollout.base import GivenUp, Request, RolloutEngine, Sampling
 from nemo_oprd.rollout.megatron import MegatronEngine
 from nemo_oprd.rollout.pending import Pending
 from nemo_oprd.rollout.reading import Reader, alignment_metrics, read_by_teachers
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
 from nemo_oprd.setup import RunPlan, check_vocabulary, make_plan, make_system, model_directory, open_model
-from nemo_oprd.survival import watchdog
-from nemo_oprd.survival.checkpoints import find_checkpoint
+from nemo_oprd.survival.checkpoints import find_checkpoint, mark_best, prune
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
 from nemo_oprd.system import Clock
@@ -114,7 +113,8 @@ class Run:
         self.log = RunLog(config, self.first_step)
         self.pending = Pending(self.output / "rollouts", {"student": str(self.source), "precision": config.precision})
         self.skipped_in_a_row = _last_in_a_row(list(self.log.history("train/skipped_update").values()))
-        self.best_value: float | None = None
+        self.best_value: float | None = None  # of the last evaluation, if it is that of a new best checkpoint
+        self.put_off = False  # whether the last evaluation was
         self.recent_losses = {
             name: list(self.log.history(name).values())[-SPIKE_WINDOW:] for name in ("rep/loss", "output/loss")
         }
@@ -170,10 +170,8 @@ class Run:
         self.signals.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        # A launcher asks the others to end as soon as one rank has died: that must not cut off what they say of it.
-        if kind is None or watchdog.current() is None:
-            self.signals.__exit__()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.signals.__exit__(kind)
         self.log.close()
         if self.lock is not None:
             self.lock.release()
@@ -306,34 +304,90 @@ class Run:
         return [Rollout(**{**vars(rollout), "response": decode(rollout.response_ids)}) for rollout in rollouts]
 
     def evaluate_before(self) -> None:
-        """The student's start and, if asked for, the teacher on the validation sets; not again after a resume."""
-        if self.evaluator is None or self.first_step:
+        """The student's start and, if asked for, the teacher on the validation sets; after a resume, only what the run
+        put off when it was asked to stop.
+
+        Raises:
+            Stopped: a signal asked for the run's end, before anything was trained.
+        """
+        try:
+            if not self.first_step:
+                self._evaluate_start()
+            elif self._is_owed(self.first_step):
+                self._evaluate_owed(self.first_step)
+        except GivenUp:
+            raise Stopped(
+                f"stopped by {self._stopped_by()} in the evaluation before step {self.first_step + 1}: nothing was "
+                "trained since the last save; the same command starts again from there"
+            ) from None
+
+    def _evaluate_start(self) -> None:
+        if self.evaluator is None:
             return
         self.log.say("evaluating the student before training")
-        metrics = self.evaluator.evaluate(self.engine)
+        metrics = self.evaluator.evaluate(self.engine, give_up=self._asked_to_stop)
         if self.config.evaluation.teacher:
             self.log.say("evaluating the teacher")
             assert isinstance(self.engine, MegatronEngine)
             self.engine.load(open_model(self.config.teacher, self.system.objective.teacher), "teacher")
-            metrics.update(self.evaluator.evaluate(self.engine, prefix="teacher/"))
+            metrics.update(self.evaluator.evaluate(self.engine, prefix="teacher/", give_up=self._asked_to_stop))
             self.engine.update_weights(self.system.student)
         self.log.write(0, metrics)
 
+    def _is_owed(self, done: int) -> bool:
+        """Whether the evaluation after update `done` was due, and is not in the log."""
+        if not self._evaluation_is_due(done):
+            return False
+        (owed,) = agree(device(), dist.get_rank() == 0 and not self.log.evaluated(done))
+        return owed
+
+    def _evaluate_owed(self, done: int) -> None:
+        assert self.evaluator is not None
+        self.log.say(f"step {done}: the evaluation that was put off")
+        metrics = self.evaluator.evaluate(self.engine, give_up=self._asked_to_stop)
+        best = self._if_best(done, metrics)
+        if best is not None:  # before the log: a run that is killed in between finds the evaluation still owed
+            mark_best(self.checkpoints, {"step": done, "metric": self.config.train.keep_best, "value": best})
+            prune(self.checkpoints, self.config.train.keep_checkpoints, done)
+        self._log_evaluation(done, metrics)
+
     def evaluate_after(self, done: int) -> None:
-        """The validation sets after update `done`, where it is due."""
-        self.best_value = None
-        every, last = self.config.evaluation.every, done == self.config.train.steps
-        if self.evaluator is None or not (last or done % every == 0):
+        """The validation sets after update `done`, where it is due; put off to the next start if a signal comes."""
+        self.best_value, self.put_off = None, False
+        if self.evaluator is None or not self._evaluation_is_due(done):
             return
-        metrics = self.evaluator.evaluate(self.engine)
-        before = self.log.history(str(self.config.train.keep_best))
-        before.pop(0, None)  # the start is no checkpoint
+        try:
+            metrics = self.evaluator.evaluate(self.engine, give_up=self._asked_to_stop)
+        except GivenUp:
+            self.log.say(f"step {done}: the evaluation is put off: asked to stop")
+            self.put_off = True
+            return
+        self.best_value = self._if_best(done, metrics)
+        self._log_evaluation(done, metrics)
+
+    def _evaluation_is_due(self, done: int) -> bool:
+        every, last = self.config.evaluation.every, done == self.config.train.steps
+        return self.evaluator is not None and (last or done % every == 0)
+
+    def _if_best(self, done: int, metrics: dict[str, float]) -> float | None:
+        """On the first rank, the value of `train.keep_best` if no earlier checkpoint had a higher one."""
+        metric = str(self.config.train.keep_best)
+        # the start is no checkpoint
+        before = [value for step, value in self.log.history(metric).items() if 0 < step < done]
+        value = metrics.get(metric)
+        is_best = dist.get_rank() == 0 and value is not None and value > max(before, default=float("-inf"))
+        return value if is_best else None
+
+    def _log_evaluation(self, done: int, metrics: dict[str, float]) -> None:
         self.log.write(done, metrics)
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
         self.log.say(f"step {done}/{self.config.train.steps}  " + "  ".join(shown))
-        value = metrics.get(str(self.config.train.keep_best))
-        if dist.get_rank() == 0 and value is not None and value > max(before.values(), default=float("-inf")):
-            self.best_value = value
+
+    def _asked_to_stop(self) -> bool:
+        return self.signals.received is not None
+
+    def _stopped_by(self) -> str:
+        return self.signals.received or "a signal to another rank"
 
     def save_after(self, done: int, update: Update | None) -> None:
         """A checkpoint where it is due: periodically, after the last step, for a new best, before an early end.
@@ -346,7 +400,7 @@ class Run:
         skipped = update is not None and update.trouble is not None
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         give_up = self.skipped_in_a_row >= train.stop_after_skipped
-        stop, give_up, best = agree(device(), self.signals.received is not None, give_up, self.best_value is not None)
+        stop, give_up, best = agree(device(), self._asked_to_stop(), give_up, self.best_value is not None)
         if give_up:
             reason = update.trouble if update is not None and update.trouble else "see the student's ranks"
             raise ValueError(
@@ -361,11 +415,11 @@ class Run:
                 self.checkpoints, done, self.system.student, self.source, train.keep_checkpoints, best=best_now
             )
             if not stop:  # asked while it saved: the next step could be a long one
-                (stop,) = agree(device(), self.signals.received is not None)
-        if stop and not last:
+                (stop,) = agree(device(), self._asked_to_stop())
+        if stop and (self.put_off or not last):
             raise Stopped(
-                f"stopped by {self.signals.received or 'a signal to another rank'} after step {done} of {train.steps}, "
-                f"and saved; the same command goes on from there"
+                f"stopped by {self._stopped_by()} after step {done} of {train.steps}, and saved; "
+                "the same command goes on from there"
             )
 
     def finish(self) -> None:

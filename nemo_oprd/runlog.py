@@ -87,6 +87,13 @@ class RunLog:
         records = [json.loads(line) for line in self.path.read_text().splitlines()]
         return {record["step"]: record[metric] for record in records if record.get(metric) is not None}
 
+    def evaluated(self, step: int) -> bool:
+        """Whether validation metrics of `step` were written, before a resume included; on the first rank only."""
+        if not self.writes or not self.path.exists():
+            return False
+        records = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return any(name.startswith("val/") for record in records if record["step"] == step for name in record)
+
     def progress(self, done: int, metrics: dict[str, float]) -> None:
         """One line after update `done`, with the time left."""
         if not self.writes or (done % self.every and done != self.steps):

@@ -136,6 +136,7 @@ def make_system(config: Config, plan: RunPlan | None = None, *, trainable: bool 
         make_teacher(config, student, teacher_role, objective, read, source)
         for objective, read, source in zip(objectives, plan.read_teachers, config.teacher_sources, strict=True)
     ]
+    dist.barrier()  # one may have read its weights from a cold disk: what comes next is counted from here, on all ranks
     return System(config, student, teachers, Routing(tuple(config.teacher_sources)))
 
 

@@ -11,6 +11,10 @@ MAX_STARTS=${MAX_STARTS:-100}
 
 # Sequence parallelism and the overlap of communication with computation rely on one hardware queue.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+# Packs and responses differ in length from step to step: segments that can grow don't leave holes.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+# Each rank would start a thread per core of the node, next to all the others.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-8}}
 
 # on_all_ranks COMMAND [key=value ...]: runs `nemo-oprd COMMAND`; its exit code is left in $code
 code=0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,8 +44,14 @@ class Evaluator:
                     f"{max_positions} positions; expected shorter ones: remove it"
                 )
 
-    def evaluate(self, engine: RolloutEngine, prefix: str = "") -> dict[str, float]:
-        """`val/<set>/<prefix>avg@k` and so on; the same on every rank (only rank 0 grades). Every rank calls this."""
+    def evaluate(
+        self, engine: RolloutEngine, prefix: str = "", give_up: Callable[[], bool] | None = None
+    ) -> dict[str, float]:
+        """`val/<set>/<prefix>avg@k` and so on; the same on every rank (only rank 0 grades). Every rank calls this.
+
+        Raises:
+            GivenUp: see `RolloutEngine.generate`.
+        """
         settings, metrics = self.config.evaluation, {}
         for number, (name, problems) in enumerate(self.sets.items()):
             requests = [
@@ -58,7 +65,7 @@ class Evaluator:
                 settings.max_new_tokens or self.config.rollout.max_new_tokens,
                 (self.config.seed, EVALUATION_STREAM, number),
             )
-            rollouts = engine.generate(requests, sampling)
+            rollouts = engine.generate(requests, sampling, give_up)
             summary: list[dict[str, float] | None] = [None]
             if dist.get_rank() == 0:
                 samples = []

@@ -1,4 +1,4 @@
-"""Core attention on PyTorch's SDPA, for machines without Transformer Engine: packed training and cached decoding.
+"""Core attention on PyTorch's SDPA, for where Transformer Engine is not used: packed training and cached decoding.
 
 Stands where Megatron's `DotProductAttention` would (which refuses packed sequences and context parallelism and builds
 the whole score matrix). Three paths, chosen by what travels with the microbatch:
@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemo_oprd.data.packing import Pack
+from nemo_oprd.megatron.rotary import rotate
 
 # Sequences share a padded SDPA call while the longest is at most this many times the shortest: bounds wasted work.
 BUCKET_RATIO = 1.5
@@ -116,10 +117,14 @@ class KVCache:
 
 @dataclass
 class DecodeParams(PackedSeqParams):
-    """Carries the cache to the attention of every layer; "sbhd" keeps Megatron's attention off its packed path."""
+    """Carries the cache to the attention of every layer; "sbhd" keeps Megatron's attention off its packed path.
+
+    `rotation` is what turns queries and keys (`rotary.rotation`), from the model's forward: one for all layers.
+    """
 
     qkv_format: str = "sbhd"
     cache: KVCache | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class SDPAttention(MegatronModule):
@@ -157,7 +162,8 @@ class SDPAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [S, A, C] (packed) or [s, B, A, C] (decoding) -> the same with A * C as last dimension."""
         if isinstance(packed_seq_params, DecodeParams):
-            assert packed_seq_params.cache is not None
+            assert packed_seq_params.cache is not None and packed_seq_params.rotation is not None
+            query, key = (rotate(states, packed_seq_params.rotation) for states in (query, key))
             return self._decode(query, key, value, packed_seq_params.cache)
         plan = getattr(packed_seq_params, "attention_plan", None)
         assert plan is not None, "SDPAttention needs packed sequences with an attention plan"

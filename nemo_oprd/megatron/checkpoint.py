@@ -78,6 +78,8 @@ def save_checkpoint(
     if dist.get_rank() == 0:
         remove_leftovers(root)
         partial.mkdir(parents=True)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # Megatron gathers whole float32 buffers, of sizes that a step has no use for
     dist.barrier()
     try:
         with naming(partial), in_process_writer(), _as_saved(student):

@@ -7,6 +7,7 @@ token, so the caller decides the randomness of every response.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ from nemo_oprd.megatron.parallel import device
 
 # Finished sequences are dropped from the batch once they are this share of it; dropping copies the cache.
 COMPACT_AT = 0.25
+# A caller is asked whether it gives up once in so many tokens: seconds.
+ASK_EVERY = 256
 
 
 @dataclass
@@ -71,12 +74,17 @@ def generate_batch(
     temperature: float,
     top_p: float,
     eos_ids: tuple[int, ...],
-) -> list[Generated]:
+    give_up: Callable[[], bool] | None = None,
+) -> list[Generated] | None:
     """Responses to a ragged batch of prompts.
 
     Args:
         uniforms: [B, T] numbers in [0, 1).
         limits: [B] how many new tokens each response may have, at most T.
+        give_up: asked every `ASK_EVERY` tokens; the same answer on all tensor ranks.
+
+    Returns:
+        None if it was given up.
 
     All tensor ranks compute the same result: they share the gathered logits and the uniforms.
     """
@@ -105,6 +113,8 @@ def generate_batch(
     slots = torch.arange(cache.max_length, device=here)
     alive = rows  # sequences in the batch, by their place in `prompts`
     for t in range(steps):
+        if give_up is not None and t and t % ASK_EVERY == 0 and give_up():
+            return None
         logits = model.logits(last)[0, :, :vocab_size]
         token = pick_tokens(logits, draws[alive, t], temperature, top_p)
         fresh = ~finished[alive]

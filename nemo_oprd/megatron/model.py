@@ -1,14 +1,15 @@
 """From a `ModelSpec` and a role to Megatron model chunks: config, layer spec, and the GPTModel that is trained.
 
 The model's forward returns hidden states; the LM head runs only where `logits` is called (generation, output-space
-terms). What is built where Transformer Engine is absent is Megatron's local layers with our RMSNorm and SDPA attention;
-`layer_backend()` says which was chosen.
+terms). Layers are Transformer Engine's or Megatron's local ones, with our RMSNorm and SDPA attention; `layer_backend()`
+says which.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,18 +38,19 @@ from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
 from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
 from nemo_oprd.megatron.names import named_parameters, rules_by_name
 from nemo_oprd.megatron.parallel import Role, device
-from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, scale_rotations
+from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, rotation, scale_rotations
 
 # the environment variable with which a user chooses the layers
 LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
 
 
-def layer_backend() -> str:
-    """Which layers are built: "transformer_engine" where it is installed and CUDA is there, else "local".
+def layer_backend(dtype: torch.dtype) -> str:
+    """Which layers are built for weights of `dtype`: "transformer_engine" or "local".
 
-    The environment variable NEMO_OPRD_LAYERS=local|transformer_engine overrides that, alike on all ranks. Local layers
-    are for GPU machines whose Transformer Engine doesn't fit, and for float32 with context parallelism, for which it
-    has no attention kernel.
+    Transformer Engine where it is installed and CUDA is there, but not for float32: it multiplies float32 matrices in
+    TF32, whose 10 bits of mantissa hide what float32 is asked for (checks to 1e-5), and has no float32 attention kernel
+    for context parallelism. The environment variable NEMO_OPRD_LAYERS=local|transformer_engine overrides that, alike on
+    all ranks; local layers are also for GPU machines whose Transformer Engine doesn't fit.
 
     Raises:
         ValueError: the variable holds another word, or asks for a Transformer Engine that isn't installed.
@@ -62,7 +64,8 @@ def layer_backend() -> str:
             f"{LAYERS_VARIABLE}=transformer_engine, but the package transformer_engine is not installed; "
             f"install it with pip install 'nemo-oprd[te]', or set {LAYERS_VARIABLE}=local"
         )
-    return wish or ("transformer_engine" if installed and torch.cuda.is_available() else "local")
+    fits = installed and torch.cuda.is_available() and dtype != torch.float32
+    return wish or ("transformer_engine" if fits else "local")
 
 
 class RMSNorm(torch.nn.Module):
@@ -258,10 +261,13 @@ class DistillingModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        angles: torch.Tensor | None = self._rotary(sequences)
+        if isinstance(sequences, DecodeParams):  # our attention turns queries and keys itself
+            sequences, angles = replace(sequences, rotation=rotation(angles, self.config)), None
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(sequences),
+            rotary_pos_emb=angles,
             packed_seq_params=sequences,
         )
         if not self.post_process and self._ends_passing_through(sequences):
@@ -348,7 +354,7 @@ def build_chunks(
     spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
     layout.layers_per_stage(spec.num_layers)
     assert role.at is not None
-    backend = "local" if local_layers else layer_backend()
+    backend = "local" if local_layers else layer_backend(dtype)
     layer = _layer_spec(spec, backend)
     if backend == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm

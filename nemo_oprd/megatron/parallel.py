@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.layout import Coordinates, Layout
 from nemo_oprd.survival import watchdog
+
+# How long a collective of any group may wait: ranks can be far apart, as where one loads a teacher over a slow network.
+# Not shorter for subgroups, to which torch gives ten minutes with NCCL. When a rank dies, the watchdog ends the others.
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=3)
+# no limit in practice; the store counts milliseconds in 32 bits, so 24 days would be too many
+LONGEST_WAIT = datetime.timedelta(days=20)
 
 
 @dataclass
@@ -41,16 +48,41 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def init_distributed(timeout_minutes: int = 180) -> None:
+def device_index(local_rank: int, count: int) -> int:
+    """Which of the `count` GPUs that a process sees is this rank's: the only one, or that of its local rank.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks on this machine.
+    """
+    if count == 1:  # the launcher shows every task its own (Slurm's --gpus-per-task)
+        return 0
+    if local_rank >= count:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}, but this process sees {count} GPUs "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); expected one GPU per rank: "
+            "start as many ranks per machine as it has GPUs, or show every rank all of them, or its own only"
+        )
+    return local_rank
+
+
+def init_distributed() -> None:
     """Joins the process group that torchrun or srun describes; a lone process makes one of size 1.
 
-    The timeout is long because ranks that have finished sampling wait for the longest response of all.
     NCCL where CUDA is available, else gloo. Also readies Megatron-core (CPU patches, memory buffer).
+
+    Raises:
+        ValueError: there is no GPU for this rank.
     """
     from megatron.core import parallel_state
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()))
+        # On H100 and later torch prefers cuDNN for scaled_dot_product_attention. That builds and keeps a graph for
+        # every new length of the keys, of which decoding has one per token, and was seen to compute wrong results
+        # without a word where there are few key/value heads (pytorch issue 193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        # NVIDIA's containers allow TF32 by an environment variable; `precision: fp32` means float32
+        torch.set_float32_matmul_precision("highest")
     else:
         from nemo_oprd.megatron import cpu
 
@@ -60,7 +92,7 @@ def init_distributed(timeout_minutes: int = 180) -> None:
             os.environ.setdefault(key, value)
         dist.init_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",
-            timeout=datetime.timedelta(minutes=timeout_minutes),
+            timeout=COLLECTIVE_TIMEOUT,
         )
         # Ranks can start minutes apart, and NCCL connects at the first collective only, which must be one of all ranks
         # (transfers among some of them come later). Watching begins when everybody is here.
@@ -68,6 +100,29 @@ def init_distributed(timeout_minutes: int = 180) -> None:
     watchdog.start()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
+
+
+def wait_for_all() -> None:
+    """Waits until every rank of the world has come here, however late; a barrier's wait ends with the group's timeout.
+
+    The ranks meet at the job's key-value store, so an accelerator is not kept spinning. Every rank calls this.
+    """
+    world = dist.group.WORLD
+    if _meetings.get("world") is not world:
+        # a connection of its own: one that waits answers nobody else, such as NCCL's threads
+        _meetings.update(world=world, number=0, store=_get_default_store().clone())
+    _meetings["number"] += 1
+    store, number = _meetings["store"], _meetings["number"]
+    here, before = (f"nemo_oprd/meeting/{meeting}" for meeting in (number, number - 1))
+    if store.add(here, 1) == dist.get_world_size():
+        store.set(f"{here}/all", "here")
+    store.wait([f"{here}/all"], LONGEST_WAIT)
+    if dist.get_rank() == 0 and number > 1:  # all have come here, so nobody waits there any more
+        store.delete_key(before)
+        store.delete_key(f"{before}/all")
+
+
+_meetings: dict[str, Any] = {}
 
 
 def make_role(name: str, layout: Layout) -> Role:
@@ -101,7 +156,9 @@ def _subgroups(ranks: list[list[int]]) -> dist.ProcessGroup | None:
         _known_groups.clear()  # another process group was joined since
         _known_groups["world"] = world
     if partition not in _known_groups:
-        _known_groups[partition], _ = dist.new_subgroups_by_enumeration([list(group) for group in partition])
+        _known_groups[partition], _ = dist.new_subgroups_by_enumeration(
+            [list(group) for group in partition], timeout=COLLECTIVE_TIMEOUT
+        )
     return _known_groups[partition]
 
 

@@ -1,4 +1,5 @@
-"""Rotary angles of a microbatch, as Megatron's attention takes them, from the frequencies of `ModelSpec.rope`.
+"""Rotary angles of a microbatch, as Megatron's attention takes them, from the frequencies of `ModelSpec.rope`; their
+cosines and sines for decoding, where Megatron would compute them anew in every layer, for queries and for keys.
 
 Packed sequences whose frequencies are all the same share one table over positions. Where the frequencies depend on a
 sequence's total length, the table is over the tokens of the whole pack: each sequence has its own part, so that what
@@ -11,6 +12,9 @@ import math
 from itertools import pairwise
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_oprd.families.rope import Rope
@@ -58,6 +62,21 @@ def decoding_angles(
     assert lengths is not None
     chosen = inv_freq[(lengths > rope.switch).long()]  # [B, C / 2]
     return _both_halves(positions.t()[..., None] * chosen)[:, :, None]
+
+
+def rotation(angles: torch.Tensor, config: TransformerConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of `angles` [s, B, 1, C] as Megatron's attention computes them, in the weights' dtype."""
+    scale = _yarn_get_concentration_factor_from_config(config)
+    return (torch.cos(angles) * scale).to(config.params_dtype), (torch.sin(angles) * scale).to(config.params_dtype)
+
+
+def rotate(states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Queries or keys [s, B, heads, D] turned in their first C channels; the others stay."""
+    cos, sin = rotation
+    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    low, high = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-high, low], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def _both_halves(angles: torch.Tensor) -> torch.Tensor:

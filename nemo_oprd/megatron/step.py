@@ -32,6 +32,18 @@ class Microbatch:
 
     input_ids: torch.Tensor
     sequences: ObservedSequences
+    pack: Pack
+    context: int
+
+    def suit(self, layers: str) -> None:
+        """Puts the sequences' bounds where the attention of these layers (`layer_backend`) looks for them.
+
+        Ours reads lengths on the host and follows a plan; Transformer Engine's kernels want the lengths on the device.
+        """
+        te, sequences = layers == "transformer_engine", self.sequences
+        cu_seqlens = torch.from_numpy(self.pack.cu_seqlens.astype(np.int32)).to(device() if te else "cpu")
+        sequences.cu_seqlens_q = sequences.cu_seqlens_kv = cu_seqlens
+        sequences.attention_plan = None if te else AttentionPlan.of(self.pack, self.context, device())
 
 
 def make_microbatch(
@@ -46,21 +58,15 @@ def make_microbatch(
     here = device()
     local = ids[pack.context_slice(role.at.context)]
     longest = int(pack.padded.max())
-    # Our attention reads lengths on the host; Transformer Engine's kernels want them on the device.
-    te = layer_backend() == "transformer_engine"
-    cu_seqlens = torch.from_numpy(pack.cu_seqlens.astype(np.int32)).to(here if te else "cpu")
     sequences = ObservedSequences(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        attention_plan=None if te else AttentionPlan.of(pack, role.at.context, here),
         observer=observer,
         depth=depth,
         total_lengths=tuple(len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in pack.sequences),
     )
-    return Microbatch(torch.from_numpy(local)[None].to(here), sequences)
+    return Microbatch(torch.from_numpy(local)[None].to(here), sequences, pack, role.at.context)
 
 
 def run_schedule(
@@ -82,6 +88,9 @@ def run_schedule(
     layout = role.layout
     config = chunks[0].config
     refuse_bypasses(config)
+    layers = layer_backend(config.params_dtype)
+    for microbatch in microbatches:
+        microbatch.suit(layers)
     if not forward_only:
         config.finalize_model_grads_func = finalize_model_grads if finalize else None
     schedule = get_forward_backward_func(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.types import Rollout
+
+
+class GivenUp(Exception):  # noqa: N818 - it is no error
+    """The caller wanted the responses no more before they were whole."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,17 @@ class Request:
 class RolloutEngine(Protocol):
     """Samples from the student. Every rank of the world calls both methods, with the same arguments."""
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
-        """One rollout per request, in order, the same on every rank."""
+    def generate(
+        self, requests: list[Request], sampling: Sampling, give_up: Callable[[], bool] | None = None
+    ) -> list[Rollout]:
+        """One rollout per request, in order, the same on every rank.
+
+        Args:
+            give_up: asked now and then, on every rank, whether the responses are still wanted; answers can differ.
+
+        Raises:
+            GivenUp: on all ranks, where one gave up before its part was done.
+        """
         ...
 
     def update_weights(self, student: Student) -> None:

@@ -13,10 +13,11 @@ from nemo_oprd.families import ModelSpec
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.generate import Generated, generate_batch
 from nemo_oprd.megatron.model import build_chunks
-from nemo_oprd.megatron.parallel import make_role
+from nemo_oprd.megatron.parallel import device, make_role, wait_for_all
 from nemo_oprd.megatron.student import Student
 from nemo_oprd.megatron.weights import load_hf, load_stream
-from nemo_oprd.rollout.base import Request, Sampling
+from nemo_oprd.rollout.base import GivenUp, Request, Sampling
+from nemo_oprd.survival.signals import agree
 from nemo_oprd.types import Rollout
 
 
@@ -68,7 +69,9 @@ class MegatronEngine:
         if self.model is not None:
             load_hf([self.model], self.spec, self.role, read, source)
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+    def generate(
+        self, requests: list[Request], sampling: Sampling, give_up: Callable[[], bool] | None = None
+    ) -> list[Rollout]:
         """See `RolloutEngine`. Raises ValueError if a prompt leaves no room for a response."""
         limit = self.spec.max_positions
         for request in requests:
@@ -77,19 +80,30 @@ class MegatronEngine:
                     f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the model's {limit} positions; "
                     f"drop or shorten it: {str(request.prompt)[:80]!r}"
                 )
-        mine = self._generate_mine(requests, sampling) if self.model is not None else {}
-        parts: list[dict[int, Generated]] = [{}] * dist.get_world_size()
+        mine = self._generate_mine(requests, sampling, give_up) if self.model is not None else {}
+        # Ranks can be done hours apart: those of a dedicated teacher wait out a whole validation set. No collective's
+        # timeout should end that; where a rank has died, the watchdog ends the others.
+        wait_for_all()
+        if give_up is not None and agree(device(), mine is None)[0]:
+            raise GivenUp
+        parts: list[dict[int, Generated] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
-        everything = {index: generated for part in parts for index, generated in part.items()}
+        everything = {index: generated for part in parts for index, generated in (part or {}).items()}
         return [_rollout(request, everything[i]) for i, request in enumerate(requests)]
 
-    def _generate_mine(self, requests: list[Request], sampling: Sampling) -> dict[int, Generated]:
+    def _generate_mine(
+        self, requests: list[Request], sampling: Sampling, give_up: Callable[[], bool] | None
+    ) -> dict[int, Generated] | None:
+        """This data-parallel rank's part, on its first tensor rank; None if it was given up."""
         at, data = self.role.at, self.role.layout.data
         assert at is not None and self.model is not None
         # similar lengths together, dealt out over the data-parallel ranks
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[at.data :: data]
         results: dict[int, Generated] = {}
+        enough = None if give_up is None else lambda: self._together(give_up())
         for batch in self._batches(order, requests, sampling.max_new_tokens):
+            if enough is not None and enough():
+                return None
             prompts = [requests[i].prompt_ids for i in batch]
             # each response has its own limit, whatever it is batched with
             limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
@@ -104,9 +118,16 @@ class MegatronEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 eos_ids=self.eos_ids,
+                give_up=enough,
             )
+            if generated is None:
+                return None
             results.update(zip(batch, generated, strict=True))
         return results if at.tensor == 0 else {}
+
+    def _together(self, flag: bool) -> bool:
+        """Whether a tensor rank says so: they sample in step."""
+        return agree(device(), flag, group=self.role.groups.tp)[0]  # type: ignore[attr-defined, union-attr]
 
     def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int) -> list[list[int]]:
         """Requests in groups whose KV cache, at full length, stays within `rollout.max_cache_tokens`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -170,8 +171,10 @@ class ReplayEngine:
         """`rollouts` from `read_rollouts`."""
         self.rollouts = rollouts
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
-        """The whole file."""
+    def generate(
+        self, requests: list[Request], sampling: Sampling, give_up: Callable[[], bool] | None = None
+    ) -> list[Rollout]:
+        """The whole file. There is nothing to give up."""
         return self.rollouts
 
     def update_weights(self, student: Student) -> None:

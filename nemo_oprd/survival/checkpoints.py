@@ -115,7 +115,7 @@ def seal(root: Path, state: dict[str, Any], best: dict[str, Any] | None = None) 
     _remove(final)  # a run that went back writes the same step again
     partial.rename(final)
     if best is not None:
-        write_whole(root / BEST, json.dumps(best) + "\n")
+        mark_best(root, best)
     write_whole(root / LATEST, f"{state['step']}\n")
 
 
@@ -159,6 +159,11 @@ def read_best(root: Path) -> dict[str, Any] | None:
     """{"step", "metric", "value"} of the best checkpoint, None if none was kept."""
     file = root / BEST
     return json.loads(file.read_text()) if file.is_file() else None
+
+
+def mark_best(root: Path, best: dict[str, Any]) -> None:
+    """Says in best.json which checkpoint is the best: {"step", "metric", "value"}, of one that is there."""
+    write_whole(root / BEST, json.dumps(best) + "\n")
 
 
 def _steps(root: Path) -> list[int]:

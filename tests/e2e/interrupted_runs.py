@@ -55,7 +55,15 @@ class Driver:
     def signals(self) -> dict[str, Any]:
         """One run, asked to stop by each signal in turn (one of them reaches one rank only), then left to end."""
         found: dict[str, Any] = {"starts": []}
-        asked = ((signal.SIGTERM, "rollout", 0, 2), (signal.SIGUSR1, "backward", 2, 1), (signal.SIGINT, "save", 3, 2))
+        asked = (
+            (signal.SIGUSR1, "evaluation", 0, 2),  # before training
+            (signal.SIGUSR1, "evaluation", 1, 2),  # after step 2
+            (signal.SIGTERM, "evaluation", 0, 2),  # the same, made up for
+            (signal.SIGTERM, "rollout", 2, 2),
+            (signal.SIGINT, "save", 3, 2),
+            (signal.SIGUSR1, "backward", 4, 1),
+            (signal.SIGTERM, "evaluation", 5, 2),  # after the last step
+        )
         for number, phase, step, ranks in asked:
             with mock.patch.object(Signals, "__enter__", _late_after_the_first):
                 attempt = self.start("killed", phase, step, hold=True)  # a save is shorter than a busy machine's nap
@@ -64,10 +72,11 @@ class Driver:
                 os.kill(pid, number)
             self.go_on.touch()
             got = attempt.codes()
-            said = [line for line in self.said() if "stopped by" in line]
+            said = [line for line in self.said() if "stopped by" in line or "put off" in line]
             done = self.bench.done(self.bench.directory / "killed")
             found["starts"].append({"codes": got, "said": said, "done": done, "orphans": attempt.orphans()})
         self.start("killed").wait()
+        found["said_at_last"] = self.said()
         kept = self.bench.directory / "killed" / "checkpoints"
         found["kept"] = sorted(path.name for path in kept.iterdir())
         found["best"] = json.loads((kept / "best.json").read_text())

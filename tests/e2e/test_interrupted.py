@@ -45,16 +45,34 @@ def errors(said: list[str]) -> list[str]:
 
 
 def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, Any]) -> None:
-    """SIGTERM during the rollout, SIGUSR1 (to one rank) during backward, SIGINT during a save: 75, and the same end."""
+    """SIGTERM during the rollout, SIGUSR1 (to one rank) during backward, SIGINT during a save, and signals during
+    evaluations, which are put off: 75, and the same end."""
     starts = results["signals"]["starts"]
     print(results["signals"])
-    assert [start["codes"] for start in starts] == [[75, 75]] * 3
-    assert [start["done"] for start in starts] == [1, 3, 4]
-    assert [start["orphans"] for start in starts] == [[]] * 3
-    assert all(len(start["said"]) == 1 for start in starts)
-    assert starts[0]["said"] == ["stopped by SIGTERM after step 1 of 6, and saved; the same command goes on from there"]
-    assert "a signal to another rank" in starts[1]["said"][0]
-    assert "SIGINT" in starts[2]["said"][0]
+    assert [start["codes"] for start in starts] == [[75, 75]] * 7
+    assert [start["done"] for start in starts] == [0, 2, 2, 3, 4, 5, 6]
+    assert [start["orphans"] for start in starts] == [[]] * 7
+    first, evaluation, owed, rollout, save, backward, last = (start["said"] for start in starts)
+    nothing_lost = "nothing was trained since the last save; the same command starts again from there"
+    assert first == [f"stopped by SIGUSR1 in the evaluation before step 1: {nothing_lost}"]
+    assert evaluation == [
+        "step 2: the evaluation is put off: asked to stop",
+        "stopped by SIGUSR1 after step 2 of 6, and saved; the same command goes on from there",
+    ]
+    assert owed == [
+        "step 2: the evaluation that was put off",
+        f"stopped by SIGTERM in the evaluation before step 3: {nothing_lost}",
+    ]
+    assert rollout == [
+        "step 2: the evaluation that was put off",
+        "stopped by SIGTERM after step 3 of 6, and saved; the same command goes on from there",
+    ]
+    assert [len(lines) for lines in (save, backward)] == [1, 1]
+    assert "SIGINT" in save[0]
+    assert "a signal to another rank" in backward[0]
+    assert last[0] == "step 6: the evaluation is put off: asked to stop"
+    assert "after step 6 of 6, and saved" in last[1]
+    assert "step 6: the evaluation that was put off" in results["signals"]["said_at_last"]
     assert results["signals"]["differences"] == []
 
 
@@ -63,7 +81,7 @@ def test_the_newest_and_the_best_are_kept(results: dict[str, Any]) -> None:
     found = results["signals"]
     assert found["best"] == {"step": 2, "metric": "val/heldout/avg@2", "value": 0.0}
     assert found["kept"] == [
-        "best.json", "iter_0000002", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"
+        "best.json", "iter_0000002", "iter_0000005", "iter_0000006", "latest_checkpointed_iteration.txt"
     ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,23 +26,63 @@ def run_train(overrides: list[str], config: str = "verify") -> None:
 
 def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int) -> list:
     """Responses of the in-process engine, with fixed uniforms: [(ids, finish reason)]."""
+    from nemo_oprd.rollout.base import Request, Sampling
+
+    engine = _engine(hf_path, tensor, "rollout.max_batch=5")
+    requests = [Request(prompt) for prompt in prompts]
+    rollouts = engine.generate(requests, Sampling(temperature, top_p, steps, (7, 1, 0)))
+    return [(r.response_ids, r.finish_reason) for r in rollouts]
+
+
+def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:
     import torch.distributed as dist
 
     from nemo_oprd.families import read_model_spec
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.megatron.weights import HFCheckpoint
-    from nemo_oprd.rollout.base import Request, Sampling
     from nemo_oprd.rollout.megatron import MegatronEngine
 
     init_distributed()
-    overrides = ["student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", "rollout.max_batch=5"]
-    config = load_config("verify", overrides)
+    overrides = ("student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", *overrides)
+    config = load_config("verify", list(overrides))
     engine = MegatronEngine(config, read_model_spec(hf_path), Layout(data=dist.get_world_size()), eos_ids=(1, 3))
     engine.load(HFCheckpoint(hf_path).__getitem__, hf_path)
-    requests = [Request(prompt) for prompt in prompts]
-    rollouts = engine.generate(requests, Sampling(temperature, top_p, steps, (7, 1, 0)))
-    return [(r.response_ids, r.finish_reason) for r in rollouts]
+    return engine
+
+
+def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]], asked: int, rank: int) -> list[Any]:
+    """Sampling that `rank` wants no more when it is asked the `asked`-th time, then again to the end.
+
+    Returns:
+        Per rank, whether it gave up and how often it was asked; then whether all were sampled in the end.
+    """
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from nemo_oprd.megatron import generate
+    from nemo_oprd.rollout.base import GivenUp, Request, Sampling
+
+    engine = _engine(hf_path, tensor, "rollout.max_batch=3")
+    requests, sampling = [Request(prompt) for prompt in prompts], Sampling(0.0, 1.0, 12, (7, 1, 0))
+    times = 0
+
+    def give_up() -> bool:
+        nonlocal times
+        times += 1
+        return dist.get_rank() == rank and times >= asked
+
+    given_up = False
+    with mock.patch.object(generate, "ASK_EVERY", 4):
+        try:
+            engine.generate(requests, sampling, give_up)
+        except GivenUp:
+            given_up = True
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (given_up, times))
+        whole = engine.generate(requests, sampling, lambda: False)
+    return [*found, len(whole)]
 
 
 def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:

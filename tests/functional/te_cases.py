@@ -19,7 +19,7 @@ def with_layers(layers: str, function: str, **kwargs: Any) -> Any:
     assert HAVE_TE, "the stand-in is not on the path, or Megatron was imported before it was put there"
     TEDotProductAttention.cp_stream = "in place of a CUDA stream, which Megatron makes when there is none"
     os.environ[LAYERS_VARIABLE] = layers
-    assert layer_backend() == layers
+    assert {layer_backend(dtype) for dtype in (torch.float32, torch.bfloat16)} == {layers}
     module, name = function.split(":")
     return getattr(importlib.import_module(module), name)(**kwargs)
 

@@ -80,3 +80,27 @@ def test_bf16_logits_are_not_rounded(pools: Pools, ranks: int) -> None:
     assert got.dtype == torch.float32
     assert (got[:, :61] - exact).abs().max() < 1e-5 * exact.abs().max()
     assert (exact.bfloat16() - exact).abs().max() > 1e-3 * exact.abs().max()  # what rounding would do
+
+
+@pytest.mark.parametrize("asked", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_all_ranks_give_up_where_one_does(pools: Pools, prompts: list[list[int]], tensor: int, asked: int) -> None:
+    """Asked before every batch and within; tensor ranks stop together, others do their part. It can sample again."""
+    *ranks, sampled = pools[2].run(
+        "cases:generate_until_given_up", hf_path=str(MODEL), tensor=tensor, prompts=prompts, asked=asked, rank=1
+    )
+    assert [given_up for given_up, _ in ranks] == [True, True]
+    times = [times for _, times in ranks]
+    assert times[1] == asked
+    assert times[0] == asked if tensor == 2 else times[0] > 4
+    assert sampled == len(prompts)
+
+
+def test_who_is_not_given_up_on_samples_to_the_end(pools: Pools, prompts: list[list[int]]) -> None:
+    *ranks, _ = pools[2].run(
+        "cases:generate_until_given_up", hf_path=str(MODEL), tensor=2, prompts=prompts, asked=1000, rank=1
+    )
+    assert [given_up for given_up, _ in ranks] == [False, False]
+    # 4 batches of 3: more than once each, for some have more than 4 tokens
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1] > 4

@@ -272,19 +272,22 @@ def test_backend_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_oprd.megatron.model import LAYERS_VARIABLE, layer_backend
 
     monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
-    assert layer_backend() == LOCAL
+    assert layer_backend(torch.bfloat16) == LOCAL
     monkeypatch.setenv(LAYERS_VARIABLE, "te")
     with pytest.raises(ValueError, match=r"NEMO_OPRD_LAYERS='te'; expected 'local' or 'transformer_engine'"):
-        layer_backend()
+        layer_backend(torch.bfloat16)
     monkeypatch.setenv(LAYERS_VARIABLE, TE)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not installed; install it with .* or set NEMO_OPRD_LAYERS=local"):
-        layer_backend()
+        layer_backend(torch.bfloat16)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert layer_backend() == TE
+    assert layer_backend(torch.bfloat16) == TE
     monkeypatch.delenv(LAYERS_VARIABLE)
-    assert layer_backend() == LOCAL
+    assert layer_backend(torch.bfloat16) == LOCAL
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert layer_backend() == TE
+    assert layer_backend(torch.bfloat16) == TE
+    assert layer_backend(torch.float32) == LOCAL  # its matrix products would be in TF32
+    monkeypatch.setenv(LAYERS_VARIABLE, TE)
+    assert layer_backend(torch.float32) == TE
     monkeypatch.setenv(LAYERS_VARIABLE, LOCAL)
-    assert layer_backend() == LOCAL
+    assert layer_backend(torch.bfloat16) == LOCAL

@@ -6,9 +6,14 @@ import copy
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.transformer.transformer_config import TransformerConfig
 from test_families import LLAMA, LLAMA3_ROPE, PHI3
 
 from nemo_oprd.families import parse_model_spec
+from nemo_oprd.families.rope import Rope
+from nemo_oprd.megatron.rotary import decoding_angles, rotate, rotation, scale_rotations
 
 NEW_LLAMA = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
 NEW_LLAMA["rope_parameters"] = {**LLAMA3_ROPE, "rope_theta": 10000.0}
@@ -97,3 +102,20 @@ def test_refusals_name_what_is_wrong(base: dict, change: dict, message: str) -> 
 
 def test_a_window_over_all_positions_is_full_attention() -> None:
     assert parse_model_spec({**PHI3, "sliding_window": 512})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rope", [Rope(1e4), Rope(1e4, share=0.75, scale=1.19)], ids=["plain", "partial, scaled"])
+def test_decoding_turns_states_as_megatrons_attention_does(dtype: torch.dtype, rope: Rope) -> None:
+    """Bit for bit, as it computes cosines and sines itself."""
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, params_dtype=dtype)
+    scale_rotations(config, rope)
+    draw = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, 4000, (3, 5), generator=draw)  # [B, s]
+    angles = decoding_angles(rope, rope.inv_freq(16), positions, None)
+    states = torch.randn(5, 3, 4, 16, generator=draw).to(dtype)
+    scale = _yarn_get_concentration_factor_from_config(config)
+    expected = _apply_rotary_pos_emb_bshd(states, angles, mscale=scale)
+    assert scale == pytest.approx(rope.scale)
+    assert torch.equal(rotate(states, rotation(angles, config)), expected)
+    assert not torch.equal(expected, states)

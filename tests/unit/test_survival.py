@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -29,9 +30,10 @@ from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.rollout.pending import Pending
 from nemo_oprd.run import Run, _last_in_a_row
 from nemo_oprd.runlog import RunLog
+from nemo_oprd.survival import watchdog
 from nemo_oprd.survival.checkpoints import partial_directory, seal
 from nemo_oprd.survival.lock import RunLock
-from nemo_oprd.survival.signals import Signals
+from nemo_oprd.survival.signals import Signals, Stopped
 from nemo_oprd.types import Rollout
 
 
@@ -84,6 +86,35 @@ def test_signals_are_remembered_and_the_next_interrupt_is_the_kernels() -> None:
         assert signals.received == "SIGUSR1"
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize(
+    ("watched", "raised", "stays"),
+    [(True, Stopped, True), (True, ValueError, True), (True, None, False), (False, Stopped, False)],
+)
+def test_a_rank_that_leaves_with_an_exception_keeps_its_exit_code(
+    watched: bool, raised: type[Exception] | None, stays: bool
+) -> None:
+    """A launcher sends SIGTERM to the ranks that end a moment after the first one, which has another exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with (
+            mock.patch.object(watchdog, "_current", SimpleNamespace() if watched else None),
+            contextlib.suppress(Stopped, ValueError),
+            Signals() as signals,
+        ):
+            if raised is not None:
+                raise raised
+        remembers = signal.getsignal(signal.SIGTERM) == signals._remember
+        assert remembers == stays
+        if stays:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.received == "SIGTERM"
+        else:
+            assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        for number, handler in signals._before.items():
+            signal.signal(number, handler)
 
 
 def test_numbers_that_are_not_finite_are_null_and_shown(tmp_path: Path, alone: None) -> None:
