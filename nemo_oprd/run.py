@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,15 +39,13 @@ from nemo_oprd.rollout.reading import Reader, alignment_metrics, read_by_teacher
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
 from nemo_oprd.setup import RunPlan, check_vocabulary, make_plan, make_system, model_directory, open_model
+from nemo_oprd.spikes import TERMS, SpikeWatch
 from nemo_oprd.survival.checkpoints import find_checkpoint, mark_best, prune
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
 from nemo_oprd.system import Clock
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
-
-# a term is a spike against the median size of its last SPIKE_WINDOW values, once there are SPIKE_FROM of them
-SPIKE_WINDOW, SPIKE_FROM = 50, 10
 
 
 class Run:
@@ -115,9 +111,8 @@ class Run:
         self.skipped_in_a_row = _last_in_a_row(list(self.log.history("train/skipped_update").values()))
         self.best_value: float | None = None  # of the last evaluation, if it is that of a new best checkpoint
         self.put_off = False  # whether the last evaluation was
-        self.recent_losses = {
-            name: list(self.log.history(name).values())[-SPIKE_WINDOW:] for name in ("rep/loss", "output/loss")
-        }
+        past = {name: list(self.log.history(name).values()) for name in TERMS}
+        self.spikes = SpikeWatch(config.logging.spike_factor, past)
         for note in passed_over:
             self.log.say(note)
         if self.first_step:
@@ -262,7 +257,7 @@ class Run:
         if update is not None and update.trouble:
             self.log.say(f"step {done}: this update was skipped: {update.trouble}")
         if measured is not None:
-            self._watch_for_spikes(done, rollouts, measured)
+            self._keep_spikes(done, rollouts, measured)
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], measured: StepResult) -> dict[str, float]:
         taught_by = self.system.taught_by(rollouts)
@@ -277,25 +272,17 @@ class Run:
                     named[f"teachers/{teacher.label}/{name}"] = per_teacher[number]
         return named
 
-    def _watch_for_spikes(self, done: int, rollouts: list[Rollout], measured: StepResult) -> None:
-        """Keeps the rollouts of a step in which a term stands out, those that contribute most first."""
-        factor, spikes = self.config.logging.spike_factor, []
-        for name, loss in measured.trained_losses.items():
-            recent = self.recent_losses[name]
-            # an estimate of a divergence has either sign
-            usual = statistics.median(map(abs, recent)) if len(recent) >= SPIKE_FROM else None
-            if usual is not None and not abs(loss) <= factor * usual:
-                spikes.append(f"{name} is {loss:.4g}; its median size was {usual:.4g}")
-            if math.isfinite(loss):
-                self.recent_losses[name] = [*recent, loss][-SPIKE_WINDOW:]
-        if factor and (spikes or measured.trouble):
-            share = measured.loss_per_response
-            order = sorted(range(len(rollouts)), key=lambda i: (share[i] == share[i], -abs(share[i])))  # NaN first
-            file = self.output / "rollouts" / f"spike_{done:07d}.jsonl"
-            losses = [share[i] for i in order]
-            write_rollouts(file, self._with_text([rollouts[i] for i in order]), loss_share=losses)
-            what = "; ".join(spikes) or f"the loss is {measured.loss:.4g}"
-            self.log.say(f"step {done}: {what}; its rollouts are in {file}")
+    def _keep_spikes(self, done: int, rollouts: list[Rollout], measured: StepResult) -> None:
+        """Keeps the rollouts of a step that stands out, those that contribute most first."""
+        what = self.spikes.see(measured)
+        if what is None:
+            return
+        share = measured.loss_per_response
+        order = sorted(range(len(rollouts)), key=lambda i: (share[i] == share[i], -abs(share[i])))  # NaN first
+        file = self.output / "rollouts" / f"spike_{done:07d}.jsonl"
+        losses = [share[i] for i in order]
+        write_rollouts(file, self._with_text([rollouts[i] for i in order]), loss_share=losses)
+        self.log.say(f"step {done}: {what}; its rollouts are in {file}")
 
     def _with_text(self, rollouts: list[Rollout]) -> list[Rollout]:
         if self.tokenizer is None:

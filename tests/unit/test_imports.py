@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent / "nemo_oprd"
 # lowest first; a module may import from its own group and from groups before it
+# fmt: off
 ORDER = [
     ("types", "layout", "weight_schedule", "config", "config_values", "config_checks", "disk", "survival"),
     ("losses", "families", "tokens", "data", "batch", "bridge"),
@@ -18,20 +19,13 @@ ORDER = [
     ("megatron",),
     ("teacher", "rollout"),
     (
-        "reference",
-        "system",
-        "setup",
-        "inputs",
-        "evaluation",
-        "runlog",
-        "run_directory",
-        "report",
-        "report_figures",
-        "toy",
+        "reference", "system", "setup", "inputs", "evaluation", "runlog", "run_directory", "spikes", "report",
+        "report_figures", "toy",
     ),
     ("run", "train", "verify", "evaluate", "fit_bridge"),
     ("cli", "__main__"),
 ]
+# fmt: on
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
 # pure arithmetic that lower layers may share: no torch, no processes
 PURE = {"nemo_oprd.teacher.layermap"}

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -28,8 +29,9 @@ from nemo_oprd.megatron.checkpoint import check_continuity, continuity
 from nemo_oprd.report import write_report
 from nemo_oprd.rollout.base import Request, Sampling
 from nemo_oprd.rollout.pending import Pending
-from nemo_oprd.run import Run, _last_in_a_row
+from nemo_oprd.run import _last_in_a_row
 from nemo_oprd.runlog import RunLog
+from nemo_oprd.spikes import SpikeWatch
 from nemo_oprd.survival import watchdog
 from nemo_oprd.survival.checkpoints import partial_directory, seal
 from nemo_oprd.survival.lock import RunLock
@@ -127,28 +129,25 @@ def test_numbers_that_are_not_finite_are_null_and_shown(tmp_path: Path, alone: N
     assert write_report([tmp_path], tmp_path / "report.html").exists()
 
 
-def test_spikes_of_a_term_that_has_either_sign(tmp_path: Path) -> None:
-    """Estimates of a divergence scatter around 0; one far out keeps its rollouts, those of the largest share first."""
-    said: list[str] = []
-    run: Any = SimpleNamespace(
-        config=load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", f"output={tmp_path}"]),
-        output=tmp_path,
-        recent_losses={"rep/loss": [], "output/loss": []},
-        log=SimpleNamespace(say=said.append),
-        _with_text=lambda kept: kept,
-    )
-    rollouts = [Rollout([1], [2]), Rollout([1], [3])]
+def test_spikes_of_a_term_that_has_either_sign() -> None:
+    """Estimates of a divergence scatter around 0; one far out is a spike, also right after a resume."""
     estimates = np.random.default_rng(0).normal(-0.01, 0.02, 200).tolist()
-    for step, loss in enumerate([*estimates, -1.0], start=1):
-        shares = [0.1 * loss, 0.9 * loss]
-        measured: Any = SimpleNamespace(
-            loss=loss, trained_losses={"output/loss": loss}, trouble=None, loss_per_response=shares
-        )
-        Run._watch_for_spikes(run, step, rollouts, measured)
-    (spike,) = said
-    assert spike.startswith("step 201: output/loss is -1; its median size was 0.0")
-    kept = [json.loads(line) for line in (tmp_path / "rollouts" / "spike_0000201.jsonl").read_text().splitlines()]
-    assert [record["response_ids"] for record in kept] == [[3], [2]]
+
+    def seen(watch: SpikeWatch, losses: list[float], trouble: str | None = None) -> list[str | None]:
+        return [
+            watch.see(SimpleNamespace(loss=loss, trained_losses={"output/loss": loss}, trouble=trouble))  # type: ignore[arg-type]
+            for loss in losses
+        ]
+
+    watch = SpikeWatch(10.0, {})
+    assert seen(watch, estimates) == [None] * 200
+    resumed = SpikeWatch(10.0, {"output/loss": estimates})
+    for later in (watch, resumed):
+        (spike,) = seen(later, [-1.0])
+        assert spike is not None and spike.startswith("output/loss is -1; its median size was 0.0")
+    (unusable,) = seen(watch, [math.nan], trouble="a NaN")
+    assert unusable is not None and unusable.startswith("output/loss is nan")
+    assert seen(SpikeWatch(0.0, {"output/loss": estimates}), [-1.0]) == [None]
 
 
 @pytest.mark.parametrize(("flags", "count"), [([], 0), ([0.0], 0), ([1.0, 1.0], 2), ([1.0, 0.0, 1.0], 1)])
