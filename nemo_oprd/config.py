@@ -176,10 +176,10 @@ class OutputLossConfig:
     """The output-space term (DESIGN: loss semantics; `losses/output.py` has the equations). `weight` is the paper's
     weight of OPD in the composition, or its schedule (`WeightStage`).
 
-    `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds but sampled_token, `k` is the
-    size of the top sets whose overlap is measured. `clip` is for sampled_token with train.updates_per_rollout > 1:
-    PPO's epsilon, or [low, high], on the ratio to the student that sampled; null doesn't clip. `chunk_tokens` bounds
-    the rows whose logits exist at a time.
+    `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds, `k` is the size of the top
+    sets whose overlap is measured, and `support` the set whose mass is. `clip` is for sampled_token with
+    train.updates_per_rollout > 1: PPO's epsilon, or [low, high], on the ratio to the student that sampled; null doesn't
+    clip. `chunk_tokens` bounds the rows whose logits exist at a time.
     """
 
     weight: float | list[WeightStage] = 0.0
@@ -275,8 +275,9 @@ class TrainConfig:
 
     The newest `keep_checkpoints` are kept (0: all), and besides the one with the highest `keep_best`, a validation
     metric such as val/heldout/avg@4. An update whose loss or gradient is not finite is skipped; `stop_after_skipped`
-    of them in a row end the run. A step makes `updates_per_rollout` updates on the same rollouts; with sampled_token
-    those after the first weigh a token by its ratio to the student that sampled (`losses/output.py`).
+    steps in a row with such an update end the run. A step makes `updates_per_rollout` updates on the same rollouts;
+    with sampled_token those after the first weigh a token by its ratio to the student that sampled
+    (`losses/output.py`).
     """
 
     steps: int = 500

@@ -40,12 +40,16 @@ from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
 from nemo_oprd.setup import RunPlan, check_vocabulary, make_plan, make_system, model_directory, open_model
 from nemo_oprd.spikes import TERMS, SpikeWatch
-from nemo_oprd.survival.checkpoints import find_checkpoint, mark_best, prune
+from nemo_oprd.survival.checkpoints import find_checkpoint, iteration_directory, mark_best, prune, read_state
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
 from nemo_oprd.system import Clock
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
+from nemo_oprd.weight_schedule import weight_at
+
+# in state.json of a checkpoint whose evaluation waits for the next start
+PUT_OFF = "evaluation is put off"
 
 
 class Run:
@@ -111,7 +115,11 @@ class Run:
         self.skipped_in_a_row = _last_in_a_row(list(self.log.history("train/skipped_update").values()))
         self.best_value: float | None = None  # of the last evaluation, if it is that of a new best checkpoint
         self.put_off = False  # whether the last evaluation was
-        past = {name: list(self.log.history(name).values()) for name in TERMS}
+        weights = dict(zip(TERMS, (config.loss.representation.weight, config.loss.output.weight), strict=True))
+        past = {  # of the updates in which the term had a weight
+            name: [value for done, value in self.log.history(name).items() if done and weight_at(weight, done - 1) > 0]
+            for name, weight in weights.items()
+        }
         self.spikes = SpikeWatch(config.logging.spike_factor, past)
         for note in passed_over:
             self.log.say(note)
@@ -295,7 +303,7 @@ class Run:
         put off when it was asked to stop.
 
         Raises:
-            Stopped: a signal asked for the run's end, before anything was trained.
+            Stopped: a signal asked for the run's end, before this start trained anything.
         """
         try:
             if not self.first_step:
@@ -303,9 +311,10 @@ class Run:
             elif self._is_owed(self.first_step):
                 self._evaluate_owed(self.first_step)
         except GivenUp:
+            where = f"after step {self.first_step}" if self.first_step else "before training"
             raise Stopped(
-                f"stopped by {self._stopped_by()} in the evaluation before step {self.first_step + 1}: nothing was "
-                "trained since the last save; the same command starts again from there"
+                f"stopped by {self._stopped_by()} in the evaluation {where}: nothing was trained since the last save; "
+                "the same command starts again from there"
             ) from None
 
     def _evaluate_start(self) -> None:
@@ -322,8 +331,9 @@ class Run:
         self.log.write(0, metrics)
 
     def _is_owed(self, done: int) -> bool:
-        """Whether the evaluation after update `done` was due, and is not in the log."""
-        if not self._evaluation_is_due(done):
+        """Whether the evaluation after update `done` was put off, and has not been made since."""
+        state = read_state(iteration_directory(self.checkpoints, done))
+        if self.evaluator is None or not state.get(PUT_OFF, False):
             return False
         (owed,) = agree(device(), dist.get_rank() == 0 and not self.log.evaluated(done))
         return owed
@@ -399,7 +409,13 @@ class Run:
         if stop or best or (train.save_every and (last or done % train.save_every == 0)):
             best_now = {"step": done, "metric": train.keep_best, "value": self.best_value} if best else None
             save_checkpoint(
-                self.checkpoints, done, self.system.student, self.source, train.keep_checkpoints, best=best_now
+                self.checkpoints,
+                done,
+                self.system.student,
+                self.source,
+                train.keep_checkpoints,
+                best=best_now,
+                more={PUT_OFF: True} if self.put_off else {},
             )
             if not stop:  # asked while it saved: the next step could be a long one
                 (stop,) = agree(device(), self._asked_to_stop())

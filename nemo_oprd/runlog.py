@@ -64,6 +64,8 @@ class RunLog:
             self._wandb = wandb.init(
                 project=config.logging.wandb, dir=str(self.directory), id=known.read_text(), resume="allow"
             )
+            # W&B's own steps only rise: a resumed run could not add an evaluation that it owes to an earlier update
+            self._wandb.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Appends one line."""
@@ -78,7 +80,7 @@ class RunLog:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if self._wandb is not None:
-            self._wandb.log(metrics, step=step)
+            self._wandb.log({"step": step, **metrics})
 
     def history(self, metric: str) -> dict[int, float]:
         """Step -> finite value of a metric so far, before a resume included; only on the world's first rank."""

@@ -16,7 +16,7 @@ def train(config: Config) -> None:
 
     Raises:
         ValueError: bad configuration, models or data, before anything expensive starts; or `train.stop_after_skipped`
-            updates in a row whose loss or gradient is not finite.
+            steps in a row with an update whose loss or gradient is not finite.
         Stopped: the process was asked to stop by a signal; the run has saved and can go on.
     """
     with Run(config) as run:

@@ -60,7 +60,14 @@ def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
 
 
 def save_checkpoint(
-    root: Path, step: int, student: Student, source: Path, keep: int, *, best: dict[str, Any] | None = None
+    root: Path,
+    step: int,
+    student: Student,
+    source: Path,
+    keep: int,
+    *,
+    best: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> None:
     """Writes the checkpoint after `step` updates; every rank of the world calls this.
 
@@ -68,6 +75,7 @@ def save_checkpoint(
         source: HF directory whose config and tokenizer files are carried along.
         keep: checkpoints to keep, the newest first; 0 keeps all.
         best: written to best.json if this checkpoint is the best one so far (on the first rank).
+        more: of the run, for state.json.
     """
     from megatron.core import dist_checkpointing
 
@@ -89,7 +97,13 @@ def save_checkpoint(
                 (partial / "hf").mkdir()
                 shutil.copy(source / "config.json", partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
-                seal(root, {"step": step, **continuity(student.config, student.objective), **_kept(student)}, best)
+                state = {
+                    "step": step,
+                    **continuity(student.config, student.objective),
+                    **_kept(student),
+                    **(more or {}),
+                }
+                seal(root, state, best)
             prune(root, keep, step)
     except Exception:
         if dist.get_rank() == 0:  # what fills the disk should not also keep the run from starting again

@@ -49,12 +49,14 @@ def device() -> torch.device:
 
 
 def device_index(local_rank: int, count: int) -> int:
-    """Which of the `count` GPUs that a process sees is this rank's: the only one, or that of its local rank.
+    """Which of the `count` GPUs that a process sees is this rank's: that of its local rank, or its only one.
+
+    A Slurm task may be shown its own GPU alone (--gpus-per-task); a launcher on one machine shows all of them to all.
 
     Raises:
         ValueError: there are fewer GPUs than ranks on this machine.
     """
-    if count == 1:  # the launcher shows every task its own (Slurm's --gpus-per-task)
+    if count == 1 and "SLURM_PROCID" in os.environ:
         return 0
     if local_rank >= count:
         raise ValueError(

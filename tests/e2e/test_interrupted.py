@@ -54,14 +54,14 @@ def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, An
     assert [start["orphans"] for start in starts] == [[]] * 7
     first, evaluation, owed, rollout, save, backward, last = (start["said"] for start in starts)
     nothing_lost = "nothing was trained since the last save; the same command starts again from there"
-    assert first == [f"stopped by SIGUSR1 in the evaluation before step 1: {nothing_lost}"]
+    assert first == [f"stopped by SIGUSR1 in the evaluation before training: {nothing_lost}"]
     assert evaluation == [
         "step 2: the evaluation is put off: asked to stop",
         "stopped by SIGUSR1 after step 2 of 6, and saved; the same command goes on from there",
     ]
     assert owed == [
         "step 2: the evaluation that was put off",
-        f"stopped by SIGTERM in the evaluation before step 3: {nothing_lost}",
+        f"stopped by SIGTERM in the evaluation after step 2: {nothing_lost}",
     ]
     assert rollout == [
         "step 2: the evaluation that was put off",

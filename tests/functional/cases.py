@@ -85,6 +85,17 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
     return [*found, len(whole)]
 
 
+def teacher_products_of_verify(overrides: list[str]) -> int:
+    """How often `verify`'s teacher computes log-probabilities of sampled tokens."""
+    from unittest import mock
+
+    from nemo_oprd.teacher import runner
+
+    with mock.patch.object(runner, "chunked_logprob", wraps=runner.chunked_logprob) as products:
+        run_verify(overrides)
+    return products.call_count
+
+
 def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:
     """What the engine samples from [B, padded V], for bf16 final hidden states [B, H], at TP over all ranks."""
     import torch.distributed as dist

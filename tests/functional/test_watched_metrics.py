@@ -79,11 +79,14 @@ def test_all_rows_in_the_first_and_every_second_update(pools: Pools, tmp_path: P
     assert not any("output/loss" in line or "loss/weight_output" in line for line in lines)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sampled_token_is_watched_in_the_same_updates(pools: Pools, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "updates"), [("TP2+SP", 1), ("PP2", 1), ("PP2", 2)])
+def test_a_sampled_token_is_watched_in_the_same_updates(
+    pools: Pools, tmp_path: Path, layout: str, updates: int
+) -> None:
     """Then its teacher sends whole states: all rows are measured; loss, gradient and training stay what they are."""
     sampled = ["loss.representation.layers=none", "loss.output.kind=sampled_token", "loss.output.weight=1"]
     shared = [*sampled, "loss.output.aggregation=token_mean", "train.steps=3", "train.lr=1e-3"]
+    shared.append(f"train.updates_per_rollout={updates}")
     lines = train(pools, tmp_path / "watched", layout, *shared, *WATCH)
     plain = train(pools, tmp_path / "plain", layout, *shared, "loss.output.chunk_tokens=7")
     for name, value in watched().items():
@@ -99,6 +102,14 @@ def test_a_sampled_token_is_watched_in_the_same_updates(pools: Pools, tmp_path: 
             assert line[name] == pytest.approx(without[name], rel=1e-4, abs=1e-6), name
     before, after = weights(tmp_path / "plain" / "hf"), weights(tmp_path / "watched" / "hf")
     assert all(torch.allclose(after[name], value, rtol=0, atol=1e-5) for name, value in before.items())
+
+
+@pytest.mark.parametrize("more", [[], ["logging.output_metrics_every=1"]], ids=["", "watched"])
+def test_verify_asks_for_what_most_updates_ask_for(pools: Pools, tmp_path: Path, more: list[str]) -> None:
+    """The two numbers per token of the sampled token's teacher, not the states of the updates that are watched."""
+    sampled = ["loss.representation.layers=none", "loss.output.kind=sampled_token", "loss.output.weight=1", *more]
+    products = pools[1].run("cases:teacher_products_of_verify", overrides=[*BASE, *sampled, f"output={tmp_path / 'v'}"])
+    assert products > 0
 
 
 def test_watching_some_rows_changes_nothing_else(pools: Pools, tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ from nemo_oprd.megatron.parallel import device_index, init_distributed
 @pytest.mark.parametrize(
     ("local_rank", "count", "index"), [(0, 1, 0), (5, 1, 0), (0, 8, 0), (7, 8, 7)], ids=lambda number: str(number)
 )
-def test_a_rank_takes_its_own_gpu_or_the_only_one_it_sees(local_rank: int, count: int, index: int) -> None:
+def test_a_rank_takes_its_own_gpu_or_the_only_one_it_sees(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, count: int, index: int
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "5")
     assert device_index(local_rank, count) == index
 
 
@@ -25,6 +28,13 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, visib
     expected = f"LOCAL_RANK=2, but this process sees 2 GPUs (CUDA_VISIBLE_DEVICES={named}); expected one GPU per rank: "
     with pytest.raises(ValueError, match=re.escape(expected) + "start as many ranks per machine as it has GPUs"):
         device_index(2, 2)
+
+
+def test_two_ranks_on_one_gpu_are_refused_where_all_see_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    assert device_index(0, 1) == 0
+    with pytest.raises(ValueError, match="LOCAL_RANK=1, but this process sees 1 GPUs"):
+        device_index(1, 1)
 
 
 def test_on_cuda_float32_is_float32_and_cudnn_attends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
