@@ -38,18 +38,16 @@ from nemo_oprd.rollout.pending import Pending
 from nemo_oprd.rollout.reading import Reader, alignment_metrics, read_by_teachers
 from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
 from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import RunPlan, check_vocabulary, make_plan, make_system, model_directory, open_model
+from nemo_oprd.setup import RunPlan, check_vocabulary, make_plan, make_system, model_directory
 from nemo_oprd.spikes import TERMS, SpikeWatch
-from nemo_oprd.survival.checkpoints import find_checkpoint, iteration_directory, mark_best, prune, read_state
+from nemo_oprd.survival.checkpoints import find_checkpoint
 from nemo_oprd.survival.lock import RunLock
 from nemo_oprd.survival.signals import Signals, Stopped, agree
 from nemo_oprd.system import Clock
 from nemo_oprd.tokens.tokenizer import Tokenizer
 from nemo_oprd.types import Rollout
+from nemo_oprd.validation import Validation
 from nemo_oprd.weight_schedule import weight_at
-
-# in state.json of a checkpoint whose evaluation waits for the next start
-PUT_OFF = "evaluation is put off"
 
 
 class Run:
@@ -113,8 +111,7 @@ class Run:
         self.log = RunLog(config, self.first_step)
         self.pending = Pending(self.output / "rollouts", {"student": str(self.source), "precision": config.precision})
         self.skipped_in_a_row = _last_in_a_row(list(self.log.history("train/skipped_update").values()))
-        self.best_value: float | None = None  # of the last evaluation, if it is that of a new best checkpoint
-        self.put_off = False  # whether the last evaluation was
+        self.validation = Validation(config, self.evaluator, self.log, self.checkpoints, self._asked_to_stop)
         weights = dict(zip(TERMS, (config.loss.representation.weight, config.loss.output.weight), strict=True))
         past = {  # of the updates in which the term had a weight
             name: [value for done, value in self.log.history(name).items() if done and weight_at(weight, done - 1) > 0]
@@ -306,79 +303,16 @@ class Run:
             Stopped: a signal asked for the run's end, before this start trained anything.
         """
         try:
-            if not self.first_step:
-                self._evaluate_start()
-            elif self._is_owed(self.first_step):
-                self._evaluate_owed(self.first_step)
+            if self.first_step:
+                self.validation.resume(self.engine, self.first_step)
+            else:
+                self.validation.start(self.engine, self.system)
         except GivenUp:
             where = f"after step {self.first_step}" if self.first_step else "before training"
             raise Stopped(
                 f"stopped by {self._stopped_by()} in the evaluation {where}: nothing was trained since the last save; "
                 "the same command starts again from there"
             ) from None
-
-    def _evaluate_start(self) -> None:
-        if self.evaluator is None:
-            return
-        self.log.say("evaluating the student before training")
-        metrics = self.evaluator.evaluate(self.engine, give_up=self._asked_to_stop)
-        if self.config.evaluation.teacher:
-            self.log.say("evaluating the teacher")
-            assert isinstance(self.engine, MegatronEngine)
-            self.engine.load(open_model(self.config.teacher, self.system.objective.teacher), "teacher")
-            metrics.update(self.evaluator.evaluate(self.engine, prefix="teacher/", give_up=self._asked_to_stop))
-            self.engine.update_weights(self.system.student)
-        self.log.write(0, metrics)
-
-    def _is_owed(self, done: int) -> bool:
-        """Whether the evaluation after update `done` was put off, and has not been made since."""
-        state = read_state(iteration_directory(self.checkpoints, done))
-        if self.evaluator is None or not state.get(PUT_OFF, False):
-            return False
-        (owed,) = agree(device(), dist.get_rank() == 0 and not self.log.evaluated(done))
-        return owed
-
-    def _evaluate_owed(self, done: int) -> None:
-        assert self.evaluator is not None
-        self.log.say(f"step {done}: the evaluation that was put off")
-        metrics = self.evaluator.evaluate(self.engine, give_up=self._asked_to_stop)
-        best = self._if_best(done, metrics)
-        if best is not None:  # before the log: a run that is killed in between finds the evaluation still owed
-            mark_best(self.checkpoints, {"step": done, "metric": self.config.train.keep_best, "value": best})
-            prune(self.checkpoints, self.config.train.keep_checkpoints, done)
-        self._log_evaluation(done, metrics)
-
-    def evaluate_after(self, done: int) -> None:
-        """The validation sets after update `done`, where it is due; put off to the next start if a signal comes."""
-        self.best_value, self.put_off = None, False
-        if self.evaluator is None or not self._evaluation_is_due(done):
-            return
-        try:
-            metrics = self.evaluator.evaluate(self.engine, give_up=self._asked_to_stop)
-        except GivenUp:
-            self.log.say(f"step {done}: the evaluation is put off: asked to stop")
-            self.put_off = True
-            return
-        self.best_value = self._if_best(done, metrics)
-        self._log_evaluation(done, metrics)
-
-    def _evaluation_is_due(self, done: int) -> bool:
-        every, last = self.config.evaluation.every, done == self.config.train.steps
-        return self.evaluator is not None and (last or done % every == 0)
-
-    def _if_best(self, done: int, metrics: dict[str, float]) -> float | None:
-        """On the first rank, the value of `train.keep_best` if no earlier checkpoint had a higher one."""
-        metric = str(self.config.train.keep_best)
-        # the start is no checkpoint
-        before = [value for step, value in self.log.history(metric).items() if 0 < step < done]
-        value = metrics.get(metric)
-        is_best = dist.get_rank() == 0 and value is not None and value > max(before, default=float("-inf"))
-        return value if is_best else None
-
-    def _log_evaluation(self, done: int, metrics: dict[str, float]) -> None:
-        self.log.write(done, metrics)
-        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
-        self.log.say(f"step {done}/{self.config.train.steps}  " + "  ".join(shown))
 
     def _asked_to_stop(self) -> bool:
         return self.signals.received is not None
@@ -397,7 +331,7 @@ class Run:
         skipped = update is not None and update.trouble is not None
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         give_up = self.skipped_in_a_row >= train.stop_after_skipped
-        stop, give_up, best = agree(device(), self._asked_to_stop(), give_up, self.best_value is not None)
+        stop, give_up, best = agree(device(), self._asked_to_stop(), give_up, self.validation.best is not None)
         if give_up:
             reason = update.trouble if update is not None and update.trouble else "see the student's ranks"
             raise ValueError(
@@ -407,19 +341,18 @@ class Run:
             )
         last = done == train.steps
         if stop or best or (train.save_every and (last or done % train.save_every == 0)):
-            best_now = {"step": done, "metric": train.keep_best, "value": self.best_value} if best else None
             save_checkpoint(
                 self.checkpoints,
                 done,
                 self.system.student,
                 self.source,
                 train.keep_checkpoints,
-                best=best_now,
-                more={PUT_OFF: True} if self.put_off else {},
+                best=self.validation.best,
+                more=self.validation.state(),
             )
             if not stop:  # asked while it saved: the next step could be a long one
                 (stop,) = agree(device(), self._asked_to_stop())
-        if stop and (self.put_off or not last):
+        if stop and (self.validation.put_off or not last):
             raise Stopped(
                 f"stopped by {self._stopped_by()} after step {done} of {train.steps}, and saved; "
                 "the same command goes on from there"

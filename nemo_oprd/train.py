@@ -28,6 +28,6 @@ def train(config: Config) -> None:
             with run.clock("sync"):
                 run.engine.update_weights(run.system.student)
             run.log_step(step + 1, rollouts, measured, update)
-            run.evaluate_after(step + 1)
+            run.validation.after(run.engine, step + 1)
             run.save_after(step + 1, update)
         run.finish()

@@ -20,7 +20,7 @@ ORDER = [
     ("teacher", "rollout"),
     (
         "reference", "system", "setup", "inputs", "evaluation", "runlog", "run_directory", "spikes", "report",
-        "report_figures", "toy",
+        "report_figures", "validation", "toy",
     ),
     ("run", "train", "verify", "evaluate", "fit_bridge"),
     ("cli", "__main__"),
