@@ -168,11 +168,11 @@ class StepResult:
         per_layer = tally.column("loss")
         weights = objective.layer_weights
         rep_loss = sum(weights[layer] * loss for layer, loss in per_layer.items()) / (sum(weights.values()) or 1.0)
-        trained = {"rep/loss": rep_loss} if per_layer and objective.weight else {}
-        if output_loss is not None and objective.trains_head:
-            trained["output/loss"] = output_loss
-        term_weights = {"rep/loss": objective.weight, "output/loss": 0.0 if term is None else term.weight}
-        term_weights = {name: term_weights[name] for name in trained}
+        trained, term_weights = {}, {}
+        if per_layer and objective.weight:
+            trained["rep/loss"], term_weights["rep/loss"] = rep_loss, objective.weight
+        if term is not None and output_loss is not None and term.weight:
+            trained["output/loss"], term_weights["output/loss"] = output_loss, term.weight
         of_output = None if plan.output is None else plan.output.table
         first, last = (
             _cumulative(sums, numbers) if per_layer and positions in ("all", complete) else {}
@@ -245,13 +245,11 @@ def _loss_per_teacher(
     """Of one term, from the responses' shares of the total; nothing where the term has no weight or no rows."""
     if table is None or not weight:
         return {}
-    teacher_of = {
-        i: t
-        for packs in plan.hidden.packs
-        for t, pack in zip(plan.taught_by, packs, strict=True)
-        for i in pack.sequences
-    }
-    owner = np.array([teacher_of[i] for i in table.response.tolist()])
+    teacher_of = np.zeros(len(shares), dtype=np.int64)
+    for packs in plan.hidden.packs:
+        for teacher, pack in zip(plan.taught_by, packs, strict=True):
+            teacher_of[list(pack.sequences)] = teacher
+    owner = teacher_of[table.response]
     losses = {}
     for teacher in np.unique(owner).tolist():
         rows = owner == teacher
