@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-ENDS_WITHIN_S = 60
+ENDS_WITHIN_S = 15
 
 
 @pytest.fixture(scope="module")
