@@ -21,17 +21,18 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.phase import Outcome, Settings
 from benchmarks.plain_bf16 import plain_bf16_gradients
-from nemo_oprd.config import Config, load_config
-from nemo_oprd.families import read_model_spec
+from nemo_oprd.commands.verify import verify
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import layer_backend
 from nemo_oprd.megatron.parallel import device, init_distributed
-from nemo_oprd.megatron.weights import HFCheckpoint
-from nemo_oprd.reference import agreement, reference
-from nemo_oprd.rollout.base import Request, Sampling
-from nemo_oprd.rollout.megatron import MegatronEngine
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.megatron_engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.verify import verify
+from nemo_oprd.verification.reference import agreement, reference
+from nemo_oprd.weights.hf import HFCheckpoint
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 # tests/golden/README.md: fp32 against float64
@@ -167,20 +168,20 @@ def _error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def guard(settings: Settings) -> Outcome:
     """A layer whose supervision is attached to a detached copy must stop the run and be named, before any output."""
-    from nemo_oprd.megatron.capture import Supervision
-    from nemo_oprd.megatron.guard import CaptureError
+    from nemo_oprd.distillation.gradient_check import CaptureError
+    from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
 
     broken_layer, output = 2, settings.scratch / "guard"
-    supervise = Supervision._supervise
+    supervise = HiddenStateLoss._supervise
 
-    def detached(self: Supervision, layer: int, hidden: torch.Tensor, *, keep_rows: bool) -> torch.Tensor:
+    def detached(self: HiddenStateLoss, layer: int, hidden: torch.Tensor, *, keep_rows: bool) -> torch.Tensor:
         if layer != broken_layer:
             return supervise(self, layer, hidden, keep_rows=keep_rows)
         supervise(self, layer, hidden.detach().requires_grad_(), keep_rows=keep_rows)
         return hidden
 
     message = ""
-    with mock.patch.object(Supervision, "_supervise", detached):
+    with mock.patch.object(HiddenStateLoss, "_supervise", detached):
         try:
             verify(_configure({"options": {"k": 4}}, output))
         except CaptureError as error:
@@ -203,7 +204,9 @@ def decoding(settings: Settings) -> Outcome:
     config = _configure({"options": {}}, settings.scratch / "unused")
     engine = MegatronEngine(config, read_model_spec(source), Layout(), eos_ids=())
     engine.load(HFCheckpoint(source).__getitem__, source)
-    rollouts = engine.generate([Request(prompt) for prompt in prompts], Sampling(0.0, 1.0, GREEDY_TOKENS, (0, 1, 0)))
+    rollouts = engine.generate(
+        [Request(prompt) for prompt in prompts], SamplingParams(0.0, 1.0, GREEDY_TOKENS, (0, 1, 0))
+    )
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager").eval()
     outcome = Outcome({"prompts": len(prompts), "tokens_each": GREEDY_TOKENS})
     for prompt, rollout in zip(prompts, rollouts, strict=True):

@@ -52,9 +52,9 @@ class LiveBytes(TorchDispatchMode):
 
 def chunked(kind: str, vocabulary: int) -> int:
     """Peak of loss and gradients of 512 rows, 64 at a time, beyond the gradients themselves."""
-    from nemo_oprd.losses.output import OutputLoss
-    from nemo_oprd.losses.output_chunks import Teacher, TeacherStates, chunked_output_loss
-    from nemo_oprd.losses.vocab import VocabShard
+    from nemo_oprd.losses.chunked import Teacher, TeacherStates, chunked_output_loss
+    from nemo_oprd.losses.divergences import OutputLoss
+    from nemo_oprd.losses.vocab_parallel import VocabShard
 
     hidden, head, teacher_hidden, teacher_head, tokens = _problem(vocabulary)
     gradient = torch.zeros_like(head)

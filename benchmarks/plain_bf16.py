@@ -1,7 +1,7 @@
 """Gradients of a plain Hugging Face run in bfloat16: what the project's own bfloat16 error is measured against.
 
-Used by the layout tests on the CPU and by `gpu_check` on a GPU. The computation is that of `nemo_oprd.reference`; only
-where it runs and where gradients are added up is changed here.
+Used by the layout tests on the CPU and by `gpu_check` on a GPU. The computation is that of
+`nemo_oprd.verification.reference`; only where it runs and where gradients are added up is changed here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from nemo_oprd import reference
-from nemo_oprd.config import Config
-from nemo_oprd.types import Rollout
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.verification import reference
 
 
 def plain_bf16_gradients(

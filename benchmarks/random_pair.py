@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.types import Rollout
 
 
 @dataclass(frozen=True)

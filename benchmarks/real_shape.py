@@ -20,16 +20,17 @@ import torch
 
 from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
-from nemo_oprd.config import Config, load_config
-from nemo_oprd.families import read_model_spec
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.step import System
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed
-from nemo_oprd.megatron.weights import HFCheckpoint
-from nemo_oprd.rollout.base import Request, Sampling
-from nemo_oprd.rollout.megatron import MegatronEngine
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.megatron_engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup import make_system
-from nemo_oprd.system import System
+from nemo_oprd.setup.models import make_system
+from nemo_oprd.weights.hf import HFCheckpoint
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
 R1_DISTILL_1P5B = Shape(28, 1536, 8960, 12, 2, 151936, 131072)
@@ -230,7 +231,7 @@ def generation(settings: Settings) -> Outcome:
     meter = Meter()
     for new_tokens in (8, size.new_tokens):  # the first is the warm-up
         with meter("generation"):
-            rollouts = engine.generate(requests, Sampling(1.0, 1.0, new_tokens, (0, 1, 0)))
+            rollouts = engine.generate(requests, SamplingParams(1.0, 1.0, new_tokens, (0, 1, 0)))
     measured = meter.summary(1)["generation"]
     sampled = sum(len(rollout.response_ids) for rollout in rollouts)
     seconds = measured["seconds"] or 0.0

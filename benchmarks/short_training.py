@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
-from nemo_oprd.config import load_config
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.train import train
 
 SHAPE = Shape(4, 64, 128, 4, 2, 256, 256)

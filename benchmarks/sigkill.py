@@ -53,19 +53,19 @@ class Phase:
 
 PHASES = (
     Phase("reading the checkpoint", "nemo_oprd.run:load_checkpoint", once="start"),
-    Phase("rollout", "nemo_oprd.rollout.megatron:MegatronEngine.generate"),
-    Phase("rollouts kept", "nemo_oprd.rollout.pending:Pending.put", "after"),
-    Phase("teacher", "nemo_oprd.teacher.runner:Teacher.targets"),
-    Phase("backward", "nemo_oprd.megatron.student:Student.forward_backward"),
-    Phase("optimizer", "nemo_oprd.megatron.student:Student.update"),
-    Phase("weight sync", "nemo_oprd.rollout.megatron:MegatronEngine.update_weights"),
-    Phase("half a log line", "nemo_oprd.runlog:RunLog.write", "inside"),
+    Phase("rollout", "nemo_oprd.rollout.megatron_engine:MegatronEngine.generate"),
+    Phase("rollouts kept", "nemo_oprd.rollout.resume_cache:ResumeCache.put", "after"),
+    Phase("teacher", "nemo_oprd.distillation.teacher:Teacher.targets"),
+    Phase("backward", "nemo_oprd.distillation.student:Student.forward_backward"),
+    Phase("optimizer", "nemo_oprd.distillation.student:Student.update"),
+    Phase("weight sync", "nemo_oprd.rollout.megatron_engine:MegatronEngine.update_weights"),
+    Phase("half a log line", "nemo_oprd.observability.metrics_log:MetricsLog.write", "inside"),
     Phase("evaluation", "nemo_oprd.evaluation.sample:Evaluator.evaluate"),
     Phase("save", "nemo_oprd.run:save_checkpoint"),
-    Phase("save: shards written", "nemo_oprd.megatron.checkpoint:seal", "before"),
-    Phase("save: renamed", "nemo_oprd.survival.checkpoints:write_whole", "before", only="latest_checkpointed"),
-    Phase("save: tracker written", "nemo_oprd.megatron.checkpoint:prune", "before"),
-    Phase("save: pruning", "nemo_oprd.survival.checkpoints:_remove", "during"),
+    Phase("save: shards written", "nemo_oprd.checkpointing.training_state:seal", "before"),
+    Phase("save: renamed", "nemo_oprd.checkpointing.directory:write_atomically", "before", only="latest_checkpointed"),
+    Phase("save: tracker written", "nemo_oprd.checkpointing.training_state:prune", "before"),
+    Phase("save: pruning", "nemo_oprd.checkpointing.directory:_remove", "during"),
     Phase("export", "nemo_oprd.run:export_hf", once="end"),
 )
 
@@ -171,7 +171,7 @@ class Bench:
 
     def done(self, output: Path) -> int:
         """Updates in the checkpoint that the next start goes on from."""
-        from nemo_oprd.survival.checkpoints import find_checkpoint
+        from nemo_oprd.checkpointing.directory import find_checkpoint
 
         return find_checkpoint(output / "checkpoints")[0] or 0
 
@@ -270,7 +270,7 @@ def import_everything() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("transformers", "nemo_oprd.train", "nemo_oprd.megatron.plain_writer", "nemo_oprd.megatron.cpu"):
+    for name in ("transformers", "nemo_oprd.train", "nemo_oprd.checkpointing.writer", "nemo_oprd.megatron.cpu_patches"):
         importlib.import_module(name)
     for phase in PHASES:
         importlib.import_module(phase.call.split(":")[0])

@@ -15,15 +15,15 @@ from unittest import mock
 
 import numpy as np
 
-from nemo_oprd.rollout.base import Request
-from nemo_oprd.rollout.reading import TextReader
-from nemo_oprd.types import Rollout
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.rollout.engine import Request
+from nemo_oprd.rollout.teacher_inputs import TextInputs
 
-_right = TextReader.read
+_right = TextInputs.read
 
 
-def shuffled(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-    """In place of `TextReader.read`; the same permutation wherever a response is read."""
+def shuffled(reader: TextInputs, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+    """In place of `TextInputs.read`; the same permutation wherever a response is read."""
     aligned = _right(reader, rollouts, requests)
     mixed = []
     for rollout in aligned:
@@ -33,8 +33,8 @@ def shuffled(reader: TextReader, rollouts: list[Rollout], requests: list[Request
     return mixed
 
 
-def raw(reader: TextReader, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-    """In place of `TextReader.read`."""
+def raw(reader: TextInputs, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+    """In place of `TextInputs.read`."""
     return [
         replace(
             rollout,
@@ -51,7 +51,7 @@ def main() -> None:
     from nemo_oprd.cli import main as command
 
     wrong = {"shuffled": shuffled, "raw": raw}[sys.argv.pop(1)]
-    with mock.patch.object(TextReader, "read", wrong):
+    with mock.patch.object(TextInputs, "read", wrong):
         command()
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
-        from nemo_oprd.megatron.convert import hf_to_megatron
+        from nemo_oprd.weights.convert import hf_to_megatron
 
         hf_to_megatron(options.hf_path, options.output, tensor=options.tensor, pipeline=options.pipeline)
         print(f"{options.output}: torch_dist checkpoint of {options.hf_path}")

@@ -29,7 +29,7 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
-        from nemo_oprd.megatron.convert import megatron_to_hf
+        from nemo_oprd.weights.convert import megatron_to_hf
 
         megatron_to_hf(options.megatron_path, options.output, dtype=options.dtype)
         print(f"{options.output}: Hugging Face model of {options.megatron_path}")

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     # before torch is imported: a rank that ends with an error makes the others' connections warn, a stack each
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from nemo_oprd.survival import watchdog
+    from nemo_oprd.fault_tolerance import watchdog
 
     options = _parser().parse_args(arguments)
     watchdog.enabled = arguments is None  # this process runs the command and nothing else
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _users_mistake(error: Exception) -> str | None:
     """One line for what a user can mend (a ValueError of ours, or the disk); None for everything else."""
-    from nemo_oprd.disk import describe, is_about_files, no_space
+    from nemo_oprd.fault_tolerance.disk import describe, is_about_files, no_space
 
     if isinstance(error, ValueError):
         return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -108,8 +108,8 @@ def _report(error: Exception) -> int:
     Where all ranks find the same mistake, rank 0 says it. A mistake that only another rank can see (a shard that it
     alone reads) is said by that rank, after waiting whether somebody else ends the job with the same or an earlier one.
     """
-    from nemo_oprd.survival import watchdog
-    from nemo_oprd.survival.signals import STOPPED_EXIT_CODE, Stopped
+    from nemo_oprd.fault_tolerance import watchdog
+    from nemo_oprd.fault_tolerance.signals import STOPPED_EXIT_CODE, Stopped
 
     rank, watch = os.environ.get("RANK", "0"), watchdog.current()
     if isinstance(error, Stopped):
@@ -146,7 +146,7 @@ def _run(options: argparse.Namespace) -> None:
 
         make_pair(Path(options.output), seed=options.seed)
     elif options.command == "report":
-        from nemo_oprd.report import write_report
+        from nemo_oprd.observability.report.page import write_report
 
         runs = [Path(run) for run in options.runs]
         print(write_report(runs, Path(options.output or runs[0] / "report.html")))
@@ -155,7 +155,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _run_configured(options: argparse.Namespace) -> None:
-    from nemo_oprd.config import load_config
+    from nemo_oprd.config.loading import load_config
 
     config = load_config(options.config_name, options.overrides, options.config_dir)
     _quiet_megatron()
@@ -164,15 +164,15 @@ def _run_configured(options: argparse.Namespace) -> None:
 
         train(config)
     elif options.command == "fit-bridge":
-        from nemo_oprd.fit_bridge import fit_bridge
+        from nemo_oprd.commands.fit_bridge import fit_bridge
 
         fit_bridge(config)
     elif options.command == "evaluate":
-        from nemo_oprd.evaluate import evaluate
+        from nemo_oprd.commands.evaluate import evaluate
 
         evaluate(config)
     else:
-        from nemo_oprd.verify import verify
+        from nemo_oprd.commands.verify import verify
 
         verify(config, against_reference=options.against == "reference")
 
@@ -186,7 +186,7 @@ def _quiet_megatron() -> None:
 
 def _leave() -> None:
     """Leaves the process group, where one was joined, together with the other ranks."""
-    from nemo_oprd.survival import watchdog
+    from nemo_oprd.fault_tolerance import watchdog
 
     watch = watchdog.current()
     if watch is not None:

@@ -10,44 +10,49 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import save_bridge
-from nemo_oprd.config import Config
+from nemo_oprd.checkpointing.directory import find_checkpoint
+from nemo_oprd.checkpointing.training_state import (
+    check_checkpoint,
+    check_resume_signature,
+    load_checkpoint,
+    save_checkpoint,
+)
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.weight_schedule import weight_at
 from nemo_oprd.data.prompts import prompt_order
-from nemo_oprd.disk import check_output
+from nemo_oprd.distillation.step import PhaseTimer
+from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.distillation.student import Update
+from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.sample import TRAINING_STREAM, Evaluator, before_and_after, table
-from nemo_oprd.families import ModelSpec, read_model_spec
-from nemo_oprd.inputs import (
+from nemo_oprd.evaluation.validation import Validation
+from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.run_lock import RunLock
+from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
+from nemo_oprd.megatron.parallel import device
+from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.observability.loss_spikes import TERMS, LossSpikeDetector
+from nemo_oprd.observability.metrics_log import MetricsLog
+from nemo_oprd.rollout.engine import GenerationCancelled, Request, RolloutEngine, SamplingParams
+from nemo_oprd.rollout.megatron_engine import MegatronEngine
+from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
+from nemo_oprd.rollout.resume_cache import ResumeCache
+from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs, alignment_metrics
+from nemo_oprd.setup.data import (
     check_bridge_tokenizers,
     check_same_architecture,
     check_sources_stay,
     check_teacher_prompts,
     check_trains,
     encode_prompts,
-    make_readers,
+    make_teacher_inputs,
     recorded_rollouts,
 )
-from nemo_oprd.megatron.checkpoint import check_checkpoint, check_continuity, load_checkpoint, save_checkpoint
-from nemo_oprd.megatron.export import export_hf
-from nemo_oprd.megatron.measure import StepResult
-from nemo_oprd.megatron.parallel import device
-from nemo_oprd.megatron.projectors import trained_bridge
-from nemo_oprd.megatron.student import Update
-from nemo_oprd.rollout.base import GivenUp, Request, RolloutEngine, Sampling
-from nemo_oprd.rollout.megatron import MegatronEngine
-from nemo_oprd.rollout.pending import Pending
-from nemo_oprd.rollout.reading import Reader, alignment_metrics, read_by_teachers
-from nemo_oprd.rollout.replay import ReplayEngine, write_rollouts
-from nemo_oprd.runlog import RunLog
-from nemo_oprd.setup import RunPlan, check_vocabulary, make_plan, make_system, model_directory
-from nemo_oprd.spikes import TERMS, SpikeWatch
-from nemo_oprd.survival.checkpoints import find_checkpoint
-from nemo_oprd.survival.lock import RunLock
-from nemo_oprd.survival.signals import Signals, Stopped, agree
-from nemo_oprd.system import Clock
-from nemo_oprd.tokens.tokenizer import Tokenizer
-from nemo_oprd.types import Rollout
-from nemo_oprd.validation import Validation
-from nemo_oprd.weight_schedule import weight_at
+from nemo_oprd.setup.models import RunPlan, check_vocabulary, make_plan, make_system, model_directory
+from nemo_oprd.tokenization.tokenizer import Tokenizer
+from nemo_oprd.weights.hf_export import export_hf
 
 
 class Run:
@@ -59,7 +64,7 @@ class Run:
         Raises:
             ValueError: bad configuration, models or data, or the directory is in use by another run.
         """
-        self.config, self.clock, self.signals = config, Clock(), Signals()
+        self.config, self.clock, self.signals = config, PhaseTimer(), Signals()
         self.output = Path(config.output)
         self.checkpoints = self.output / "checkpoints"
         check_output(config.output)
@@ -70,7 +75,7 @@ class Run:
         self.tokenizer: Tokenizer | None = None
         self.evaluator: Evaluator | None = None
         self.prompts: list[Request] = []
-        self.readers: list[Reader | None] = []
+        self.readers: list[TeacherInputs | None] = []
         rollouts = recorded_rollouts(config)
         recorded = ReplayEngine(rollouts) if rollouts is not None else None
         if recorded is None:
@@ -93,7 +98,7 @@ class Run:
         found, passed_over = find_checkpoint(self.checkpoints)
         if found is not None:
             check_checkpoint(self.checkpoints, found, spec)
-            check_continuity(self.checkpoints, found, self.config, plan.objective)
+            check_resume_signature(self.checkpoints, found, self.config, plan.objective)
         return found, passed_over
 
     def _prepare(self, spec: ModelSpec, plan: RunPlan, recorded: ReplayEngine | None) -> None:
@@ -104,12 +109,14 @@ class Run:
         self.first_step = self._agree_on_first_step(found) or 0
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
         self.engine: RolloutEngine = recorded or MegatronEngine(
-            config, spec, student.role.layout, eos_ids, min(objective.known_ids for objective in plan.objectives)
+            config, spec, student.role.layout, eos_ids, min(objective.vocab_limit for objective in plan.objectives)
         )
         if self.first_step:
             load_checkpoint(self.checkpoints, self.first_step, student)
-        self.log = RunLog(config, self.first_step)
-        self.pending = Pending(self.output / "rollouts", {"student": str(self.source), "precision": config.precision})
+        self.log = MetricsLog(config, self.first_step)
+        self.pending = ResumeCache(
+            self.output / "rollouts", {"student": str(self.source), "precision": config.precision}
+        )
         self.skipped_in_a_row = _last_in_a_row(list(self.log.history("train/skipped_update").values()))
         self.validation = Validation(config, self.evaluator, self.log, self.checkpoints, self._asked_to_stop)
         weights = dict(zip(TERMS, (config.loss.representation.weight, config.loss.output.weight), strict=True))
@@ -117,7 +124,7 @@ class Run:
             name: [value for done, value in self.log.history(name).items() if done and weight_at(weight, done - 1) > 0]
             for name, weight in weights.items()
         }
-        self.spikes = SpikeWatch(config.logging.spike_factor, past)
+        self.spikes = LossSpikeDetector(config.logging.spike_factor, past)
         for note in passed_over:
             self.log.say(note)
         if self.first_step:
@@ -145,7 +152,7 @@ class Run:
             )
         self.tokenizer = Tokenizer.load(self.source)
         check_vocabulary(self.tokenizer, spec, self.source)
-        self.readers = make_readers(config, self.tokenizer)
+        self.readers = make_teacher_inputs(config, self.tokenizer)
         if config.evaluation.teacher:
             check_same_architecture(spec, read_model_spec(model_directory(config.teacher)))
         self.prompts = encode_prompts(config, self.tokenizer, spec.max_positions)
@@ -180,7 +187,7 @@ class Run:
         """The rollouts of a step, with what the teacher reads where it doesn't read the same ids."""
         requests = self.requests(step)
         rollouts = self._sampled(step, requests)
-        return read_by_teachers(self.readers, self.system.taught_by(rollouts), rollouts, requests)
+        return add_teacher_inputs(self.readers, self.system.taught_by(rollouts), rollouts, requests)
 
     def _sampled(self, step: int, requests: list[Request]) -> list[Rollout]:
         """Sampled now, or those that the run had already sampled when it was interrupted."""
@@ -195,7 +202,7 @@ class Run:
             self.pending.put(step, rollouts, sampling)
         return rollouts
 
-    def learn(self, step: int, rollouts: list[Rollout]) -> tuple[StepResult | None, Update | None]:
+    def learn(self, step: int, rollouts: list[Rollout]) -> tuple[StepMetrics | None, Update | None]:
         """`train.updates_per_rollout` updates on the rollouts: what the first one measured, and what became of them.
 
         The ratio to the student that sampled is the last one's. None on ranks outside the student.
@@ -205,7 +212,7 @@ class Run:
         if every and (step == 0 or (step + 1) % every == 0):
             with self.clock("gradient_noise"):
                 self.noise = self.system.gradient_noise(rollouts, step)
-        results: list[StepResult | None] = []
+        results: list[StepMetrics | None] = []
         updates: list[Update | None] = []
         for reuse in range(self.config.train.updates_per_rollout):
             results.append(self.system.accumulate(rollouts, self.clock, step=step, reuse=reuse))
@@ -216,8 +223,8 @@ class Run:
             return None, None
         of_the_ratio = {name: value for name, value in last.output_means.items() if name in ("ratio", "clipped")}
         measured.output_means |= of_the_ratio
-        troubles = [each.trouble for each in updates if each is not None and each.trouble is not None]
-        return measured, replace(update, trouble=troubles[0] if troubles else None)
+        troubles = [each.nonfinite_reason for each in updates if each is not None and each.nonfinite_reason is not None]
+        return measured, replace(update, nonfinite_reason=troubles[0] if troubles else None)
 
     def requests(self, step: int) -> list[Request]:
         """The prompts of a step, each `rollout.per_prompt` times; a pure function of (seed, step)."""
@@ -227,13 +234,13 @@ class Run:
         chosen = prompt_order(len(self.prompts), self.config.seed, step * count, count)
         return [self.prompts[index] for index in chosen for _ in range(self.config.rollout.per_prompt)]
 
-    def sampling(self, step: int) -> Sampling:
+    def sampling(self, step: int) -> SamplingParams:
         """How the rollouts of a step are sampled."""
         rollout = self.config.rollout
         key = (self.config.seed, TRAINING_STREAM, step)
-        return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
+        return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
 
-    def log_step(self, done: int, rollouts: list[Rollout], measured: StepResult | None, update: Update | None) -> None:
+    def log_step(self, done: int, rollouts: list[Rollout], measured: StepMetrics | None, update: Update | None) -> None:
         """Metrics, progress and, if asked for, the rollouts of update `done`."""
         seconds = self.clock.seconds
         tokens = sum(rollout.length for rollout in rollouts)
@@ -259,12 +266,12 @@ class Run:
             return
         if self.config.rollout.save and self.prompts:
             write_rollouts(self.output / "rollouts" / f"step_{done:07d}.jsonl", self._with_text(rollouts))
-        if update is not None and update.trouble:
-            self.log.say(f"step {done}: this update was skipped: {update.trouble}")
+        if update is not None and update.nonfinite_reason:
+            self.log.say(f"step {done}: this update was skipped: {update.nonfinite_reason}")
         if measured is not None:
             self._keep_spikes(done, rollouts, measured)
 
-    def _metrics_per_teacher(self, rollouts: list[Rollout], measured: StepResult) -> dict[str, float]:
+    def _metrics_per_teacher(self, rollouts: list[Rollout], measured: StepMetrics) -> dict[str, float]:
         taught_by = self.system.taught_by(rollouts)
         losses = {"output_loss": measured.output_loss_per_teacher}
         if not self.config.loss.representation.adaptive.positions:
@@ -277,7 +284,7 @@ class Run:
                     named[f"teachers/{teacher.label}/{name}"] = per_teacher[number]
         return named
 
-    def _keep_spikes(self, done: int, rollouts: list[Rollout], measured: StepResult) -> None:
+    def _keep_spikes(self, done: int, rollouts: list[Rollout], measured: StepMetrics) -> None:
         """Keeps the rollouts of a step that stands out, those that contribute most first."""
         what = self.spikes.see(measured)
         if what is None:
@@ -307,7 +314,7 @@ class Run:
                 self.validation.resume(self.engine, self.first_step)
             else:
                 self.validation.start(self.engine, self.system)
-        except GivenUp:
+        except GenerationCancelled:
             where = f"after step {self.first_step}" if self.first_step else "before training"
             raise Stopped(
                 f"stopped by {self._stopped_by()} in the evaluation {where}: nothing was trained since the last save; "
@@ -328,12 +335,14 @@ class Run:
             Stopped: a signal asked for the run's end.
         """
         train = self.config.train
-        skipped = update is not None and update.trouble is not None
+        skipped = update is not None and update.nonfinite_reason is not None
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         give_up = self.skipped_in_a_row >= train.stop_after_skipped
         stop, give_up, best = agree(device(), self._asked_to_stop(), give_up, self.validation.best is not None)
         if give_up:
-            reason = update.trouble if update is not None and update.trouble else "see the student's ranks"
+            reason = (
+                update.nonfinite_reason if update is not None and update.nonfinite_reason else "see the student's ranks"
+            )
             raise ValueError(
                 f"updates were skipped in {train.stop_after_skipped} steps in a row, up to step {done}: {reason}. No "
                 "skipped update changed the weights; lower train.lr, look at the rollouts kept in "
@@ -360,7 +369,7 @@ class Run:
 
     def finish(self) -> None:
         """The trained bridge, HF export and the closing table."""
-        if self.system.objective.trains_bridge and self.system.student.role.here:
+        if self.system.objective.trains_bridge and self.system.student.role.is_member:
             student, start, steps = self.system.student, self.config.bridge.path, self.config.train.steps
             report = {"trained_with_student": {"steps": steps, "from": start}}
             bridge = trained_bridge(student.chunks, student.role, student.objective, report)
@@ -368,7 +377,8 @@ class Run:
                 save_bridge(bridge, self.output / "bridge")
         if self.config.train.export_hf:
             target = self.output / "hf"
-            export_hf(self.system.student, self.source, target)
+            student = self.system.student
+            export_hf(student.hf_weights(), self.source, target, student.spec.torch_dtype)
             self.log.say(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(table(before_and_after(self.log.path), self.config.evaluation.samples), flush=True)

@@ -7,7 +7,7 @@ Every rank runs this same loop.
 
 from __future__ import annotations
 
-from nemo_oprd.config import Config
+from nemo_oprd.config.schema import Config
 from nemo_oprd.run import Run
 
 

@@ -169,7 +169,7 @@ def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> Pa
         return rotated_TS / (scale_S.clamp_min(0) + penalty_T1 * unit)
 
     # everything the selection error needs, once, in the coordinates in which each penalty is a rescaling of columns
-    rotated = _Second.of(selection, train.mean_T, basis_TT, rotation_SS)
+    rotated = _Second.from_moments(selection, train.mean_T, basis_TT, rotation_SS)
     shift_S = (selection.mean_S - train.mean_S if center_student else selection.mean_S) @ rotation_SS
     grid_G = torch.tensor(PENALTY_GRID, dtype=scale_S.dtype, device=scale_S.device)
     error_GT = torch.stack([rotated.error(solve(penalty), shift_S) for penalty in grid_G])
@@ -222,7 +222,7 @@ def evaluated(
 
 def projection_error(moments: Moments, projection: Projection) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean of z_i^2 [K], and of the squared error of its prediction [K], over the rows of `moments`: exact."""
-    second = _Second.of(moments, projection.mean_T, projection.basis_KT, None)
+    second = _Second.from_moments(moments, projection.mean_T, projection.basis_KT, None)
     # the prediction at the mean student state is P (mean_S + c) for the c that b stands for; only its value matters
     at_mean_K = projection.student(moments.mean_S[None])[0]
     return second.signal(), second.error(projection.projector_KS, None, at_mean_K)
@@ -242,7 +242,9 @@ class _Second:
     mean_K: torch.Tensor
 
     @staticmethod
-    def of(moments: Moments, mean_T: torch.Tensor, basis_KT: torch.Tensor, rotation_SS: torch.Tensor | None) -> _Second:
+    def from_moments(
+        moments: Moments, mean_T: torch.Tensor, basis_KT: torch.Tensor, rotation_SS: torch.Tensor | None
+    ) -> _Second:
         zs_KS, ss_SS = basis_KT @ moments.sigma_ST.T, moments.sigma_SS
         if rotation_SS is not None:
             zs_KS, ss_SS = zs_KS @ rotation_SS, rotation_SS.T @ ss_SS @ rotation_SS

@@ -78,13 +78,13 @@ class Bridge:
         """Whether the teacher's states are compared as they are."""
         return all(maps.teacher_basis is None for maps in self.pairs.values())
 
-    def at(self, layer: int) -> LayerBridge:
+    def for_layer(self, layer: int) -> LayerBridge:
         """The maps of a student layer."""
         return self.pairs[LayerPair(layer, self.layers[layer])]
 
     def project_teacher(self, layer: int, teacher_ND: torch.Tensor) -> torch.Tensor:
         """P_T (h_T - mu_T) for student layer `layer`: [n, d_T] -> [n, r], in float32 or, if given that, float64."""
-        at = self.at(layer)
+        at = self.for_layer(layer)
         teacher_ND = _at_least_float32(teacher_ND)
         if at.teacher_mean is None or at.teacher_basis is None:
             return teacher_ND
@@ -92,7 +92,7 @@ class Bridge:
 
     def project_student(self, layer: int, student_ND: torch.Tensor) -> torch.Tensor:
         """P_S h_S + b: [n, d_S] -> [n, r], differentiable in h_S; precision as above."""
-        at = self.at(layer)
+        at = self.for_layer(layer)
         assert at.student_projector is not None, "the projector was not drawn yet"
         return apply_projector(at.student_projector, at.student_bias, student_ND)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nemo_oprd.config import Config
+from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.evaluation.grade import is_correct
 from nemo_oprd.evaluation.metrics import Sample, summarize
-from nemo_oprd.rollout.base import Request, RolloutEngine, Sampling
-from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.rollout.engine import Request, RolloutEngine, SamplingParams
+from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 # first entry of a sampling key: training and evaluation never share random numbers
 TRAINING_STREAM, EVALUATION_STREAM = 1, 2
@@ -50,7 +50,7 @@ class Evaluator:
         """`val/<set>/<prefix>avg@k` and so on; the same on every rank (only rank 0 grades). Every rank calls this.
 
         Raises:
-            GivenUp: see `RolloutEngine.generate`.
+            GenerationCancelled: see `RolloutEngine.generate`.
         """
         settings, metrics = self.config.evaluation, {}
         for number, (name, problems) in enumerate(self.sets.items()):
@@ -59,7 +59,7 @@ class Evaluator:
                 for p, ids in zip(problems, self.ids[name], strict=True)
                 for _ in range(settings.samples)
             ]
-            sampling = Sampling(
+            sampling = SamplingParams(
                 settings.temperature,
                 settings.top_p,
                 settings.max_new_tokens or self.config.rollout.max_new_tokens,

@@ -16,23 +16,23 @@ def _reduce(squares: torch.Tensor, dim_reduction: str) -> torch.Tensor:
     return squares.sum(-1) if dim_reduction == "sum" else squares.mean(-1)
 
 
-def mse(student_NH: torch.Tensor, teacher_NH: torch.Tensor, dim_reduction: str) -> torch.Tensor:
-    """Squared difference, [N, H] x 2 -> [N]; mean over the width is the paper's 1/d, "sum" leaves it out."""
-    return _reduce((student_NH - teacher_NH).square(), dim_reduction)
+def mse(student_ND: torch.Tensor, teacher_ND: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    """Squared difference, [N, D] x 2 -> [N]; mean over the width is the paper's 1/d, "sum" leaves it out."""
+    return _reduce((student_ND - teacher_ND).square(), dim_reduction)
 
 
-def normalized_mse(student_NH: torch.Tensor, teacher_NH: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+def normalized_mse(student_ND: torch.Tensor, teacher_ND: torch.Tensor, dim_reduction: str) -> torch.Tensor:
     """`mse` after both sides are brought to unit length. With "sum" this is 2 (1 - cosine)."""
     return mse(
-        torch.nn.functional.normalize(student_NH, dim=-1),
-        torch.nn.functional.normalize(teacher_NH, dim=-1),
+        torch.nn.functional.normalize(student_ND, dim=-1),
+        torch.nn.functional.normalize(teacher_ND, dim=-1),
         dim_reduction,
     )
 
 
-def cosine(student_NH: torch.Tensor, teacher_NH: torch.Tensor, dim_reduction: str) -> torch.Tensor:
-    """1 - cosine similarity, [N, H] x 2 -> [N]; the width is summed out whatever `dim_reduction` says."""
-    return 1.0 - torch.nn.functional.cosine_similarity(student_NH, teacher_NH, dim=-1)
+def cosine(student_ND: torch.Tensor, teacher_ND: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    """1 - cosine similarity, [N, D] x 2 -> [N]; the width is summed out whatever `dim_reduction` says."""
+    return 1.0 - torch.nn.functional.cosine_similarity(student_ND, teacher_ND, dim=-1)
 
 
 def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str | list[int], num_layers: int) -> dict:

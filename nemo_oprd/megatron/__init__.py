@@ -1,5 +1,5 @@
-"""Everything that touches Megatron-core. `cpu.install()` patches Megatron where there is no CUDA."""
+"""Everything that touches Megatron-core. `cpu_patches.install()` patches Megatron where there is no CUDA."""
 
-from nemo_oprd.megatron import cpu
+from nemo_oprd.megatron import cpu_patches
 
-cpu.import_uncompiled()  # before any other module of this package imports it
+cpu_patches.import_uncompiled()  # before any other module of this package imports it

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
 
-from nemo_oprd.data.packing import Pack
+from nemo_oprd.batch.packing import Pack
 from nemo_oprd.megatron.rotary import rotate
 
 # Sequences share a padded SDPA call while the longest is at most this many times the shortest: bounds wasted work.
@@ -39,7 +39,7 @@ class AttentionPlan:
     gathered_order: torch.Tensor | None = None
 
     @staticmethod
-    def of(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
+    def build(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
         """The plan of context rank `context` for `pack`."""
         if pack.layout.context > 1:
             return AttentionPlan._zigzag(pack, context, device)

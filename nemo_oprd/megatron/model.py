@@ -32,13 +32,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
-from nemo_oprd.families import ModelSpec
-from nemo_oprd.losses.vocab import matmul
+from nemo_oprd.losses.vocab_parallel import matmul
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
-from nemo_oprd.megatron.capture import DistillingLayer, ObservedSequences
-from nemo_oprd.megatron.names import named_parameters, rules_by_name
+from nemo_oprd.megatron.observed_layer import ObservedLayer, ObservedSequences
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, rotation, scale_rotations
+from nemo_oprd.models import ModelSpec
 
 # the environment variable with which a user chooses the layers
 LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
@@ -81,7 +81,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
+        """[..., D] -> [..., D]."""
         wide = hidden.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(hidden.dtype)
@@ -181,11 +181,11 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
         if spec.proj_bias:
             attention = layer.submodules.self_attention.submodules
             attention.linear_proj = _with_bias(attention.linear_proj)
-        return ModuleSpec(module=DistillingLayer, submodules=layer.submodules)
+        return ModuleSpec(module=ObservedLayer, submodules=layer.submodules)
     norm = ModuleSpec(module=RMSNorm)
     proj = _with_bias(RowParallelLinear) if spec.proj_bias else RowParallelLinear
     return ModuleSpec(
-        module=DistillingLayer,
+        module=ObservedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -254,7 +254,7 @@ class DistillingModel(GPTModel):
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor | None, sequences: ObservedSequences | DecodeParams
     ) -> torch.Tensor:
-        """input_ids [B, S] (this context rank's tokens; ignored after the first stage) -> [S, B, H].
+        """input_ids [B, S] (this context rank's tokens; ignored after the first stage) -> [S, B, D].
 
         On the last stage the result is after the final norm.
         """
@@ -296,7 +296,7 @@ class DistillingModel(GPTModel):
         return self.output_layer.weight
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, B, H] -> float32 [S, B, padded V], gathered over tensor ranks. Only on the last stage, without gradients.
+        """[S, B, D] -> float32 [S, B, padded V], gathered over tensor ranks. Only on the last stage, without gradients.
 
         In bf16 the product is not rounded, as in the losses: what is sampled is the policy that is trained.
         """
@@ -353,7 +353,7 @@ def build_chunks(
     layout = role.layout
     spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
     layout.layers_per_stage(spec.num_layers)
-    assert role.at is not None
+    assert role.coords is not None
     backend = "local" if local_layers else layer_backend(dtype)
     layer = _layer_spec(spec, backend)
     if backend == "transformer_engine":
@@ -365,14 +365,14 @@ def build_chunks(
         numbers = [
             i
             for i in range(1, spec.num_layers + 1)
-            if layout.stage_of_layer(i, spec.num_layers) == (role.at.pipeline, chunk)
+            if layout.stage_of_layer(i, spec.num_layers) == (role.coords.pipeline, chunk)
         ]
         specs = [layer if depth is None or i <= depth else ModuleSpec(module=_NotBuilt, params={}) for i in numbers]
         if training.get("recompute_method") == "uniform":
             wish = training["recompute_num_layers"]
             training = {**training, "recompute_num_layers": recompute_group(len(numbers), wish)}
-        first = role.at.pipeline == 0 and chunk == 0
-        last = role.at.pipeline == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+        first = role.coords.pipeline == 0 and chunk == 0
+        last = role.coords.pipeline == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
         model = DistillingModel(
             config=transformer_config(spec, role, dtype, **training),
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm),
@@ -388,7 +388,7 @@ def build_chunks(
         model.vp_stage = chunk if layout.virtual_pipeline > 1 else None
         if last and not head:
             del model.output_layer
-        if not last and isinstance(model.decoder.layers[-1], DistillingLayer):
+        if not last and isinstance(model.decoder.layers[-1], ObservedLayer):
             model.decoder.layers[-1].stage_ends = True
         chunks.append(model.to(device()))
     _mark_sharded_parameters(chunks, spec)
@@ -400,9 +400,9 @@ def _mark_sharded_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> 
 
     Megatron sets these marks while it draws random weights, which we don't let it do.
     """
-    rules = rules_by_name(spec)
+    mappings = mappings_by_name(spec)
     for name, parameter in named_parameters(chunks).items():
-        axis = rules[name].form.axis if name in rules else 0  # a tied head's copy of the embedding
+        axis = mappings[name].form.axis if name in mappings else 0  # a tied head's copy of the embedding
         # Megatron marks the biases of column-parallel layers itself
         if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)

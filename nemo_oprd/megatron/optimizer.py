@@ -13,9 +13,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
 
-from nemo_oprd.config import TrainConfig
-from nemo_oprd.megatron.capture import DistillingLayer
+from nemo_oprd.config.schema import TrainConfig
 from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.observed_layer import ObservedLayer
 from nemo_oprd.megatron.parallel import Role
 from nemo_oprd.megatron.partial_training import GROUP_KEY, MARK
 
@@ -45,7 +45,7 @@ def _unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, h
     """
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            if isinstance(layer, DistillingLayer) and layer.layer_number > depth:
+            if isinstance(layer, ObservedLayer) and layer.layer_number > depth:
                 yield layer
         if chunk.post_process:
             if not final_norm:

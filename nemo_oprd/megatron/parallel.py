@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from nemo_oprd.fault_tolerance import watchdog
 from nemo_oprd.layout import Coordinates, Layout
-from nemo_oprd.survival import watchdog
 
 # How long a collective of any group may wait: ranks can be far apart, as where one loads a teacher over a slow network.
 # Not shorter for subgroups, to which torch gives ten minutes with NCCL. When a rank dies, the watchdog ends the others.
@@ -33,10 +33,10 @@ class Role:
     name: str
     layout: Layout
     groups: object | None  # ProcessGroupCollection; None on ranks outside the role
-    at: Coordinates | None
+    coords: Coordinates | None
 
     @property
-    def here(self) -> bool:
+    def is_member(self) -> bool:
         """Whether this rank has the role."""
         return self.groups is not None
 
@@ -86,9 +86,9 @@ def init_distributed() -> None:
         # NVIDIA's containers allow TF32 by an environment variable; `precision: fp32` means float32
         torch.set_float32_matmul_precision("highest")
     else:
-        from nemo_oprd.megatron import cpu
+        from nemo_oprd.megatron import cpu_patches
 
-        cpu.install()
+        cpu_patches.install()
     if not dist.is_initialized():
         for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(key, value)
@@ -191,5 +191,5 @@ def seed_everything(seed: int, role: Role) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    tensor_rank = role.at.tensor if role.at else 0
+    tensor_rank = role.coords.tensor if role.coords else 0
     model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=tensor_rank, force_reset_rng=True)

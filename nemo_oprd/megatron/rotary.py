@@ -17,7 +17,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_oprd.families.rope import Rope
+from nemo_oprd.models.rope import Rope
 
 
 def scale_rotations(config: TransformerConfig, rope: Rope) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_oprd.config import TeacherConfig
-from nemo_oprd.disk import naming
-from nemo_oprd.megatron.student import Student
-from nemo_oprd.rollout.base import Request, Sampling
-from nemo_oprd.types import Rollout
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import TeacherConfig
+from nemo_oprd.distillation.student import Student
+from nemo_oprd.fault_tolerance.disk import naming
+from nemo_oprd.rollout.engine import Request, SamplingParams
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
 _TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index")
@@ -172,7 +172,7 @@ class ReplayEngine:
         self.rollouts = rollouts
 
     def generate(
-        self, requests: list[Request], sampling: Sampling, give_up: Callable[[], bool] | None = None
+        self, requests: list[Request], sampling: SamplingParams, give_up: Callable[[], bool] | None = None
     ) -> list[Rollout]:
         """The whole file. There is nothing to give up."""
         return self.rollouts

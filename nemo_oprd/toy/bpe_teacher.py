@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.toy import task
 from nemo_oprd.toy.pair import HEADS, IGNORED, KV_HEADS, MAX_POSITIONS, Recipe, train_step
 

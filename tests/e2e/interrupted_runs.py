@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.sigkill import PHASES, Attempt, Bench, Target, metrics
-from nemo_oprd.survival.signals import Signals
+from nemo_oprd.fault_tolerance.signals import Signals
 
 enter = Signals.__enter__
 PHASE = {phase.name: phase for phase in PHASES}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.cli import main
-from nemo_oprd.megatron.student import Student
+from nemo_oprd.distillation.student import Student
 
 directory, what = Path(sys.argv[1]), sys.argv[2]
 update = Student.update

@@ -28,7 +28,7 @@ from unittest import mock
 from safetensors.torch import load_file, save_file
 
 from nemo_oprd.cli import main
-from nemo_oprd.config import default_config_dir
+from nemo_oprd.config.loading import default_config_dir
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -49,8 +49,8 @@ class Place:
 
     def make(self) -> None:
         """Writes the good inputs."""
-        from nemo_oprd.megatron.convert import hf_to_megatron
         from nemo_oprd.toy.task import write_tokenizer
+        from nemo_oprd.weights.convert import hf_to_megatron
 
         for role in ("student", "teacher"):
             shutil.copytree(GOLDEN / role, self.root / role)
@@ -631,11 +631,11 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
     out, err = io.StringIO(), io.StringIO()
     status: Any = None
     expensive = [
-        "nemo_oprd.setup.init_distributed",
-        "nemo_oprd.evaluate.init_distributed",
-        "nemo_oprd.setup.build_chunks",
-        "nemo_oprd.megatron.student.build_chunks",
-        "nemo_oprd.rollout.megatron.build_chunks",
+        "nemo_oprd.setup.models.init_distributed",
+        "nemo_oprd.commands.evaluate.init_distributed",
+        "nemo_oprd.setup.models.build_chunks",
+        "nemo_oprd.distillation.student.build_chunks",
+        "nemo_oprd.rollout.megatron_engine.build_chunks",
     ]
     with contextlib.ExitStack() as stack:
         for target in expensive:

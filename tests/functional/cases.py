@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.config import load_config
+from nemo_oprd.config.loading import load_config
 
 
 def run_verify(overrides: list[str]) -> None:
     """The command `nemo-oprd verify`, in this process."""
-    from nemo_oprd.verify import verify
+    from nemo_oprd.commands.verify import verify
 
     verify(load_config("verify", overrides))
 
@@ -26,22 +26,22 @@ def run_train(overrides: list[str], config: str = "verify") -> None:
 
 def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int) -> list:
     """Responses of the in-process engine, with fixed uniforms: [(ids, finish reason)]."""
-    from nemo_oprd.rollout.base import Request, Sampling
+    from nemo_oprd.rollout.engine import Request, SamplingParams
 
     engine = _engine(hf_path, tensor, "rollout.max_batch=5")
     requests = [Request(prompt) for prompt in prompts]
-    rollouts = engine.generate(requests, Sampling(temperature, top_p, steps, (7, 1, 0)))
+    rollouts = engine.generate(requests, SamplingParams(temperature, top_p, steps, (7, 1, 0)))
     return [(r.response_ids, r.finish_reason) for r in rollouts]
 
 
 def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:
     import torch.distributed as dist
 
-    from nemo_oprd.families import read_model_spec
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.parallel import init_distributed
-    from nemo_oprd.megatron.weights import HFCheckpoint
-    from nemo_oprd.rollout.megatron import MegatronEngine
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.megatron_engine import MegatronEngine
+    from nemo_oprd.weights.hf import HFCheckpoint
 
     init_distributed()
     overrides = ("student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", *overrides)
@@ -61,11 +61,11 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
 
     import torch.distributed as dist
 
-    from nemo_oprd.megatron import generate
-    from nemo_oprd.rollout.base import GivenUp, Request, Sampling
+    from nemo_oprd.rollout import generation
+    from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 
     engine = _engine(hf_path, tensor, "rollout.max_batch=3")
-    requests, sampling = [Request(prompt) for prompt in prompts], Sampling(0.0, 1.0, 12, (7, 1, 0))
+    requests, sampling = [Request(prompt) for prompt in prompts], SamplingParams(0.0, 1.0, 12, (7, 1, 0))
     times = 0
 
     def give_up() -> bool:
@@ -74,10 +74,10 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
         return dist.get_rank() == rank and times >= asked
 
     given_up = False
-    with mock.patch.object(generate, "ASK_EVERY", 4):
+    with mock.patch.object(generation, "ASK_EVERY", 4):
         try:
             engine.generate(requests, sampling, give_up)
-        except GivenUp:
+        except GenerationCancelled:
             given_up = True
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (given_up, times))
@@ -89,7 +89,7 @@ def teacher_products_of_verify(overrides: list[str]) -> int:
     """How often `verify`'s teacher computes log-probabilities of sampled tokens."""
     from unittest import mock
 
-    from nemo_oprd.teacher import runner
+    from nemo_oprd.distillation import teacher as runner
 
     with mock.patch.object(runner, "chunked_logprob", wraps=runner.chunked_logprob) as products:
         run_verify(overrides)
@@ -100,11 +100,11 @@ def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:
     """What the engine samples from [B, padded V], for bf16 final hidden states [B, H], at TP over all ranks."""
     import torch.distributed as dist
 
-    from nemo_oprd.families import read_model_spec
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.parallel import init_distributed
-    from nemo_oprd.megatron.weights import HFCheckpoint
-    from nemo_oprd.rollout.megatron import MegatronEngine
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.megatron_engine import MegatronEngine
+    from nemo_oprd.weights.hf import HFCheckpoint
 
     init_distributed()
     size = dist.get_world_size()
@@ -131,14 +131,14 @@ def run_broken_train(overrides: list[str], breakage: str) -> None:
 
 def check_gradients(overrides: list[str]) -> str:
     """What the guard says before training."""
-    from nemo_oprd.setup import make_system
+    from nemo_oprd.setup.models import make_system
 
     return make_system(load_config("verify", overrides)).check_gradients()
 
 
 def run_with_cuda_graphs(overrides: list[str]) -> None:
     """A step of a model whose Megatron config asks for CUDA graphs."""
-    from nemo_oprd.setup import make_system
+    from nemo_oprd.setup.models import make_system
 
     system = make_system(load_config("verify", [*overrides, "output=unused"]))
     system.student.chunks[0].config.cuda_graph_impl = "local"
@@ -147,9 +147,9 @@ def run_with_cuda_graphs(overrides: list[str]) -> None:
 
 def _with_broken_layer(command: Callable[[list[str]], None], overrides: list[str], breakage: str) -> None:
     """Runs a command with layer 2's capture broken in one of the ways that train nothing without any error."""
-    from nemo_oprd.megatron.capture import Supervision
+    from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
 
-    supervise = Supervision._supervise
+    supervise = HiddenStateLoss._supervise
 
     def broken(self, layer, hidden, *, keep_rows):  # type: ignore[no-untyped-def]
         if layer != 2:
@@ -166,17 +166,17 @@ def _with_broken_layer(command: Callable[[list[str]], None], overrides: list[str
         once = supervise(self, layer, hidden, keep_rows=keep_rows)
         return supervise(self, layer, once, keep_rows=keep_rows)
 
-    Supervision._supervise = broken  # type: ignore[method-assign]
+    HiddenStateLoss._supervise = broken  # type: ignore[method-assign]
     try:
         command(overrides)
     finally:
-        Supervision._supervise = supervise  # type: ignore[method-assign]
+        HiddenStateLoss._supervise = supervise  # type: ignore[method-assign]
 
 
 def held_targets(overrides: list[str]) -> int:
     """Bytes of targets that rank 0 held at a time, at most, in one step."""
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup import make_system
+    from nemo_oprd.setup.models import make_system
 
     config = load_config("verify", overrides)
     system = make_system(config)
@@ -189,9 +189,9 @@ def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
     """Bytes of this rank's teacher weights before, during and after its forward."""
     from unittest import mock
 
+    from nemo_oprd.distillation import teacher as runner
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup import make_system
-    from nemo_oprd.teacher import runner
+    from nemo_oprd.setup.models import make_system
 
     config = load_config("verify", overrides)
     system = make_system(config)
@@ -224,7 +224,7 @@ def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> Non
 
 def run_fit_bridge(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd fit-bridge`, in this process."""
-    from nemo_oprd.fit_bridge import fit_bridge
+    from nemo_oprd.commands.fit_bridge import fit_bridge
 
     fit_bridge(load_config(config, overrides))
 
@@ -235,7 +235,7 @@ def pairs_with_moments(overrides: list[str]) -> list[int]:
 
     import torch.distributed as dist
 
-    from nemo_oprd import fit_bridge
+    from nemo_oprd.commands import fit_bridge
 
     made: list[object] = []
 
@@ -255,16 +255,16 @@ def projectors_on_all_ranks(overrides: list[str]) -> list[dict[int, list]]:
     """Two updates with trained projectors; per rank, layer -> bytes of its projector (and bias) afterwards."""
     import torch.distributed as dist
 
-    from nemo_oprd.megatron.projectors import projectors_of
+    from nemo_oprd.distillation.trained_projectors import projectors_of
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup import make_system
+    from nemo_oprd.setup.models import make_system
 
     config = load_config("verify", [*overrides, "output=unused"])
     system = make_system(config)
     rollouts = read_rollouts(str(config.rollout.replay), system.objective.student.vocab_size)
     for step in range(2):
         update = system.student.update(step, system.accumulate(rollouts))
-        assert update is not None and update.trouble is None
+        assert update is not None and update.nonfinite_reason is None
     mine = {
         layer: [parameter.detach().numpy().tobytes() for parameter in projector.parameters()]
         for layer, projector in projectors_of(system.student.chunks).items()
@@ -280,9 +280,9 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
 
     import torch.distributed as dist
 
-    from nemo_oprd.inputs import recorded_rollouts
-    from nemo_oprd.setup import make_system
-    from nemo_oprd.teacher.runner import Teacher
+    from nemo_oprd.distillation.teacher import Teacher
+    from nemo_oprd.setup.data import recorded_rollouts
+    from nemo_oprd.setup.models import make_system
 
     config = load_config("verify", overrides)
     system, rollouts = make_system(config), recorded_rollouts(config)
@@ -292,7 +292,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
     forward = Teacher._read
 
     def spy(self, rollouts, plan):  # type: ignore[no-untyped-def]
-        packs = plan.hidden.packs[self.role.at.data]
+        packs = plan.hidden.packs[self.role.coords.data]
         read[system.teachers.index(self)] += [i for pack in packs for i in pack.sequences]
         return forward(self, rollouts, plan)
 
@@ -301,7 +301,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
         resident.append(sum(any(p.numel() for p in chunk.parameters()) for chunk in chunks))
         return run_schedule(*args, **kwargs)
 
-    from nemo_oprd.teacher import runner
+    from nemo_oprd.distillation import teacher as runner
 
     run_schedule = runner.run_schedule
     with mock.patch.object(Teacher, "_read", spy), mock.patch.object(runner, "run_schedule", present):
@@ -313,7 +313,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
 
 def teacher_shares_parameters(overrides: list[str]) -> bool:
     """Whether the teacher's parameters are the student's, all or none of them."""
-    from nemo_oprd.setup import make_system
+    from nemo_oprd.setup.models import make_system
 
     system = make_system(load_config("verify", overrides))
     mine = {p.data_ptr() for chunk in system.student.chunks for p in chunk.parameters()}
@@ -325,8 +325,8 @@ def teacher_shares_parameters(overrides: list[str]) -> bool:
 
 def average_after_update(overrides: list[str]) -> tuple:
     """One update: a weight before it, the student's after it, and the teacher's average, float32."""
-    from nemo_oprd.inputs import recorded_rollouts
-    from nemo_oprd.setup import make_system
+    from nemo_oprd.setup.data import recorded_rollouts
+    from nemo_oprd.setup.models import make_system
 
     config = load_config("verify", overrides)
     system, rollouts = make_system(config), recorded_rollouts(config)
@@ -335,8 +335,8 @@ def average_after_update(overrides: list[str]) -> tuple:
     assert average is not None
     start = average.average[name].clone()
     update = system.student.update(0, system.accumulate(rollouts, step=0))
-    assert update is not None and update.trouble is None
-    from nemo_oprd.megatron.names import named_parameters
+    assert update is not None and update.nonfinite_reason is None
+    from nemo_oprd.megatron.param_names import named_parameters
 
     student = named_parameters(system.student.chunks)[name].detach().float()
     return start, student, average.average[name].clone()

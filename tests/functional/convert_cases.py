@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from nemo_oprd.data.packing import Pack
-from nemo_oprd.families import ModelSpec, read_model_spec
+from nemo_oprd.batch.packing import Pack
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.capture import Capture
-from nemo_oprd.megatron.convert import MegatronCheckpoint
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.megatron.parallel import Role, init_distributed, make_role
-from nemo_oprd.megatron.step import make_microbatch, run_schedule
-from nemo_oprd.megatron.weights import HFCheckpoint, gather_hf, load_hf
-from nemo_oprd.types import Rollout
+from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
+from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.weights.convert import MegatronCheckpoint
+from nemo_oprd.weights.hf import HFCheckpoint, gather_hf, load_hf
 
 
 def _model(hf_path: str, layout: dict[str, int], dtype: str) -> tuple[ModelSpec, Role, list[DistillingModel]]:
@@ -69,9 +69,9 @@ def differing_after_load(checkpoint: str, hf_path: str, layout: dict[str, int], 
 
 
 def _rules(spec: ModelSpec) -> list[Any]:
-    from nemo_oprd.families import FAMILIES
+    from nemo_oprd.models import FAMILIES
 
-    return FAMILIES[spec.model_type].weight_rules(spec)
+    return FAMILIES[spec.model_type].param_mappings(spec)
 
 
 def save_with_megatron(
@@ -122,10 +122,10 @@ def deviations(checkpoint: str, hf_path: str, expected: str, layout: dict[str, i
     reference = load_file(expected)
     ids = [reference[f"ids.{i}"].tolist() for i in range(sum(name.startswith("ids.") for name in reference))]
     rollouts = [Rollout(prompt_ids=sequence[:1], response_ids=sequence[1:]) for sequence in ids]
-    pack = Pack.of(list(range(len(ids))), [len(sequence) for sequence in ids], role.layout)
+    pack = Pack.build(list(range(len(ids))), [len(sequence) for sequence in ids], role.layout)
     L = spec.num_layers
     wanted = {layer: [layer] for layer in range(1, L + 1)}
-    observer = Capture(torch.arange(pack.total), wanted, final_layer=L)
+    observer = HiddenStateCapture(torch.arange(pack.total), wanted, final_layer=L)
     with torch.no_grad():
         run_schedule(chunks, role, [make_microbatch(pack, rollouts, role, observer, None)], forward_only=True)
         found = {f"hidden.{{i}}.{layer}": hidden for layer, hidden in observer.captured.items()}

@@ -18,8 +18,9 @@ from unittest import mock
 
 import torch
 
-from nemo_oprd.config import Config, load_config
-from nemo_oprd.types import Rollout
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.schema import Config
 
 LAYERS, WIDTH, VOCABULARY = 8, 32, 97
 MODELS: dict[str, dict[str, Any]] = {
@@ -183,7 +184,7 @@ def make_rollouts() -> list[Rollout]:
 
 
 def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
-    """`StepResult.metrics()` from whole hidden states of plain Hugging Face models in float64; only for the MSE."""
+    """`StepMetrics.metrics()` from whole hidden states of plain Hugging Face models in float64; only for the MSE."""
     from transformers import AutoModelForCausalLM
 
     loss = config.loss.representation
@@ -241,7 +242,7 @@ def run_verify(overrides: list[str]) -> dict[str, float]:
     """The command `nemo-oprd verify` as the other tests run it; returns what its step would have logged as metrics."""
     import cases
 
-    from nemo_oprd.system import System
+    from nemo_oprd.distillation.step import System
 
     results = []
     accumulate = System.accumulate
@@ -265,9 +266,9 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
+    from nemo_oprd.distillation.target_transfer import plan_transfers
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup import make_system
-    from nemo_oprd.teacher.transport import plan_transfers
+    from nemo_oprd.setup.models import make_system
 
     config = load_config("verify", overrides)
     system = make_system(config)
@@ -297,7 +298,7 @@ def check_result(output: Path, expected: dict[str, Any], what: str, tolerance: f
     """What verify wrote against the plain computation: losses, and every gradient."""
     import pytest
 
-    from nemo_oprd.reference import agreement
+    from nemo_oprd.verification.reference import agreement
 
     losses, gradients = read_result(output)
     for name in {"loss/total", "rep/loss", "output/loss"} & set(losses):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.losses.output import OutputLoss
-from nemo_oprd.losses.output_chunks import (
+from nemo_oprd.losses.chunked import (
     OutputGradients,
     TeacherStates,
     chunked_logprob,
     chunked_output_loss,
     output_metrics,
 )
-from nemo_oprd.losses.vocab import VocabShard, head_logits, top_k_ids
+from nemo_oprd.losses.divergences import OutputLoss
+from nemo_oprd.losses.vocab_parallel import VocabShard, head_logits, top_k_ids
 
 REAL, WIDTH, TEACHER_WIDTH, CHUNK = 61, 6, 9, 4
 

@@ -47,11 +47,11 @@ def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:
     """Rule name -> (Megatron's name, shape, tensor-parallel axis or None, whether sequence parallelism splits it)."""
     import torch.distributed as dist
 
-    from nemo_oprd.families import read_model_spec
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.model import build_chunks
-    from nemo_oprd.megatron.names import local_name
     from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.megatron.param_names import local_name
+    from nemo_oprd.models import read_model_spec
 
     init_distributed()
     role = make_role("student", Layout(**layout))
@@ -73,10 +73,10 @@ def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:
 
 def module_classes(hf_path: str) -> dict[str, str]:
     """Which classes a layer and the final norm are built of: where in the model -> package and class."""
-    from nemo_oprd.families import read_model_spec
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.model import build_chunks
     from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.models import read_model_spec
 
     init_distributed()
     (chunk,) = build_chunks(read_model_spec(hf_path), make_role("student", Layout()), torch.float32)
@@ -101,14 +101,14 @@ def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> li
     """Greedy responses of the in-process engine (local layers, one rank each) with a TP2 student's weights."""
     from types import SimpleNamespace
 
-    from nemo_oprd.config import load_config
-    from nemo_oprd.families import read_model_spec
+    from nemo_oprd.config.loading import load_config
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.model import build_chunks
     from nemo_oprd.megatron.parallel import init_distributed, make_role
-    from nemo_oprd.megatron.weights import HFCheckpoint, gather_hf, load_hf
-    from nemo_oprd.rollout.base import Request, Sampling
-    from nemo_oprd.rollout.megatron import MegatronEngine
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.engine import Request, SamplingParams
+    from nemo_oprd.rollout.megatron_engine import MegatronEngine
+    from nemo_oprd.weights.hf import HFCheckpoint, gather_hf, load_hf
 
     init_distributed()
     spec = read_model_spec(hf_path)
@@ -120,7 +120,7 @@ def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> li
     student: Any = SimpleNamespace(hf_weights=lambda: gather_hf(chunks, spec, role))
     engine.update_weights(student)
     requests = [Request(prompt) for prompt in prompts]
-    return [rollout.response_ids for rollout in engine.generate(requests, Sampling(0.0, 1.0, steps, (1, 1, 0)))]
+    return [rollout.response_ids for rollout in engine.generate(requests, SamplingParams(0.0, 1.0, steps, (1, 1, 0)))]
 
 
 def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
@@ -129,10 +129,10 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from nemo_oprd.families import read_model_spec
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.model import transformer_config
     from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.models import read_model_spec
 
     init_distributed()
     spec = read_model_spec(hf_path)

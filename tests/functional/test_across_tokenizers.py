@@ -19,11 +19,11 @@ from pool import Pools
 from safetensors.torch import load_file
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.sampling import TRAIN, assign_parts
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import reference
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.types import Rollout
+from nemo_oprd.verification.reference import reference
 
 STUDENT = SIZES | MODELS["qwen3_untied"]
 TEACHER = SIZES | MODELS["phi4_tied"] | {"vocab_size": 431, "num_hidden_layers": 6, "max_position_embeddings": 96}

@@ -17,10 +17,10 @@ from pool import Pools
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, SIZES, Models, assert_same_tensors, edit_tensors
 
-from nemo_oprd.megatron import convert
-from nemo_oprd.megatron.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
-from nemo_oprd.megatron.torch_dist import open_torch_dist
-from nemo_oprd.megatron.weights import HFCheckpoint
+from nemo_oprd.weights import convert
+from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+from nemo_oprd.weights.hf import HFCheckpoint
+from nemo_oprd.weights.torch_dist import open_torch_dist
 
 
 @pytest.fixture(scope="module")

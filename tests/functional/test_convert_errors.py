@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import Models, assert_same_tensors, edit_config, edit_tensors
 
-from nemo_oprd.megatron.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
 TOOLS = Path(__file__).parents[2] / "checkpoint_tools"
 

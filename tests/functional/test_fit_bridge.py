@@ -14,13 +14,13 @@ from layout_cases import read_result
 from pool import Pools, WorkerError
 from safetensors.torch import load_file
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.sampling import TRAIN, assign_parts
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import agreement, reference
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.types import Rollout
+from nemo_oprd.verification.reference import agreement, reference
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = {"student": GOLDEN / "student", "teacher": GOLDEN / "wide_teacher"}

@@ -10,7 +10,7 @@ import pytest
 from pool import Pools
 from safetensors.torch import load_file
 
-from nemo_oprd.reference import agreement
+from nemo_oprd.verification.reference import agreement
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())

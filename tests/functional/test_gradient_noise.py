@@ -13,10 +13,10 @@ from pool import Pools
 from test_step import weights
 from tiny_models import MODELS, SIZES, save_random
 
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import reference
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.types import Rollout
+from nemo_oprd.verification.reference import reference
 
 OBJECTIVE = ["loss.representation.k=9", "loss.output.kind=full_vocab", "loss.output.weight=0.5"]
 LAYOUTS = {

@@ -1,9 +1,9 @@
 """The output-space terms and the bridge under every kind of layout: losses, metrics and every gradient of `verify`.
 
-Against plain Hugging Face models in float64, derivatives by autograd on whole distributions (`nemo_oprd/reference.py`),
-and for the bridge against the golden numbers. Layouts are those where something of these terms can go wrong: sequence
-parallelism (final states in parts), context parallelism, tied heads on another stage, a teacher laid out differently,
-waves, chunks that don't divide the rows.
+Against plain Hugging Face models in float64, derivatives by autograd on whole distributions
+(`verification/reference.py`), and for the bridge against the golden numbers. Layouts are those where something of these
+terms can go wrong: sequence parallelism (final states in parts), context parallelism, tied heads on another stage, a
+teacher laid out differently, waves, chunks that don't divide the rows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from layout_cases import VOCABULARY, Case, check_result, make_rollouts, read_res
 from pool import Pools
 from test_golden import EXPECTED, check, overrides
 
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import reference
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.verification.reference import reference
 
 TOLERANCE = 1e-5
 SMALL = 120

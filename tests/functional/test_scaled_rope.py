@@ -14,10 +14,10 @@ from layout_cases import read_result
 from pool import Pools
 from tiny_models import SIZES, Models
 
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import agreement, reference
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.types import Rollout
+from nemo_oprd.verification.reference import agreement, reference
 
 EOS = (1, 3)
 STEPS = 8

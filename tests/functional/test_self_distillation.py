@@ -20,10 +20,10 @@ from test_step import weights
 from tiny_models import MODELS, SIZES, save_random
 from transformers import AutoModelForCausalLM
 
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import reference
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.types import Rollout
+from nemo_oprd.verification.reference import reference
 
 STUDENT = SIZES | MODELS["qwen2_tied"]
 TOLD = "teacher.prompt='{prompt} {answer}'"

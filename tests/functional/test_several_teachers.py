@@ -19,11 +19,11 @@ from layout_cases import Case, check_result
 from pool import Pools
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
-from nemo_oprd.config import load_config
-from nemo_oprd.inputs import recorded_rollouts
-from nemo_oprd.reference import agreement, reference
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.types import Rollout
+from nemo_oprd.setup.data import recorded_rollouts
+from nemo_oprd.verification.reference import agreement, reference
 
 STUDENT = SIZES | MODELS["qwen3_untied"]
 WIDE = SIZES | MODELS["phi3"] | {"num_hidden_layers": 6}

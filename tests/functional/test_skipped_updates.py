@@ -11,7 +11,7 @@ import pytest
 from pool import Pools, WorkerError
 from test_step import BASE
 
-from nemo_oprd.report import write_report
+from nemo_oprd.observability.report.page import write_report
 from nemo_oprd.rollout.replay import read_rollouts
 
 LAYOUTS = {
@@ -25,7 +25,7 @@ SMALL = ["train.tokens_per_microbatch=32", "train.export_hf=false"]
 def run(pools: Pools, output: Path, layout: str, *overrides: str, **poison: Any) -> dict[str, Any]:
     ranks, sizes = LAYOUTS[layout]
     everything = [*BASE, *SMALL, *sizes, f"output={output}", *overrides]
-    return pools[ranks].run("survival_cases:run_poisoned_train", overrides=everything, **poison)
+    return pools[ranks].run("fault_tolerance_cases:run_poisoned_train", overrides=everything, **poison)
 
 
 def lines(output: Path) -> list[dict[str, Any]]:

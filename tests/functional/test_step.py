@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tiny_models import MODELS, SIZES, save_random
 from transformers import AutoModelForCausalLM
 
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import reference
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.types import Rollout
+from nemo_oprd.verification.reference import reference
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BASE = [

@@ -22,10 +22,10 @@ from test_golden import TOLERANCE, check, overrides
 from test_step import BASE, adamw_step, weights
 from tiny_models import SIZES, Models, assert_same_tensors
 
-from nemo_oprd.config import load_config
-from nemo_oprd.megatron.convert import hf_to_megatron, megatron_to_hf
-from nemo_oprd.reference import agreement, reference
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.verification.reference import agreement, reference
+from nemo_oprd.weights.convert import hf_to_megatron, megatron_to_hf
 
 HERE = Path(__file__).parent
 TE, LOCAL = "transformer_engine", "local"
@@ -58,7 +58,7 @@ def test_stand_in_has_the_interfaces_of_the_pinned_version(run: Callable[..., An
 def test_layers_are_built_of_it(run: Callable[..., Any], models: Models) -> None:
     found = run(1, TE, "te_cases:module_classes", hf_path=str(models("qwen3_untied")))
     assert found == {
-        "": "nemo_oprd.DistillingLayer",
+        "": "nemo_oprd.ObservedLayer",
         "qkv": "megatron.TELayerNormColumnParallelLinear",
         "attention": "megatron.TEDotProductAttention",
         "proj": "megatron.TERowParallelLinear",

@@ -18,10 +18,10 @@ from pool import Pools
 from test_step import BASE, GOLDEN, weights
 from transformers import AutoModelForCausalLM
 
-from nemo_oprd.config import load_config
-from nemo_oprd.megatron.convert import MegatronCheckpoint
-from nemo_oprd.reference import reference
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.verification.reference import reference
+from nemo_oprd.weights.convert import MegatronCheckpoint
 
 # The first layer for two updates, then it fades while the distributions come in: layers 2 and 3, final norm and head
 # begin with the third update.

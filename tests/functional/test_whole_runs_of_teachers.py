@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from pool import Pools
-from test_reading_text import metrics
+from test_teacher_reads_text import metrics
 
-from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.toy.pair import make_tiny_pair
 
 STEPS = 2

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from nemo_oprd.tokens.align import align, align_batch, byte_ends, check_fingerprint, coverage_of
-from nemo_oprd.tokens.matching import equal_spans
-from nemo_oprd.tokens.token_bytes import byte_table
-from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.tokenization.align import align, align_batch, byte_ends, check_fingerprint, coverage_of
+from nemo_oprd.tokenization.matching import equal_spans
+from nemo_oprd.tokenization.token_bytes import byte_table
+from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.toy import task
 
 USER = [{"role": "user", "content": "1+1="}]

@@ -15,16 +15,16 @@ from bridge_data import LAMBDAS, RHO2, STUDENT, TEACHER, collected, gaussian_pai
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.bridge.artifact import describe_tensors, load_bridge, save_bridge, write_manifest
 from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.full_width import draw_projector, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
+from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.representation import ROW_LOSSES
-from nemo_oprd.losses.rows import make_rows
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.teacher.layermap import layer_map
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

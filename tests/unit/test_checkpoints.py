@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from nemo_oprd.survival import checkpoints
-from nemo_oprd.survival.checkpoints import find_checkpoint, prune, read_best, remove_leftovers, seal
+from nemo_oprd.checkpointing import directory as checkpoints
+from nemo_oprd.checkpointing.directory import find_checkpoint, prune, read_best, remove_leftovers, seal
 
 
 def write(root: Path, step: int, best: float | None = None, text: str = "weights") -> None:

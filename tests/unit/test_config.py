@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_oprd.config import default_config_dir, load_config, to_yaml
+from nemo_oprd.config.loading import default_config_dir, load_config, to_yaml
 
 MODELS = ["student.hf_path=a", "teacher.hf_path=b"]
 SHIPPED = sorted(file.stem for file in default_config_dir().glob("*.yaml"))

@@ -22,16 +22,17 @@ def test_nothing_is_patched_where_cuda_is_used() -> None:
         """
         import importlib, torch
         torch.version.cuda = "12.8"
-        from nemo_oprd.megatron import cpu
+        from nemo_oprd.megatron import cpu_patches
         from megatron.core import jit
         assert jit.jit_fuser is torch.compile
-        modules = [importlib.import_module(name) for name in cpu.MODULES_ASKING_FOR_CUDA]
-        functions = [cpu._find(importlib.import_module(m), f) for m, f in cpu.FUNCTIONS_COMPARING_TYPE_NAMES]
+        modules = [importlib.import_module(name) for name in cpu_patches.MODULES_ASKING_FOR_CUDA]
+        named = cpu_patches.FUNCTIONS_COMPARING_TYPE_NAMES
+        functions = [cpu_patches._find(importlib.import_module(m), f) for m, f in named]
         codes = [f.__code__ for f in functions]
         torch.cuda.is_available = lambda: True
-        import nemo_oprd.megatron.model, nemo_oprd.megatron.student, nemo_oprd.rollout.megatron
+        import nemo_oprd.megatron.model, nemo_oprd.distillation.student, nemo_oprd.rollout.megatron_engine
         try:
-            cpu.install()
+            cpu_patches.install()
         except RuntimeError as error:
             print("refused:", error)
         assert all(module.torch is torch for module in modules)
@@ -53,12 +54,12 @@ def test_global_torch_stays_as_it_is() -> None:
         import sys, torch
         before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "cuda", "compile")}
         import nemo_oprd.train
-        from nemo_oprd.megatron import cpu
+        from nemo_oprd.megatron import cpu_patches
         compilers = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
         assert not compilers, compilers
         type_method = torch.Tensor.type
-        cpu.install()
-        cpu.install()  # again: no change
+        cpu_patches.install()
+        cpu_patches.install()  # again: no change
         assert all(getattr(torch, name) is value for name, value in before.items())
         assert torch.Tensor.type is type_method
         mistakes = lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), torch.cuda.current_device
@@ -77,14 +78,15 @@ def test_every_named_place_exists_and_is_changed() -> None:
     run(
         """
         import importlib, torch
-        from nemo_oprd.megatron import cpu
-        found = [cpu._find(importlib.import_module(m), f) for m, f in cpu.FUNCTIONS_COMPARING_TYPE_NAMES]
+        from nemo_oprd.megatron import cpu_patches
+        named = cpu_patches.FUNCTIONS_COMPARING_TYPE_NAMES
+        found = [cpu_patches._find(importlib.import_module(m), f) for m, f in named]
         before = [f.__code__ for f in found]
-        assert all(importlib.import_module(name).torch is torch for name in cpu.MODULES_ASKING_FOR_CUDA)
-        cpu.install()
+        assert all(importlib.import_module(name).torch is torch for name in cpu_patches.MODULES_ASKING_FOR_CUDA)
+        cpu_patches.install()
         assert all(f.__code__ is not code for f, code in zip(found, before))
         for f in found:
-            names = [c for c in f.__code__.co_consts if isinstance(c, str) and c in cpu.CPU_TYPE_NAMES]
+            names = [c for c in f.__code__.co_consts if isinstance(c, str) and c in cpu_patches.CPU_TYPE_NAMES]
             assert not names, (f, names)
         """
     )

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from nemo_oprd.families import FAMILIES, parse_model_spec
-from nemo_oprd.families.base import ModelSpec
+from nemo_oprd.models import FAMILIES, parse_model_spec
+from nemo_oprd.models.base import ModelSpec
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -119,10 +119,10 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_rules_cover_the_hf_model_and_forms_are_inverse(config: dict, size: int) -> None:
-    """Every parameter of transformers' model is made by exactly one rule; shard/unshard and join/take_apart invert."""
+    """Every parameter of transformers' model is made by exactly one rule; shard/unshard and join/split_to_hf invert."""
     spec = parse_model_spec(config)
     shapes = _hf_shapes(spec)
-    rules = FAMILIES[spec.model_type].weight_rules(spec)
+    rules = FAMILIES[spec.model_type].param_mappings(spec)
     names = [name for rule in rules for name in rule.hf]
     assert sorted(names) == sorted(shapes)
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +130,7 @@ def test_rules_cover_the_hf_model_and_forms_are_inverse(config: dict, size: int)
         tensors = [torch.randn(shapes[name], generator=generator) for name in rule.hf]
         joined = rule.form.join(tensors, spec)
         shards = [rule.form.shard(joined, rank, size, spec) for rank in range(size)]
-        again = rule.form.take_apart(rule.form.unshard(shards, spec), spec)
+        again = rule.form.split_to_hf(rule.form.unshard(shards, spec), spec)
         assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
         if rule.form.axis is not None:
             assert len({tuple(shard.shape) for shard in shards}) == 1

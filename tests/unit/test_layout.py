@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_oprd.batch import BatchPlan, StepPlan
-from nemo_oprd.data.packing import Pack, fill_microbatches, make_packs, partition_by_length
+from nemo_oprd.batch.packing import Pack, fill_microbatches, make_packs, partition_by_length
+from nemo_oprd.batch.plan import BatchPlan, StepPlan
+from nemo_oprd.batch.token_table import make_rows
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.distillation.target_transfer import plan_transfers
 from nemo_oprd.layout import Layout
-from nemo_oprd.losses.rows import make_rows
-from nemo_oprd.teacher.transport import plan_transfers
-from nemo_oprd.types import Rollout
 
 LAYOUTS = [
     Layout(),
@@ -96,12 +96,12 @@ def test_microbatches_respect_the_budget() -> None:
 def test_every_row_is_held_once_per_replica_group(layout: Layout) -> None:
     batch = rollouts()
     table = make_rows(batch, positions="last_k", k=5, position="token", aggregation="token_mean")
-    plan = BatchPlan.of(table, [r.length for r in batch], layout, token_budget=40)
+    plan = BatchPlan.build(table, [r.length for r in batch], layout, token_budget=40)
     seen = np.zeros(len(table), dtype=int)
     for rank in layout.ranks:
         at = layout.coordinates(rank)
         if at.pipeline == 0:
-            np.add.at(seen, plan.share(at), 1)
+            np.add.at(seen, plan.owned_rows(at), 1)
     assert (seen == 1).all()
 
 
@@ -110,10 +110,10 @@ def test_held_rows_point_at_their_tokens(layout: Layout) -> None:
     """Lays out (sequence, position) as the model would see it and looks the rows up there."""
     batch = rollouts()
     table = make_rows(batch, positions="all", k=1, position="token", aggregation="token_mean")
-    plan = BatchPlan.of(table, [r.length for r in batch], layout, token_budget=50)
+    plan = BatchPlan.build(table, [r.length for r in batch], layout, token_budget=50)
     for rank in layout.ranks:
         at = layout.coordinates(rank)
-        for pack, held in zip(plan.packs[at.data], plan.held(at), strict=True):
+        for pack, held in zip(plan.packs[at.data], plan.local_rows(at), strict=True):
             whole = np.full((pack.total, 2), -1)
             for i, offset in zip(pack.sequences, pack.offsets, strict=False):
                 length = batch[i].length
@@ -136,7 +136,7 @@ def test_packs_are_divisible_and_even_in_number() -> None:
 
 
 def test_context_slices_cover_a_pack() -> None:
-    pack = Pack.of([0, 1], [13, 6], Layout(context=3))
+    pack = Pack.build([0, 1], [13, 6], Layout(context=3))
     slices = np.concatenate([pack.context_slice(rank) for rank in range(3)])
     assert sorted(slices.tolist()) == list(range(pack.total))
 
@@ -152,7 +152,7 @@ def test_every_layer_and_row_travels_once(teacher: Layout, student: Layout, dedi
     batch = rollouts()
     table = make_rows(batch, positions="last_k", k=4, position="token", aggregation="token_mean")
     lengths = [r.length for r in batch]
-    plans = BatchPlan.of(table, lengths, teacher, 64), BatchPlan.of(table, lengths, student, 48)
+    plans = BatchPlan.build(table, lengths, teacher, 64), BatchPlan.build(table, lengths, student, 48)
     layers = {2: 2, 3: 3, 8: 8}
     ranks = sorted(set(teacher.ranks) | set(student.ranks))
     planned = {rank: plan_transfers(*plans, layers, depth, depth, rank) for rank in ranks}
@@ -176,8 +176,8 @@ def test_waves_split_a_batch_and_keep_its_weights(layout: Layout, microbatches: 
     """Together they hold each row once with its weight in the whole batch; none is larger than asked for."""
     batch = rollouts()
     table = make_rows(batch, positions="last_k", k=5, position="token", aggregation="sequence_mean")
-    plan = BatchPlan.of(table, table.needed_tokens(len(batch)), layout, token_budget=40)
-    waves = plan.waves(microbatches)
+    plan = BatchPlan.build(table, table.needed_tokens(len(batch)), layout, token_budget=40)
+    waves = plan.microbatch_groups(microbatches)
     group = layout.pipeline if layout.virtual_pipeline > 1 else 1  # an interleaved schedule takes whole groups
     for wave in waves:
         assert len({len(packs) for packs in wave.packs}) == 1
@@ -196,7 +196,7 @@ def test_nothing_is_computed_that_no_row_depends_on() -> None:
     batch = [Rollout([1, 2], [3, 4, 5, 6]), Rollout([1], [2], [0]), Rollout([1], [2, 3, 4], [0, 1, 0])]
     table = make_rows(batch, positions="first_k", k=2, position="token", aggregation="token_mean")
     assert table.needed_tokens(3) == [4, 0, 3]
-    plan = StepPlan.of(table, None, 3, Layout(), token_budget=100)
+    plan = StepPlan.build(table, None, 3, Layout(), token_budget=100)
     (pack,) = plan.hidden.packs[0]
     assert (pack.sequences, pack.lengths) == ((0, 2), (4, 3))
     moved = plan.for_teacher(Layout(context=2), 3, 4)
@@ -211,8 +211,8 @@ def test_a_microbatch_has_one_teacher(sizes: dict[str, int]) -> None:
     ]
     table = make_rows(batch, positions="all", k=1, position="token", aggregation="token_mean")
     taught_by = [2, 0, 2, 0, 1]
-    plan = StepPlan.of(table, table, 5, Layout(**sizes), token_budget=9, taught_by=taught_by)
-    for whole in (plan, *plan.waves(1)):
+    plan = StepPlan.build(table, table, 5, Layout(**sizes), token_budget=9, taught_by=taught_by)
+    for whole in (plan, *plan.microbatch_groups(1)):
         for m, teacher in enumerate(whole.taught_by):
             assert {taught_by[i] for packs in whole.hidden.packs for i in packs[m].sequences} <= {teacher}
     assert plan.of_teacher(1) is None

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.live_bytes import LiveBytes
-from nemo_oprd.losses import vocab
-from nemo_oprd.losses.output import OutputLoss, output_rows
-from nemo_oprd.losses.output_chunks import (
+from nemo_oprd.losses import vocab_parallel
+from nemo_oprd.losses.chunked import (
     OutputGradients,
     TeacherStates,
     chunked_logprob,
     chunked_output_loss,
     output_metrics,
 )
-from nemo_oprd.losses.vocab import VocabShard, top_k_ids
-from nemo_oprd.reference import agreement
+from nemo_oprd.losses.divergences import OutputLoss, output_rows
+from nemo_oprd.losses.vocab_parallel import VocabShard, top_k_ids
+from nemo_oprd.verification.reference import agreement
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ROWS, REAL, PADDED = 9, 61, 64
@@ -248,7 +248,7 @@ def test_float32_is_close_to_float64() -> None:
 
 
 def test_top_k_takes_the_lowest_of_equal_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocab, "SLAB", 7)  # several slabs
+    monkeypatch.setattr(vocab_parallel, "SLAB", 7)  # several slabs
     z = torch.cat([logits(1).round(), torch.zeros(2, REAL), logits(4)])
     for k in (1, 2, 5, 60, 61, 99):
         ids = top_k_ids(padded(z)[:, :REAL], k, SHARD)
@@ -305,7 +305,7 @@ def problem(n: int, dtype: torch.dtype = torch.float64, real: int = REAL, size: 
 @pytest.mark.parametrize("slab", [10, 16384])
 def test_chunks(loss: OutputLoss, chunk_tokens: int, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 rows in chunks that do and don't divide them, heads in slabs, against autograd from the hidden states."""
-    monkeypatch.setattr(vocab, "SLAB", slab)
+    monkeypatch.setattr(vocab_parallel, "SLAB", slab)
     case = problem(12)
     before = torch.ones(PADDED, 6, dtype=torch.float64)
     ours = chunked_output_loss(loss, **case, chunk_tokens=chunk_tokens, scale=3.0, head_grad=before)
@@ -375,7 +375,7 @@ def buffers(
     loss: OutputLoss, n: int, chunk_tokens: int, size: int, monkeypatch: pytest.MonkeyPatch, **other: Any
 ) -> float:
     """Peak of one call beyond its two results, in [chunk_tokens, size] float32 tensors; slabs are kept small."""
-    monkeypatch.setattr(vocab, "SLAB", 256)
+    monkeypatch.setattr(vocab_parallel, "SLAB", 256)
     case = problem(n, torch.float32, real=size - 3, size=size) | other
     head_grad = torch.zeros(size, 6)
     with LiveBytes() as counter:

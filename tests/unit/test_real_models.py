@@ -18,11 +18,11 @@ import torch
 from nemo_oprd.bridge.artifact import save_bridge
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.maps import Bridge, LayerBridge
-from nemo_oprd.config import load_config
-from nemo_oprd.families import FAMILIES, parse_model_spec
-from nemo_oprd.megatron.convert import checkpoint_parameters
-from nemo_oprd.objective import Objective, model_identity
-from nemo_oprd.setup import make_layouts
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.objective import Objective, model_identity
+from nemo_oprd.models import FAMILIES, parse_model_spec
+from nemo_oprd.setup.models import make_layouts
+from nemo_oprd.weights.convert import checkpoint_parameters
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
 QWEN = {**COMMON, "rms_norm_eps": 1e-06, "vocab_size": 151936, "use_sliding_window": False}
@@ -144,14 +144,14 @@ def test_shapes_and_frequencies(name: str) -> None:
     theirs = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
     ours = {}
     for parameter in checkpoint_parameters(spec):
-        form, whole = parameter.rule.form, torch.empty(parameter.shape, device="meta")
-        parts = form.take_apart(whole, spec)
-        ours |= {key: tuple(part.shape) for key, part in zip(parameter.rule.hf, parts, strict=True)}
+        form, whole = parameter.mapping.form, torch.empty(parameter.shape, device="meta")
+        parts = form.split_to_hf(whole, spec)
+        ours |= {key: tuple(part.shape) for key, part in zip(parameter.mapping.hf, parts, strict=True)}
         shards = [form.shard(whole, rank, 2, spec) for rank in range(2)]
         assert form.unshard(shards, spec).shape == form.join(parts, spec).shape == whole.shape
     assert ours == theirs
     assert sum(map(prod, ours.values())) == PARAMETERS[name]
-    assert len(FAMILIES[spec.model_type].weight_rules(spec)) == len(checkpoint_parameters(spec))
+    assert len(FAMILIES[spec.model_type].param_mappings(spec)) == len(checkpoint_parameters(spec))
 
     rotary = type(model.model.rotary_emb)(config)  # with data
     torch.testing.assert_close(spec.rope.inv_freq(spec.head_dim)[0], rotary.inv_freq, rtol=1e-6, atol=0)
@@ -172,7 +172,7 @@ def test_the_bridge_recipe(tmp_path: Path) -> None:
     assert names == ["Qwen3-1.7B-Base", "Qwen3-4B"]
     student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in ("Qwen3-1.7B-Base", "Qwen3-4B"))
 
-    fitting = Objective.of(config, student, teacher, fitting=True)
+    fitting = Objective.build(config, student, teacher, fitting=True)
     # eq. (layer mapping), written out: round((l - 1) / 27 * 35) + 1
     assert fitting.layers == {layer: round((layer - 1) / 27 * 35) + 1 for layer in range(1, 29)}
     rank = config.bridge.rank
@@ -182,11 +182,11 @@ def test_the_bridge_recipe(tmp_path: Path) -> None:
         for s, t in fitting.layers.items()
     }
     save_bridge(Bridge(8, pairs, model_identity(student), model_identity(teacher)), tmp_path)
-    objective = Objective.of(config, student, teacher)
+    objective = Objective.build(config, student, teacher)
     assert (objective.layers, objective.target_width, objective.teacher_depth) == (fitting.layers, 8, 36)
     assert not objective.trains_bridge
     whole = ["bridge.train=true", "bridge.path=full_width"]
-    objective = Objective.of(load_config("bridge_qwen3_4b_to_1p7b", whole), student, teacher)
+    objective = Objective.build(load_config("bridge_qwen3_4b_to_1p7b", whole), student, teacher)
     assert objective.layers == fitting.layers and objective.target_width == 2560 and objective.trains_bridge
 
     for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
@@ -213,18 +213,18 @@ def test_the_recipe_across_tokenizers(tmp_path: Path) -> None:
     student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in names)
     assert (student.vocab_size, teacher.vocab_size) == (151936, 200064)
     layers = {layer: round((layer - 1) / 27 * 31) + 1 for layer in range(1, 29)}
-    assert Objective.of(config, student, teacher, fitting=True).layers == layers
+    assert Objective.build(config, student, teacher, fitting=True).layers == layers
     pairs = {
         LayerPair(s, t): LayerBridge(torch.zeros(3072), torch.zeros(4, 3072), torch.zeros(4, 2048))
         for s, t in layers.items()
     }
     save_bridge(Bridge(4, pairs, model_identity(student), model_identity(teacher)), tmp_path)
-    objective = Objective.of(config, student, teacher)
+    objective = Objective.build(config, student, teacher)
     assert (objective.layers, objective.target_width, objective.teacher_depth) == (layers, config.bridge.rank, 32)
-    assert objective.known_ids == student.vocab_size  # all of them may be sampled, the teacher reads text
+    assert objective.vocab_limit == student.vocab_size  # all of them may be sampled, the teacher reads text
     for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
         spec.check_tensor_parallel(layout.tensor, "tensor")
         assert layout.layers_per_stage(spec.num_layers) == [spec.num_layers]
     config.teacher.reads = "ids"
     with pytest.raises(ValueError, match="vocabularies of 151936 and 200064 ids"):
-        Objective.of(config, student, teacher)
+        Objective.build(config, student, teacher)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from nemo_oprd.report import write_report
-from nemo_oprd.run_directory import read_run, short_names
+from nemo_oprd.observability.report.page import write_report
+from nemo_oprd.observability.run_reader import read_run, short_names
 
 pytest.importorskip("matplotlib")
 yaml = pytest.importorskip("yaml")

@@ -11,9 +11,9 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.transformer.transformer_config import TransformerConfig
 from test_families import LLAMA, LLAMA3_ROPE, PHI3
 
-from nemo_oprd.families import parse_model_spec
-from nemo_oprd.families.rope import Rope
 from nemo_oprd.megatron.rotary import decoding_angles, rotate, rotation, scale_rotations
+from nemo_oprd.models import parse_model_spec
+from nemo_oprd.models.rope import Rope
 
 NEW_LLAMA = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
 NEW_LLAMA["rope_parameters"] = {**LLAMA3_ROPE, "rope_theta": 10000.0}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.config import Config, TrainConfig
+from nemo_oprd.config.schema import Config, TrainConfig
+from nemo_oprd.config.weight_schedule import WeightStage, largest, vanishes, weight_at
 from nemo_oprd.megatron import parallel
 from nemo_oprd.megatron.optimizer import learning_rate
-from nemo_oprd.runlog import RunLog
-from nemo_oprd.weight_schedule import WeightStage, largest, vanishes, weight_at
+from nemo_oprd.observability.metrics_log import MetricsLog
 
 
 def test_constant_and_warmup() -> None:
@@ -37,7 +37,7 @@ def test_a_restart_drops_what_it_will_write_again(tmp_path: Path) -> None:
     config.logging.tensorboard = False
     lines = [json.dumps({"step": step, "rep/loss": 1.0}) for step in (0, 1, 2, 2, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "rep')
-    log = RunLog(config, first_step=2)
+    log = MetricsLog(config, first_step=2)
     log.write(3, {"rep/loss": 0.5})
     log.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]

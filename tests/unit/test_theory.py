@@ -13,10 +13,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import theory, theory_gradients, theory_head, theory_rollouts
 from benchmarks.theory_figure import figure
-from nemo_oprd.config import load_config
-from nemo_oprd.reference import reference
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.toy.pair import make_tiny_pair
-from nemo_oprd.types import Rollout
+from nemo_oprd.verification.reference import reference
 
 VOCABULARY, WIDTH = 11, 16
 PREFIX = [3, 1, 4, 1, 5]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.tokens.tokenizer import Tokenizer, copy_tokenizer_files
+from nemo_oprd.tokenization.tokenizer import Tokenizer, copy_tokenizer_files
 from nemo_oprd.toy import task
 
 TEXT = "1234+5678=482'371'269.156.\\boxed{6912}"

@@ -15,8 +15,8 @@ import torch
 from transformers import GenerationConfig, Qwen2ForCausalLM
 
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.families import read_model_spec
-from nemo_oprd.tokens.tokenizer import Tokenizer
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.toy import pair, task
 from nemo_oprd.toy.bpe_teacher import make_bpe_teacher
 

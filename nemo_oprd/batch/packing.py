@@ -1,0 +1,133 @@
+"""Rollouts -> packed microbatches for one layout, and where each token of a pack lives. Pure index arithmetic.
+
+Sequences are laid end to end (THD); there is no padded batch. A sequence is padded only where the layout needs it: to
+a multiple of 2 * context for zig-zag context parallelism, and at the very end of a pack so that sequence parallelism
+divides it. Padding comes after a sequence's last token, so causal attention never sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_oprd.layout import Coordinates, Layout
+
+
+def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:
+    """Splits sequences over `parts` data-parallel ranks with balanced token counts; deterministic.
+
+    Longest first, each to the rank with the fewest tokens so far. Ranks may stay empty. Parts are ascending. Sequences
+    of length 0 are left out.
+    """
+    loads = [0] * parts
+    chosen: list[list[int]] = [[] for _ in range(parts)]
+    for i in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)):
+        part = min(range(parts), key=lambda p: (loads[p], p))
+        chosen[part].append(i)
+        loads[part] += lengths[i]
+    return [sorted(part) for part in chosen]
+
+
+def fill_microbatches(indices: list[int], lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Groups sequences into packs of at most `token_budget` tokens (first fit, longest first); deterministic.
+
+    A sequence longer than the budget gets a pack of its own: it can't be split without changing the result.
+    """
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(indices, key=lambda i: (-lengths[i], i)):
+        fit = next((p for p, free in enumerate(room) if lengths[i] <= free), None)
+        if fit is None:
+            packs.append([])
+            room.append(token_budget)
+            fit = len(packs) - 1
+        packs[fit].append(i)
+        room[fit] -= lengths[i]
+    return packs
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One microbatch: which sequences (indices into the step's rollouts) and their padded places.
+
+    `lengths[j]` tokens of the j-th sequence are computed; `offsets[j]` and `padded[j]` are its start and its padded
+    length in the whole pack.
+    """
+
+    sequences: tuple[int, ...]
+    lengths: tuple[int, ...]
+    offsets: np.ndarray
+    padded: np.ndarray
+    layout: Layout
+
+    @staticmethod
+    def build(sequences: list[int], lengths: list[int], layout: Layout) -> Pack:
+        """Lays out `sequences` for `layout`; no sequences make a pack of padding only (a rank without work)."""
+        unit = 2 * layout.context if layout.context > 1 else 1
+        padded = np.array([-(-lengths[i] // unit) * unit for i in sequences] or [unit], dtype=np.int64)
+        divisor = layout.context * (layout.tensor if layout.sequence else 1)
+        grain = int(np.lcm(divisor, unit))
+        padded[-1] += -int(padded.sum()) % grain
+        offsets = np.concatenate([[0], np.cumsum(padded)[:-1]])
+        return Pack(tuple(sequences), tuple(lengths[i] for i in sequences), offsets, padded, layout)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the whole pack, padding included."""
+        return int(self.padded.sum())
+
+    @property
+    def cu_seqlens(self) -> np.ndarray:
+        """[sequences + 1] cumulative padded lengths of the whole pack (before context parallelism)."""
+        return np.concatenate([self.offsets, [self.total]])
+
+    def context_slice(self, context: int) -> np.ndarray:
+        """Whole-pack positions that context rank `context` holds, in the order in which it holds them."""
+        if self.layout.context == 1:
+            return np.arange(self.total)
+        size = self.layout.context
+        parts = []
+        for offset, length in zip(self.offsets, self.padded, strict=True):
+            chunk = int(length) // (2 * size)
+            parts.append(offset + np.arange(context * chunk, (context + 1) * chunk))
+            mirrored = 2 * size - 1 - context
+            parts.append(offset + np.arange(mirrored * chunk, (mirrored + 1) * chunk))
+        return np.concatenate(parts)
+
+    def local_rows(self, slot: np.ndarray, position: np.ndarray, at: Coordinates) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the tokens (slot-th sequence of the pack, position in it) the rank at `at` holds, and where.
+
+        Returns:
+            (which, rows): indices into the arguments, ascending, and the rows of the rank's hidden state [S, 1, D].
+        """
+        size = self.layout.context
+        if size == 1:
+            owner = np.zeros(len(slot), dtype=np.int64)
+            local = self.offsets[slot] + position
+        else:
+            chunk = self.padded[slot] // (2 * size)
+            number = position // chunk
+            owner = np.minimum(number, 2 * size - 1 - number)
+            local = self.offsets[slot] // size + position % chunk + np.where(number < size, 0, chunk)
+        mine = owner == at.context
+        if self.layout.sequence and self.layout.tensor > 1:
+            share = self.total // size // self.layout.tensor
+            mine &= local // share == at.tensor
+            local = local % share
+        which = np.flatnonzero(mine)
+        return which, local[which]
+
+
+def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[list[Pack]]:
+    """All microbatches of a step: `packs[d]` are those of data-parallel rank d. Sequences of length 0 are left out.
+
+    Every rank gets the same number of microbatches, and with an interleaved schedule a multiple of the pipeline size
+    (it raises on short last groups otherwise); the missing ones are empty packs, whose rows weigh nothing.
+    """
+    parts = partition_by_length(lengths, layout.data)
+    groups = [fill_microbatches(part, lengths, token_budget) for part in parts]
+    count = max(1, *(len(group) for group in groups))
+    if layout.virtual_pipeline > 1:
+        count = -(-count // layout.pipeline) * layout.pipeline
+    return [[Pack.build(group[m] if m < len(group) else [], lengths, layout) for m in range(count)] for group in groups]

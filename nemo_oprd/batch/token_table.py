@@ -1,0 +1,147 @@
+"""Which tokens are supervised, and how much each weighs: from masks to one flat table of rows.
+
+A row is one supervised token of the global batch. Every rank builds the same table from the same rollouts, so the
+counts that normalise the loss are global by construction: there is no mean of means to get wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from nemo_oprd.batch.types import Rollout
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """N supervised rows, ordered by response, then by position.
+
+    `response` [N] indexes the step's rollouts; `position` [N] is the row's index in prompt + response, where the hidden
+    state is taken, `teacher_position` [N] the same in the sequence that the teacher reads; `token` [N] is the response
+    token it belongs to, which is number `from_start` [N] of the response's supervisable tokens and number `from_end`
+    [N] counted backwards (0-based); `weight` [N] float64 sums to 1 over the batch, unless teachers have weights.
+    """
+
+    response: np.ndarray
+    position: np.ndarray
+    teacher_position: np.ndarray
+    token: np.ndarray
+    from_start: np.ndarray
+    from_end: np.ndarray
+    weight: np.ndarray
+    num_responses: int
+
+    def __len__(self) -> int:
+        return len(self.response)
+
+    def for_responses(self, responses: list[int]) -> TokenTable:
+        """The rows of some of the responses, with the weights that they have in the whole batch."""
+        kept = np.flatnonzero(np.isin(self.response, responses))
+        arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
+        return TokenTable(**arrays, num_responses=len(np.unique(self.response[kept])))
+
+    def times(self, factor: np.ndarray) -> TokenTable:
+        """The same rows with their weights multiplied by `factor` [N]."""
+        return replace(self, weight=self.weight * factor)
+
+    def as_read_by_teacher(self) -> TokenTable:
+        """The same rows, at their positions in the teacher's sequences."""
+        return replace(self, position=self.teacher_position)
+
+    def draw(self, count: int, key: tuple[int, ...]) -> TokenTable:
+        """`count` of the rows (at most all) without replacement, the same for the same `key`; they weigh the same."""
+        chosen = np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False)
+        chosen.sort()
+        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "num_responses"}
+        arrays["weight"] = np.full(len(chosen), 1.0 / len(chosen))
+        return TokenTable(**arrays, num_responses=len(np.unique(self.response[chosen])))
+
+    def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
+        """[N] ids of the response tokens that the rows belong to."""
+        flat = np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])
+        starts = np.cumsum([0, *(len(rollout.response_ids) for rollout in rollouts)])
+        return flat[starts[self.response] + self.token]
+
+    def needed_tokens(self, num_responses: int) -> list[int]:
+        """Per response of the batch, the tokens of prompt + response that its rows depend on: none without rows, and
+        nothing after the last row, since attention is causal."""
+        needed = np.zeros(num_responses, dtype=np.int64)
+        np.maximum.at(needed, self.response, self.position + 1)
+        return needed.tolist()
+
+
+def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.ndarray:
+    """Supervised response tokens of one response: those whose mask is 1, or the last/first k of them."""
+    tokens = np.flatnonzero(np.asarray(mask))
+    if positions == "all":
+        return tokens
+    return tokens[-k:] if positions == "last_k" else tokens[:k]
+
+
+def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
+    """int64 [response tokens]: where the teacher's state for each token's row is in its sequence; -1 where it has none.
+
+    Args:
+        shift: 1 takes the states one token earlier: before the first response token that of the prompt's end.
+    """
+    prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
+    if rollout.teacher_index is None:
+        return len(prompt) - shift + np.arange(len(rollout.response_ids))
+    index = np.asarray(rollout.teacher_index, dtype=np.int64)
+    at = np.where(index >= 0, len(prompt) + index, -1)
+    return np.concatenate([[len(prompt) - 1], at[:-1]]) if shift and len(at) else at
+
+
+def make_rows(
+    rollouts: list[Rollout],
+    *,
+    positions: str,
+    k: int,
+    position: str,
+    aggregation: str,
+    asks: str = "loss.representation.position=predicting",
+) -> TokenTable:
+    """The supervised rows of a batch: response tokens whose mask is 1 and whose row has a state of the teacher's.
+
+    Args:
+        positions: "all", "last_k" or "first_k" of them.
+        position: "token" takes the state where token t is the input, "predicting" one earlier.
+        aggregation: "sequence_mean" weighs a row 1 / (responses * rows of its response) (the paper's equation),
+            "token_mean" 1 / rows. Responses without rows count in neither.
+        asks: what needs the state before a token, for the error.
+
+    Raises:
+        ValueError: no response has a supervised token, or "predicting" meets an empty prompt.
+    """
+    shift = 1 if position == "predicting" else 0
+    for i, rollout in enumerate(rollouts):
+        if shift and not rollout.prompt_ids and any(rollout.mask):
+            raise ValueError(
+                f"response {i} has an empty prompt: {asks} needs a token before it; expected at least one, "
+                "such as the tokenizer's first: put it in front"
+            )
+    theirs = [teacher_positions(rollout, shift) for rollout in rollouts]
+    masks = [(np.asarray(r.mask, dtype=np.int64) > 0) & (at >= 0) for r, at in zip(rollouts, theirs, strict=True)]
+    chosen = [select_tokens(mask, positions, k) for mask in masks]
+    counts = np.array([len(tokens) for tokens in chosen], dtype=np.int64)
+    if counts.sum() == 0:
+        raise ValueError(
+            f"none of the {len(rollouts)} responses has a supervised token (mask 1); "
+            "expected at least one: check response_mask and that responses are not empty"
+        )
+    active = int((counts > 0).sum())
+    response = np.repeat(np.arange(len(rollouts)), counts)
+    token = np.concatenate(chosen)
+    starts = np.array([len(rollout.prompt_ids) for rollout in rollouts], dtype=np.int64)
+    if aggregation == "sequence_mean":
+        weight = 1.0 / (active * counts[response].astype(np.float64))
+    else:
+        weight = np.full(len(token), 1.0 / len(token))
+    masked_in = [np.flatnonzero(mask) for mask in masks]
+    from_start = np.concatenate([np.searchsorted(*pair) for pair in zip(masked_in, chosen, strict=True)])
+    totals = np.array([len(tokens) for tokens in masked_in], dtype=np.int64)
+    from_end = totals[response] - 1 - from_start
+    teacher_position = np.concatenate([at[tokens] for at, tokens in zip(theirs, chosen, strict=True)])
+    position_in_student = starts[response] + token - shift
+    return TokenTable(response, position_in_student, teacher_position, token, from_start, from_end, weight, active)

@@ -1,0 +1,272 @@
+"""What is in a training checkpoint: torch_dist shards of model and optimizer, loadable at any TP/PP/DP.
+
+Beside them `state.json` (the step, and what a run must share to go on from it) and `hf/` (config and tokenizer of the
+student's source, so that a checkpoint can be exported by itself). Data order, learning rate and the randomness of
+sampling are pure functions of (seed, step), so the step is all the state they have; training itself draws nothing.
+How a checkpoint is found, kept and recognised as whole is in `checkpointing/directory.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.checkpointing.directory import (
+    LATEST,
+    iteration_directory,
+    partial_directory,
+    prune,
+    read_state,
+    remove_leftovers,
+    seal,
+)
+from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.objective import Objective
+from nemo_oprd.distillation.student import Student
+from nemo_oprd.fault_tolerance.disk import naming
+from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.weights.torch_dist import hf_directory, open_torch_dist
+
+
+def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
+    """Raises ValueError unless the checkpoint after `step` updates is whole, and of a model of `spec`."""
+    directory = iteration_directory(root, step)
+    saved = read_model_spec(hf_directory(directory))
+    differing = [f.name for f in fields(ModelSpec) if f.compare and getattr(saved, f.name) != getattr(spec, f.name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{directory} is a checkpoint of another model: {name}={getattr(saved, name)} there, and "
+            f"{getattr(spec, name)} in the student's config.json; expected that of the same student: choose another "
+            "output"
+        )
+    open_torch_dist(directory)
+    try:
+        torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever damaged bytes give
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{directory / 'common.pt'} can't be read ({reason}); expected plain values and tensors: copy the "
+            f"checkpoint again, or write the number of another one into {root / LATEST}"
+        ) from error
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    student: Student,
+    source: Path,
+    keep: int,
+    *,
+    best: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Writes the checkpoint after `step` updates; every rank of the world calls this.
+
+    Args:
+        source: HF directory whose config and tokenizer files are carried along.
+        keep: checkpoints to keep, the newest first; 0 keeps all.
+        best: written to best.json if this checkpoint is the best one so far (on the first rank).
+        more: of the run, for state.json.
+    """
+    from megatron.core import dist_checkpointing
+
+    from nemo_oprd.checkpointing.writer import in_process_writer
+    from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
+
+    partial = partial_directory(root, step)
+    if dist.get_rank() == 0:
+        remove_leftovers(root)
+        partial.mkdir(parents=True)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # Megatron gathers whole float32 buffers, of sizes that a step has no use for
+    dist.barrier()
+    try:
+        with naming(partial), in_process_writer(), _as_saved(student):
+            dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
+        if dist.get_rank() == 0:
+            with naming(partial):
+                (partial / "hf").mkdir()
+                shutil.copy(source / "config.json", partial / "hf")
+                copy_tokenizer_files(source, partial / "hf")
+                state = {
+                    "step": step,
+                    **resume_signature(student.config, student.objective),
+                    **_kept(student),
+                    **(more or {}),
+                }
+                seal(root, state, best)
+            prune(root, keep, step)
+    except Exception:
+        if dist.get_rank() == 0:  # what fills the disk should not also keep the run from starting again
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    dist.barrier()
+
+
+def resume_signature(config: Config, objective: Objective) -> dict[str, Any]:
+    """What a run must share with a checkpoint to go on from it; everything else may change, layouts above all."""
+    return {
+        "seed": config.seed,
+        "precision": config.precision,
+        "train.distributed_optimizer": config.train.distributed_optimizer,
+        # which parameters have optimizer state
+        "deepest trained layer": objective.trained_depth,
+        "final norm is trained": objective.student_final is not None or objective.trains_head,
+        "head is trained": objective.trains_head,
+        "trained projectors": _trained_projectors(objective),
+        # whose step counts are kept apart
+        "trained in parts": objective.trains_in_parts,
+        # the teacher with teacher.weights=ema
+        "layers of the moving average": objective.teacher_depth if config.teacher.weights == "ema" else 0,
+    }
+
+
+def _trained_projectors(objective: Objective) -> str | None:
+    """None where the bridge is frozen, or where there is none."""
+    if objective.bridge is None or not objective.trains_bridge:
+        return None
+    pairs = " ".join(f"{student}:{teacher}" for student, teacher in sorted(objective.layers.items()))
+    return f"rank {objective.bridge.rank}, layers {pairs}"
+
+
+def _kept(student: Student) -> dict[str, Any]:
+    """What goes into state.json besides."""
+    kept: dict[str, Any] = {"gaps": student.adaptive.state()}
+    if student.objective.trains_in_parts:
+        kept["partial training"] = student.partial_training.state
+    return kept
+
+
+@contextmanager
+def _as_saved(student: Student) -> Iterator[None]:
+    """Within, optimizer and moving average are in the form that is saved."""
+    with ExitStack() as forms:
+        if student.role.is_member:
+            forms.enter_context(student.partial_training.one_count())
+        if student.average is not None:
+            forms.enter_context(student.average.in_float32())
+        yield
+
+
+# what checkpoints of earlier versions don't say
+_UNSAID = {"trained in parts": False, "layers of the moving average": 0}
+
+
+def check_resume_signature(root: Path, step: int, config: Config, objective: Objective) -> None:
+    """Raises ValueError where the run can't go on from the checkpoint after `step` updates."""
+    state = read_state(iteration_directory(root, step))
+    for name, value in resume_signature(config, objective).items():
+        saved = state.get(name, _UNSAID.get(name))
+        if saved != value:
+            raise ValueError(
+                f"{iteration_directory(root, step)} was made with {name}={saved} and this run has {value}: "
+                "the run could not go on as it began; set it back, or choose another output"
+            )
+
+
+def load_checkpoint(root: Path, step: int, student: Student) -> None:
+    """Loads model and optimizer, at whatever layout the student has now; every rank of the world calls this."""
+    from megatron.core import dist_checkpointing
+
+    directory = iteration_directory(root, step)
+    if student.role.is_member:
+        prepare_adam_for_loading(student.optimizer)
+    with student.average.in_float32() if student.average is not None else nullcontext():
+        state = _sharded_state(student, is_loading=True)
+        loaded = dist_checkpointing.load(state, str(directory))
+        for i, chunk in enumerate(student.average.chunks if student.average is not None else ()):
+            if f"average{i}" in state:
+                chunk.load_state_dict(loaded[f"average{i}"])
+    if not student.role.is_member:
+        return
+    for i, chunk in enumerate(student.ddp):
+        chunk.module.load_state_dict(loaded[f"model{i}"])
+    if "optimizer" in state:
+        student.optimizer.load_state_dict(loaded["optimizer"])
+        separate_adam_steps(student.optimizer)
+    saved = read_state(directory)
+    student.adaptive.restore(saved.get("gaps", {}))
+    if student.objective.trains_in_parts:
+        student.partial_training.restore(saved["partial training"])
+
+
+def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
+    """Megatron's sharded state; empty on ranks without the role, which only join the collectives."""
+    if not student.role.is_member:
+        return {}
+    metadata = {
+        "dp_cp_group": student.role.groups.dp_cp,  # type: ignore[attr-defined]
+        # the one format that can be loaded at another TP and PP
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+    model = {**_sharded_model(student, metadata), **_sharded_average(student, metadata)}
+    if not any(p.requires_grad for chunk in student.chunks for p in chunk.parameters()):
+        return model  # a stage above the deepest supervised layer trains nothing
+    # One key per layer here: a key over all layers may not have holes, and layers above the deepest supervised one have
+    # no optimizer state.
+    by_layer = _sharded_model(student, {**metadata, "non_homogeneous_layers": True})
+    optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
+    return {**model, "optimizer": optimizer}
+
+
+def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The teacher that is the student's moving average, which may have fewer layers: one key per layer."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    parts = {}
+    for i, chunk in enumerate([] if student.average is None else student.average.chunks):
+        part = chunk.sharded_state_dict(metadata={**metadata, "non_homogeneous_layers": True})
+        add_prefix_for_sharding(part, "teacher_average.")
+        if part:  # a chunk whose layers the teacher doesn't have holds nothing
+            parts[f"average{i}"] = part
+    return parts
+
+
+def _sharded_model(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(student.ddp)}
+
+
+def prepare_adam_for_loading(optimizer: Any) -> None:
+    """Lets Megatron's distributed optimizer load into PyTorch's AdamW (elsewhere it has Apex's or TE's Adam).
+
+    Two gaps: it loads into existing state only, so AdamW gets what a first step would give it; and it copies every
+    entry of that state but never loads "step" (which comes with the parameter groups), so "step" is handed back as is.
+    """
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            continue
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                if p not in part.optimizer.state:
+                    state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    part.optimizer.state[p] = {"step": torch.zeros(()), **state}
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            copy = type(part)._set_main_param_and_optimizer_states
+            part._set_main_param_and_optimizer_states = functools.partial(_copy_with_step, part, copy)
+
+
+def separate_adam_steps(optimizer: Any) -> None:
+    """Gives every parameter a step counter of its own after loading.
+
+    Megatron loads one tensor into all of them, and AdamW then counts it up once per parameter and update.
+    """
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.as_tensor(state["step"]).clone()
+
+
+def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    group, order = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group]["params"][order]
+    copy(part, model_param, {**tensors, "step": part.optimizer.state[main_param]["step"]})

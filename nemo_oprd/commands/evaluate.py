@@ -1,0 +1,47 @@
+"""`evaluate`: samples a model (the configuration's student) on its validation sets and prints the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.evaluation.sample import Evaluator, table
+from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.parallel import init_distributed, seed_everything
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.rollout.megatron_engine import MegatronEngine
+from nemo_oprd.setup.models import check_rollout_ranks, check_vocabulary, model_directory, open_model, world_size
+from nemo_oprd.tokenization.tokenizer import Tokenizer
+
+
+def evaluate(config: Config) -> None:
+    """Writes `output/evaluation.json` and prints the table. Only `rollout.tensor` shapes the layout.
+
+    Raises:
+        ValueError: no validation set, or bad models or data.
+    """
+    if not config.data.validation:
+        raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")
+    source = model_directory(config.student)
+    spec = read_model_spec(source)
+    tokenizer = Tokenizer.load(source)
+    check_output(config.output)
+    check_vocabulary(tokenizer, spec, source)
+    evaluator = Evaluator(config, tokenizer, spec.max_positions)
+    spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    check_rollout_ranks(config, world_size())
+    read = open_model(config.student, spec)
+    init_distributed()
+    engine = MegatronEngine(config, spec, Layout(data=dist.get_world_size()), tokenizer.eos_ids)
+    seed_everything(config.seed, engine.role)
+    engine.load(read, str(source))
+    metrics = evaluator.evaluate(engine)
+    if dist.get_rank() == 0:
+        output = Path(config.output)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "evaluation.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        print(table({source.name: metrics}, config.evaluation.samples))

@@ -1,0 +1,114 @@
+"""`verify`: the training step itself on replayed rollouts, the optimizer left out; writes losses and gradients.
+
+What a user runs before launching 64 GPUs: the same batch at two layouts must give the same two files.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.step import System
+from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.distillation.trained_projectors import bridge_gradients
+from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.setup.data import recorded_rollouts
+from nemo_oprd.setup.models import make_system
+from nemo_oprd.verification.reference import agreement, reference
+
+
+def verify(config: Config, *, against_reference: bool = False) -> None:
+    """Writes `losses.json` and `grads.safetensors` into `config.output`; an earlier verify's files are replaced.
+
+    Raises:
+        ValueError: bad input, or an output directory that something else has filled.
+    """
+    if config.rollout.replay is None:
+        raise ValueError(
+            "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
+        )
+    if against_reference and not all(model.hf_path for model in (config.student, *config.teacher_sources)):
+        raise ValueError("verify --against reference needs all models as hf_path: student.hf_path and teacher.hf_path")
+    output = Path(config.output)
+    ours = {"losses.json", "grads.safetensors"}
+    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):
+        raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
+    check_output(output)
+    rollouts = recorded_rollouts(config)
+    assert rollouts is not None
+    system = make_system(config)
+    # unwatched: a sampled token's teacher then says what it says in most updates
+    result = system.accumulate(rollouts, step=0, whole_gradients=True, watch=False)
+    if result is not None:
+        if result.nonfinite_reason:
+            raise ValueError(f"{result.nonfinite_reason}; expected finite numbers: look for NaN in the models' weights")
+        # every rank takes part in the gathering, one keeps the result
+        student = system.student
+        stream = chain(student.hf_gradients(), bridge_gradients(student.chunks, student.role, student.objective))
+        gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
+        if dist.get_rank() == 0:
+            output.mkdir(parents=True, exist_ok=True)
+            save_file(gradients, output / "grads.safetensors")
+            losses = loss_report(result, system, rollouts)
+            (output / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
+            print(json.dumps(losses))
+            if against_reference:
+                print(compare(config, rollouts, losses, gradients))
+    dist.barrier()
+
+
+def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: dict[str, torch.Tensor]) -> str:
+    """A table of deviations from the plain Hugging Face computation.
+
+    Per layer that of its loss, and the largest one of its parameters' gradients with the parameter's name.
+    """
+    expected = reference(config, rollouts)
+    deviations = agreement(gradients, expected["gradients"])
+    blocks: dict[str, list[str]] = {}
+    for name in deviations:
+        parts = name.split(".")
+        blocks.setdefault(f"layer {int(parts[2]) + 1:>3}" if parts[1] == "layers" else "others   ", []).append(name)
+    lines = ["", "against the plain Hugging Face computation (float64, one process), relative deviations:"]
+    lines.append("           loss     gradient  largest at")
+    theirs = {f"layer {layer:>3}": (str(layer), value) for layer, value in expected["rep/loss_per_layer"].items()}
+    for block in sorted({*blocks, *theirs}):
+        layer, value = theirs.get(block, ("", None))
+        loss = "" if value is None else f"{_relative(losses['rep/loss_per_layer'][layer], value):.1e}"
+        worst = max(blocks.get(block, []), key=deviations.__getitem__, default=None)
+        lines.append(f"{block}  {loss:<7}  {f'{deviations[worst]:.1e}   {worst}' if worst else 'no gradient'}")
+    if "output/loss" in expected:
+        lines.append(f"output     {_relative(losses['output/loss'], expected['output/loss']):.1e}")
+    largest = max(deviations.values())
+    lines.append(f"largest gradient deviation over {len(deviations)} parameters: {largest:.1e}")
+    return "\n".join(lines)
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours / theirs - 1) if theirs else abs(ours)
+
+
+def loss_report(result: StepMetrics, system: System, rollouts: list[Rollout]) -> dict:
+    """The contents of losses.json."""
+    table = system.objective.rows(rollouts)
+    representation = {
+        "rep/loss": result.rep_loss,
+        "rep/loss_per_layer": {str(layer): loss for layer, loss in result.rep_loss_per_layer.items()},
+    }
+    output = {} if result.output_loss is None else {"output/loss": result.output_loss}
+    return {
+        "loss/total": result.loss,
+        **output,
+        **(representation if result.rep_loss_per_layer else {}),
+        "counts": {
+            "responses": table.num_responses,
+            "supervised_tokens": len(table),
+            "response_tokens": sum(sum(rollout.mask) for rollout in rollouts),
+        },
+    }

@@ -1,0 +1,114 @@
+"""How a configuration is put together: schema <- YAML in conf/ <- command line.
+
+Hydra composes the YAML (so `defaults:` lists and groups work) and parses overrides; after `load_config` everything is
+plain objects. Unknown keys and contradictory values are errors that name the key, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.values import build, check_key, refuse_secrets
+
+
+def default_config_dir() -> Path:
+    """`conf/` of the source tree, or the copy that an installed wheel carries."""
+    package = Path(__file__).parent.parent
+    packaged = package / "_conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def load_config(name: str, overrides: list[str] | None = None, config_dir: str | Path | None = None) -> Config:
+    """Composes configuration `name` with Hydra-style `overrides` (`train.lr=1e-4`, `loss=group_entry`) and checks it.
+
+    Raises:
+        ValueError: no such configuration, an unknown key (the nearest known one is named), a value of the wrong type,
+            or values that contradict each other.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    from nemo_oprd.config.checks import check
+
+    directory = Path(config_dir or default_config_dir()).resolve()
+    if not directory.is_dir():
+        raise ValueError(f"--config-dir {config_dir}: no such directory; expected one with {name}.yaml in it")
+    name = name.removesuffix(".yaml")
+    if not (directory / f"{name}.yaml").is_file():
+        known = sorted(file.stem for file in directory.glob("*.yaml"))
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        raise ValueError(
+            f"--config-name {name}: no {name}.yaml in {directory}, expected one of {known}"
+            + (f"; did you mean {near[0]!r}?" if near else "; choose one, or name its directory with --config-dir")
+        )
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides or []))
+        groups = [o for o in parsed if (directory / str(o.key_or_group)).is_dir()]
+        with initialize_config_dir(version_base=None, config_dir=str(directory)):
+            composed = compose(name, overrides=[str(o.input_line) for o in groups])
+        merged: Any = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
+        for override in parsed:
+            if override in groups:
+                continue
+            if override.is_delete() or override.is_sweep_override():
+                raise ValueError(
+                    f"{override.input_line}: expected key=value; deletions and sweeps are not supported: give one "
+                    "value, or null"
+                )
+            check_key(Config, override.key_or_group, "command line")
+            _check_number(override.key_or_group, merged)
+            OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
+        _replace_model_sources(merged, {str(override.key_or_group) for override in parsed})
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"configuration {name}: {reason}; expected YAML in {name}.yaml and KEY=VALUE on the command line: "
+            "correct it"
+        ) from error
+    if not isinstance(plain, dict):
+        raise ValueError(f"configuration {name}: {name}.yaml holds a list, expected keys and values; correct it")
+    refuse_secrets(plain, "")
+    config: Config = build(Config, plain)
+    check(config)
+    return config
+
+
+def _check_number(key: str, merged: Any) -> None:
+    """Raises ValueError for a key of a teacher that the list doesn't have."""
+    names = key.split(".")
+    number = int(names[1]) if names[0] == "teachers" and names[1:] and names[1].isdecimal() else None
+    if len(names) > 1 and names[0] == "teachers" and (number is None or number >= len(merged.teachers)):
+        raise ValueError(
+            f"{key}: the configuration has {len(merged.teachers)} teachers, counted from 0; expected one of them: list "
+            "them in a file, or all on the command line, teachers=[{...},{...}]"
+        )
+
+
+def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
+    """A model named on the command line replaces the file's, also where the file names the other kind of source."""
+    for role in ("student", "teacher"):
+        for given, other in (("hf_path", "checkpoint"), ("checkpoint", "hf_path")):
+            named = f"{role}.{given}" in overridden and merged[role][given] is not None
+            if named and f"{role}.{other}" not in overridden:
+                merged[role][other] = None
+
+
+def to_yaml(config: Config) -> str:
+    """The complete configuration as YAML; `load_config` reads it back."""
+    import yaml
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)

@@ -1,0 +1,238 @@
+"""The output losses on hidden states: the product with the head, the divergence and both gradients, chunk by chunk.
+
+A pipeline's last stage calls this in its backward pass, once per microbatch. No tensor of [rows, vocabulary] exists
+beyond one chunk of `chunk_tokens` rows; `output.py` says what is alive inside one. Products take their factors in the
+dtype they come in (bfloat16 in bf16 runs, gradients of logits rounded to it as in any backward pass of a head) and
+accumulate in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from nemo_oprd.losses.divergences import OutputLoss, OutputRows, output_rows
+from nemo_oprd.losses.vocab_parallel import (
+    VocabShard,
+    compute_dtype,
+    gather_ids,
+    head_logits,
+    log_softmax_,
+    matmul,
+    slabs,
+)
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """The teacher before its head: hidden states [n, D_T] of the same rows and this rank's head shard [size, D_T].
+
+    Both models' shards cover the same ids; widths and dtypes may differ.
+    """
+
+    hidden: torch.Tensor
+    head: torch.Tensor
+
+
+# the teacher's distribution, or only its log-probabilities [n] of the sampled tokens at the loss's temperature
+Teacher: TypeAlias = "TeacherStates | torch.Tensor"
+
+
+@dataclass(frozen=True)
+class OutputSums:
+    """Float64 scalars on the rows' device, the same on every tensor-parallel rank.
+
+    `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, `rows` is how
+    many: divide after both were summed over the data-parallel ranks. Without rows the names are the same, the sums 0.
+    `student_logprob` [n] is the student's log-probability of each row's token, `per_row` [n] its part of `loss`.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    rows: int
+    student_logprob: torch.Tensor
+    per_row: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OutputGradients:
+    """Of `hidden` [n, D] and `head` [size, D] (None for a frozen head), float32 (float64 for float64 inputs)."""
+
+    sums: OutputSums
+    hidden: torch.Tensor
+    head: torch.Tensor | None
+
+
+@torch.no_grad()
+def chunked_output_loss(
+    loss: OutputLoss,
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    teacher: Teacher,
+    tokens_N: torch.Tensor,
+    weight_N: torch.Tensor,
+    shard: VocabShard,
+    *,
+    chunk_tokens: int,
+    scale: float = 1.0,
+    old_logprob_N: torch.Tensor | None = None,
+    head_grad: torch.Tensor | None = None,
+    train_head: bool = True,
+    reduce_hidden: bool = True,
+) -> OutputGradients:
+    """Gradients of scale * sum_n weight_n value_n, and the sums to report.
+
+    Args:
+        hidden_ND: student rows, after the final norm, the same on every tensor-parallel rank.
+        head_VD: this rank's shard [size, D] of the student's head; padding rows are never read.
+        weight_N: 1 / global counts, so that local sums add up to the global mean.
+        scale: multiplies gradients only: the loss's weight and the schedule's factor.
+        head_grad: the head's gradient is added here (Megatron's main_grad, [size, D] float32) instead of to zeros.
+        train_head: False leaves the head's gradient out.
+        reduce_hidden: sum the rows' gradient over the tensor-parallel ranks. False returns this rank's part, which
+            sequence parallelism reduce-scatters.
+
+    Raises:
+        ValueError: `head_grad` is too coarse to accumulate in, or chunk_tokens < 1.
+    """
+    dtype = compute_dtype(hidden_ND)
+    if not train_head:
+        head_grad = None
+    elif head_grad is None:
+        head_grad = torch.zeros(head_VD.shape, dtype=dtype, device=head_VD.device)
+    elif head_grad.dtype != dtype:
+        raise ValueError(f"head_grad is {head_grad.dtype}: chunks accumulate in {dtype}; pass such a buffer, or none")
+    grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
+    sums = _Accumulator(weight_N)
+    for chunk in _chunks(len(hidden_ND), chunk_tokens):
+        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, old_logprob_N, with_grad=True)
+        sums.add(rows, chunk)
+        assert rows.grad_logits is not None
+        rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
+        _through_head_(rows.grad_logits, hidden_ND[chunk], head_VD, shard, grad_hidden_ND[chunk], head_grad)
+        del rows  # or its gradient would live beside the next chunk's three tensors
+    if reduce_hidden:
+        shard.sum_(grad_hidden_ND)
+    return OutputGradients(sums.result(), grad_hidden_ND, head_grad)
+
+
+@torch.no_grad()
+def output_metrics(
+    loss: OutputLoss,
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    teacher: Teacher,
+    tokens_N: torch.Tensor,
+    weight_N: torch.Tensor,
+    shard: VocabShard,
+    *,
+    chunk_tokens: int,
+    old_logprob_N: torch.Tensor | None = None,
+) -> OutputSums:
+    """The sums of `chunked_output_loss` without gradients, for watching a loss that is not trained on."""
+    sums = _Accumulator(weight_N)
+    for chunk in _chunks(len(hidden_ND), chunk_tokens):
+        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, old_logprob_N, with_grad=False)
+        sums.add(rows, chunk)
+    return sums.result()
+
+
+@torch.no_grad()
+def chunked_logprob(
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    tokens_N: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each row's token and entropy of its distribution, both [n] on every rank.
+
+    What a teacher sends for sampled_token: two numbers per token; also how a policy records what it sampled with.
+    """
+    logprob_N = torch.zeros(len(hidden_ND), dtype=compute_dtype(hidden_ND), device=hidden_ND.device)
+    entropy_N = torch.zeros_like(logprob_N)
+    for chunk in _chunks(len(hidden_ND), chunk_tokens):
+        logits_CV = head_logits(hidden_ND[chunk], head_VD, shard)
+        entropy_N[chunk] = log_softmax_([logits_CV], shard, temperature)[0]
+        logprob_N[chunk] = gather_ids([logits_CV], tokens_N[chunk, None], shard)[0, :, 0]
+    return logprob_N, entropy_N
+
+
+def _chunks(n: int, chunk_tokens: int) -> Iterator[slice]:
+    """Slices of 0..n; one empty slice where n is 0, so that every rank of a run reports the same names."""
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected a whole number from 1 on")
+    return (slice(start, min(start + chunk_tokens, n)) for start in range(0, max(n, 1), chunk_tokens))
+
+
+def _rows(
+    loss: OutputLoss,
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    teacher: Teacher,
+    tokens_N: torch.Tensor,
+    shard: VocabShard,
+    chunk: slice,
+    old_logprob_N: torch.Tensor | None,
+    *,
+    with_grad: bool,
+) -> OutputRows:
+    """`output_rows` of one chunk; only real ids are multiplied, so its logits have no padding columns."""
+    student_CV = head_logits(hidden_ND[chunk], head_VD, shard)
+    teacher_CV = None
+    if isinstance(teacher, TeacherStates):
+        # both models compute in one precision, the student's
+        teacher_CV = head_logits(teacher.hidden[chunk], teacher.head, shard).to(student_CV.dtype)
+    return output_rows(
+        loss,
+        student_CV,
+        tokens_N[chunk],
+        shard.trimmed(),
+        teacher_logits_CV=teacher_CV,
+        teacher_logprob_C=None if isinstance(teacher, TeacherStates) else teacher[chunk],
+        old_logprob_C=None if old_logprob_N is None else old_logprob_N[chunk],
+        with_grad=with_grad,
+    )
+
+
+def _through_head_(
+    grad_CV: torch.Tensor,
+    hidden_CD: torch.Tensor,
+    head_VD: torch.Tensor,
+    shard: VocabShard,
+    grad_hidden_CD: torch.Tensor,
+    head_grad: torch.Tensor | None,
+) -> None:
+    """A chunk's gradient of the logits: times the head, added to the rows'; times the rows, added to the head's."""
+    for columns in slabs(shard.real):
+        part_CV = grad_CV[:, columns].to(head_VD.dtype)
+        grad_hidden_CD += matmul(part_CV, head_VD[columns])
+        if head_grad is not None:
+            head_grad[columns] += matmul(part_CV.T, hidden_CD)
+
+
+class _Accumulator:
+    """Adds up rows in float64."""
+
+    def __init__(self, weight_N: torch.Tensor) -> None:
+        self._weight_N = weight_N.double()
+        self._loss = self._weight_N.new_zeros(())
+        self._metrics: dict[str, torch.Tensor] = {}
+        self._student_logprob: list[torch.Tensor] = []
+        self._per_row: list[torch.Tensor] = []
+
+    def add(self, rows: OutputRows, chunk: slice) -> None:
+        self._per_row.append(self._weight_N[chunk] * rows.value.double())
+        self._loss = self._loss + self._per_row[-1].sum()
+        self._student_logprob.append(rows.metrics["student_logprob"].clone())
+        for name, values_C in rows.metrics.items():
+            self._metrics[name] = values_C.sum(dtype=torch.float64) + self._metrics.get(name, 0)
+
+    def result(self) -> OutputSums:
+        logprob, per_row = torch.cat(self._student_logprob), torch.cat(self._per_row)
+        return OutputSums(self._loss, self._metrics, len(self._weight_N), logprob, per_row)

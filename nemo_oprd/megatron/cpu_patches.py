@@ -1,0 +1,165 @@
+"""Lets stock Megatron-core run on a machine without CUDA, over gloo.
+
+Megatron-core asks for CUDA devices by name in a few modules: `device="cuda"`, `torch.cuda.current_device()`,
+`tensor.type() == "torch.cuda.FloatTensor"`. `install()` replaces exactly those places. The global `torch` module
+stays as it is, so a device mistake in any other code (ours included) still fails loudly instead of landing on the CPU.
+
+Three kinds of change, each listed in a table below:
+- `MODULES_ASKING_FOR_CUDA`: the module's own name `torch` becomes a view of torch whose CUDA questions are answered
+  for the CPU.
+- `FUNCTIONS_COMPARING_TYPE_NAMES`: CUDA type names among a function's constants become CPU type names.
+- `cuda_rng`: the two functions through which the RNG tracker and activation checkpointing read the CUDA generator.
+
+Nothing here is changed where CUDA is available: `install()` refuses to run there. `import_uncompiled()`, which only
+saves time, asks for less: a torch that was built without CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MODULES_ASKING_FOR_CUDA = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.tensor_parallel.utils",
+    "megatron.core.utils",
+)
+
+# (module, qualified name) of functions that compare `tensor.type()` with CUDA names, or move with .cuda()
+FUNCTIONS_COMPARING_TYPE_NAMES = (
+    ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._build_model_and_main_param_groups"),
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
+    ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
+    ("megatron.core.models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
+)
+CPU_TYPE_NAMES = {
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor")
+_installed = False
+
+
+class _CpuAnswers(types.ModuleType):
+    """The part of `torch.cuda` that Megatron-core calls unconditionally; anything else raises AttributeError."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda (CPU stand-in)")
+        self.OutOfMemoryError = torch.cuda.OutOfMemoryError
+        self.CUDAGraph = torch.cuda.CUDAGraph
+
+    current_device = staticmethod(lambda: torch.device("cpu"))
+    is_available = staticmethod(lambda: False)
+    synchronize = staticmethod(lambda *_: None)
+    empty_cache = staticmethod(lambda: None)
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
+    manual_seed = staticmethod(lambda seed: torch.default_generator.manual_seed(seed))
+
+
+class _TorchOnCpu(types.ModuleType):
+    """Torch as one Megatron module sees it: the same objects, with CUDA devices answered by the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CpuAnswers()
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _replace_names(code: types.CodeType) -> types.CodeType:
+    """`code` with CPU type names for CUDA ones, and `.cpu()` for `.cuda()`, in nested tuples of constants too."""
+
+    def replace(constant: Any) -> Any:
+        if isinstance(constant, tuple):
+            return tuple(replace(item) for item in constant)
+        if isinstance(constant, types.CodeType):
+            return _replace_names(constant)
+        return CPU_TYPE_NAMES.get(constant, constant) if isinstance(constant, str) else constant
+
+    names = tuple("cpu" if name == "cuda" else name for name in code.co_names)
+    return code.replace(co_consts=replace(code.co_consts), co_names=names)
+
+
+def _find(module: types.ModuleType, qualified_name: str) -> Any:
+    found: Any = module
+    for part in qualified_name.split("."):
+        found = found.__dict__[part] if isinstance(found, type) else getattr(found, part)
+    return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def import_uncompiled() -> None:
+    """Imports Megatron-core, on a torch built without CUDA with `torch.compile` as the identity meanwhile.
+
+    Megatron decorates its fused functions with it, which we don't use; the decorator imports the compiler, a quarter of
+    what a process takes to start. Such a torch (and no other) can be recognised without waking a driver.
+    """
+    compile_ = torch.compile
+    if torch.version.cuda is None and torch.version.hip is None:
+        torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compile_  # type: ignore[assignment]
+
+
+def install() -> None:
+    """Patches Megatron-core for a process without CUDA; calling it again changes nothing.
+
+    Raises:
+        RuntimeError: CUDA is available. Megatron-core needs no help there, and a patched one would hide mistakes.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("nemo_oprd.megatron.cpu_patches.install() is for machines without CUDA; this one has CUDA")
+    if _installed:
+        return
+    view = _TorchOnCpu()
+    for name in MODULES_ASKING_FOR_CUDA:
+        module = importlib.import_module(name)
+        module.torch = view  # type: ignore[attr-defined]
+    for module_name, qualified_name in FUNCTIONS_COMPARING_TYPE_NAMES:
+        function = _find(importlib.import_module(module_name), qualified_name)
+        function.__code__ = _replace_names(function.__code__)
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    rng._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
+    rng._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+    _installed = True

@@ -1,0 +1,37 @@
+"""How a rank's parameters are called in the weight mappings: layers numbered over the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from nemo_oprd.models import FAMILIES, ModelSpec
+from nemo_oprd.models.base import ParamMapping
+
+# Transformer Engine fuses the norm before a linear layer into it, and names its weight after that layer.
+TE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
+
+
+def local_name(chunk: GPTModel, name: str) -> str:
+    """A chunk's parameter name -> the mapping's: layers of the whole model, Transformer Engine's names resolved."""
+    if not name.startswith("decoder.layers."):
+        return name
+    _, _, index, rest = name.split(".", 3)
+    layer = chunk.decoder.layers[int(index)].layer_number - 1
+    return f"decoder.layers.{layer}.{_TE_TO_LOCAL.get(rest, rest)}"
+
+
+def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
+    """Rule name -> parameter, over this rank's chunks. The head's copy of tied embeddings keeps its own name."""
+    return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
+
+
+def mappings_by_name(spec: ModelSpec) -> dict[str, ParamMapping]:
+    """All weight mappings of a model, in order, by Megatron name."""
+    return {mapping.megatron: mapping for mapping in FAMILIES[spec.model_type].param_mappings(spec)}

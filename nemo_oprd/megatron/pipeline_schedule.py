@@ -1,0 +1,143 @@
+"""One pass of packed microbatches through Megatron's own schedules, for the student and for the teacher alike.
+
+A microbatch carries everything with it: tokens, packing, and the observer that captures or supervises. The loss
+function that the schedule wants on the last stage returns a root that is zero and reaches every node, so that backward
+runs; what is learned comes from the gradients that the layers inject (see `inject.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from nemo_oprd.batch.packing import Pack
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.megatron.attention import AttentionPlan
+from nemo_oprd.megatron.model import layer_backend
+from nemo_oprd.megatron.observed_layer import ObservedSequences, Observer
+from nemo_oprd.megatron.parallel import Role, device
+
+
+def refuse_layer_bypasses(config: Any) -> None:
+    """Raises ValueError for settings of a Megatron `TransformerConfig` under which layers run without their forward.
+
+    A replayed CUDA graph repeats kernels and knows nothing of this microbatch's rows and targets; a schedule plan calls
+    the parts of a layer one by one. Either would train nothing, or the rows of another microbatch.
+    """
+    for name, harmless in (
+        ("cuda_graph_impl", "none"),
+        ("enable_cuda_graph", False),
+        ("external_cuda_graph", False),
+        ("overlap_moe_expert_parallel_comm", False),
+    ):
+        value = getattr(config, name, harmless)
+        if value not in (harmless, None):
+            raise ValueError(
+                f"{name}={value}: layers would run without their forward, where hidden states are captured and "
+                f"gradients injected; expected {name}={harmless}"
+            )
+
+
+@dataclass
+class Microbatch:
+    """Tokens [1, S] of this context rank, and the packed sequences with their observer."""
+
+    input_ids: torch.Tensor
+    sequences: ObservedSequences
+    pack: Pack
+    context: int
+
+    def set_sequence_bounds(self, layers: str) -> None:
+        """Puts the sequences' bounds where the attention of these layers (`layer_backend`) looks for them.
+
+        Ours reads lengths on the host and follows a plan; Transformer Engine's kernels want the lengths on the device.
+        """
+        te, sequences = layers == "transformer_engine", self.sequences
+        cu_seqlens = torch.from_numpy(self.pack.cu_seqlens.astype(np.int32)).to(device() if te else "cpu")
+        sequences.cu_seqlens_q = sequences.cu_seqlens_kv = cu_seqlens
+        sequences.attention_plan = None if te else AttentionPlan.build(self.pack, self.context, device())
+
+
+def make_microbatch(
+    pack: Pack, rollouts: list[Rollout], role: Role, observer: Observer | None, depth: int | None
+) -> Microbatch:
+    """Lays the tokens of `pack` out for this rank; padding tokens have id 0 and are never supervised."""
+    assert role.coords is not None
+    ids = np.zeros(pack.total, dtype=np.int64)
+    for i, length, offset in zip(pack.sequences, pack.lengths, pack.offsets, strict=False):
+        rollout = rollouts[i]
+        ids[offset : offset + length] = (rollout.prompt_ids + rollout.response_ids)[:length]
+    here = device()
+    local = ids[pack.context_slice(role.coords.context)]
+    longest = int(pack.padded.max())
+    sequences = ObservedSequences(
+        qkv_format="thd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        observer=observer,
+        depth=depth,
+        total_lengths=tuple(len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in pack.sequences),
+    )
+    return Microbatch(torch.from_numpy(local)[None].to(here), sequences, pack, role.coords.context)
+
+
+def run_schedule(
+    chunks: list[Any],
+    role: Role,
+    microbatches: list[Microbatch],
+    *,
+    forward_only: bool,
+    finalize: bool = True,
+    force_all_reduce: bool = False,
+) -> None:
+    """Forward (and backward, with gradient finalisation) over all microbatches of this data-parallel rank.
+
+    Args:
+        chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.
+        finalize: reduce the gradients over ranks at the end; False leaves that to a later call.
+        force_all_reduce: leave complete gradients on every rank even where the distributed optimizer wants shards.
+    """
+    layout = role.layout
+    config = chunks[0].config
+    refuse_layer_bypasses(config)
+    layers = layer_backend(config.params_dtype)
+    for microbatch in microbatches:
+        microbatch.set_sequence_bounds(layers)
+    if not forward_only:
+        config.finalize_model_grads_func = finalize_model_grads if finalize else None
+    schedule = get_forward_backward_func(
+        layout.pipeline, layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    )
+    communicator = P2PCommunicator(role.groups.pp, config) if layout.pipeline > 1 else None  # type: ignore[attr-defined]
+    iterators = [iter(microbatches) for _ in chunks]
+    schedule(
+        forward_step_func=_forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=max(
+            m.sequences.max_seqlen_q for m in microbatches
+        ),  # p2p shapes are exchanged, see variable_seq_lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+        pg_collection=role.groups,
+        p2p_communicator=communicator,
+        force_all_reduce=force_all_reduce,
+    )
+
+
+def _forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Any]:
+    microbatch = next(data_iterator)
+    return model(microbatch.input_ids, microbatch.sequences), _root
+
+
+def _root(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """A zero that depends on `hidden` [S, 1, D], and the triple that keeps the schedule from rescaling anything."""
+    return hidden.narrow(0, 0, 0).sum(), torch.zeros((), dtype=torch.int, device=hidden.device), {}

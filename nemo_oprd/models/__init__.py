@@ -1,0 +1,59 @@
+"""Model families: what an HF `config.json` means to Megatron-core, and how the weights are named. Pure tables.
+
+`read_model_spec(path)` is the entry point; adding a family is one module with one `Family` (see CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from nemo_oprd.models.base import Family, ModelSpec, refuse_unknown_code
+from nemo_oprd.models.llama import LLAMA
+from nemo_oprd.models.phi3 import PHI3
+from nemo_oprd.models.qwen import QWEN2, QWEN3
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, PHI3, QWEN2, QWEN3)}
+
+__all__ = ["FAMILIES", "Family", "ModelSpec", "parse_model_spec", "read_model_spec"]
+
+
+def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
+    """The model that `hf_config` (the contents of a `config.json`) describes.
+
+    Raises:
+        ValueError: the model type is unknown, a needed key is missing, or the config asks for something unsupported.
+    """
+    if not isinstance(hf_config, dict):
+        raise ValueError(
+            f"{source}: holds a {type(hf_config).__name__}, expected an object; copy the file from its source again"
+        )
+    model_type = hf_config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    refuse_unknown_code(hf_config, source, family.known_code if family else frozenset())
+    if family is None:
+        raise ValueError(
+            f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
+            "CONTRIBUTING.md shows how to add a family."
+        )
+    return family.parse(hf_config, source)
+
+
+def read_model_spec(path: str | Path) -> ModelSpec:
+    """Reads `path/config.json`.
+
+    Raises:
+        ValueError: as `parse_model_spec`, or there is no readable config.json.
+    """
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        raise ValueError(f"{path}: no such directory; expected that of a Hugging Face model: download it first")
+    if not file.is_file():
+        megatron = (Path(path) / ".metadata").is_file()
+        hint = "; this is a Megatron checkpoint, which goes into checkpoint=" if megatron else ""
+        raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
+    try:
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # malformed JSON or UTF-8
+        raise ValueError(f"{file}: not valid JSON ({error}); copy the file from the model's source again") from error
+    return parse_model_spec(hf_config, str(file))

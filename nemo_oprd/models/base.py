@@ -1,0 +1,275 @@
+"""What every model family shares: the shape of a model, and the mappings by which its weights change names and layout.
+
+A `ParamMapping` ties one Megatron parameter to the HF tensors it is made of. Its `form` says how they are joined and
+how the joined tensor is split over tensor-parallel ranks. Everything that moves weights (conversion, loading, weight
+sync, export, the gradients that `verify` writes) goes through these mappings, so a mapping mistake can't hide in one of
+them.
+
+Shapes: D hidden size, F feed-forward size, A attention heads, G key/value groups, C channels per head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nemo_oprd.models.rope import Rope
+
+# Megatron-LM's default: embeddings are padded so that every tensor-parallel shard is a multiple of 128 rows.
+VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The architecture of one model, independent of any layout."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rope: Rope
+    norm_eps: float
+    max_positions: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    proj_bias: bool
+    qk_norm: bool
+    dtype: str
+    hf_config: dict = field(compare=False, repr=False, default_factory=dict)
+
+    def padded_vocab(self, tensor_parallel: int) -> int:
+        """Rows of the embedding when it is split `tensor_parallel` ways."""
+        multiple = VOCAB_MULTIPLE * tensor_parallel
+        return -(-self.vocab_size // multiple) * multiple
+
+    def check_tensor_parallel(self, size: int, key: str) -> None:
+        """Raises ValueError, naming the configuration `key`, unless heads, groups and feed-forward width divide."""
+        for what, value in (
+            ("attention heads", self.num_heads),
+            ("key/value heads", self.num_kv_heads),
+            ("feed-forward size", self.ffn_size),
+        ):
+            if value % size:
+                raise ValueError(
+                    f"{key}={size} does not divide the model's {value} {what}; choose a divisor of {value}"
+                )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the source's weights.
+
+        Raises:
+            ValueError: the config names a dtype that torch doesn't know.
+        """
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"config.json: dtype {self.dtype!r} is unknown; expected e.g. bfloat16 or float32")
+        return dtype
+
+
+class Form:
+    """How HF tensors become one Megatron tensor (`join`/`split_to_hf`) and how that splits over TP ranks.
+
+    `shard`/`unshard` are inverse to each other, and so are `join`/`split_to_hf`. `axis` is the split dimension, None
+    where every TP rank holds the whole tensor.
+    """
+
+    axis: int | None = None
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """One HF tensor stays as it is."""
+        return tensors[0]
+
+    def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """The inverse of `join`."""
+        return (tensor,)
+
+    def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
+        """The part of the joined tensor that TP rank `rank` of `size` holds."""
+        return tensor if self.axis is None else tensor.chunk(size, dim=self.axis)[rank]
+
+    def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """The joined tensor from the shards of all TP ranks."""
+        return shards[0] if self.axis is None else torch.cat(list(shards), dim=self.axis)
+
+
+class Replicated(Form):
+    """The same on every TP rank (norm weights, biases of row-parallel layers)."""
+
+
+class ColumnParallel(Form):
+    """Split along the output features."""
+
+    axis = 0
+
+
+class RowParallel(Form):
+    """Split along the input features."""
+
+    axis = 1
+
+
+class Vocabulary(Form):
+    """Embedding and head: padded with zero rows to a multiple of 128 per TP rank, then split along them."""
+
+    axis = 0
+
+    def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
+        """[V, H] -> [padded V / size, H]."""
+        rows = spec.padded_vocab(size) // size
+        part = tensor[rank * rows : (rank + 1) * rows]
+        missing = rows - part.shape[0]
+        return part if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+
+    def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """[padded V / size, H] from each rank -> [V, H]."""
+        return torch.cat(list(shards))[: spec.vocab_size]
+
+
+class GroupedQKV(Form):
+    """q [A*C, ..], k [G*C, ..], v [G*C, ..] -> per group its A/G query heads, then its key and value: [(A+2G)*C, ..].
+
+    Grouping makes a contiguous split over TP ranks carry whole groups.
+    """
+
+    axis = 0
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """(q, k, v) -> interleaved by group."""
+        rest = tensors[0].shape[1:]
+        parts = [tensor.reshape(spec.num_kv_heads, -1, *rest) for tensor in tensors]
+        return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+    def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """Interleaved by group -> (q, k, v)."""
+        rest = tensor.shape[1:]
+        per_group = (spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim, spec.head_dim)
+        parts = tensor.reshape(spec.num_kv_heads, sum(per_group), *rest).split(per_group, dim=1)
+        return tuple(part.reshape(-1, *rest) for part in parts)
+
+
+class GateUp(Form):
+    """gate [F, H], up [F, H] -> [2F, H]; each TP rank holds its part of gate above its part of up."""
+
+    axis = 0
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """(gate, up) -> stacked."""
+        return torch.cat(list(tensors))
+
+    def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """Stacked -> (gate, up)."""
+        return tensor.chunk(2)
+
+    def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
+        """[2F, H] -> [2F / size, H]."""
+        gate, up = tensor.chunk(2)
+        return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
+
+    def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """[2F / size, H] from each rank -> [2F, H]."""
+        halves = [shard.chunk(2) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+
+
+@dataclass(frozen=True)
+class ParamMapping:
+    """One Megatron parameter: its name, the HF tensors it is made of, and how.
+
+    Names of layer parameters hold `{layer}`: 0-based over the whole model in HF names, and in Megatron names too
+    (a pipeline stage translates its local index before it looks a mapping up).
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    form: Form
+    present: Callable[[ModelSpec], bool] = lambda spec: True
+
+    def at_layer(self, layer: int) -> ParamMapping:
+        """The mapping with the names of one layer (0-based) filled in."""
+        hf = tuple(name.format(layer=layer) for name in self.hf)
+        return ParamMapping(self.megatron.format(layer=layer), hf, self.form)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One HF `model_type`: how its config is read and written, and its weight mappings.
+
+    `known_code` are entries of a config's `auto_map` that transformers has as classes of its own.
+    """
+
+    model_type: str
+    parse: Callable[[dict, str], ModelSpec]
+    mappings: tuple[ParamMapping, ...]
+    known_code: frozenset[str] = frozenset()
+
+    def param_mappings(self, spec: ModelSpec) -> list[ParamMapping]:
+        """Every parameter of the model in a fixed order: embedding, layers in order, final norm, head."""
+        present = [mapping for mapping in self.mappings if mapping.present(spec)]
+        before = [mapping for mapping in present if mapping.megatron.startswith("embedding.")]
+        layer = [mapping for mapping in present if "{layer}" in mapping.megatron]
+        after = [mapping for mapping in present if mapping not in before and mapping not in layer]
+        return before + [mapping.at_layer(i) for i in range(spec.num_layers) for mapping in layer] + after
+
+
+def require(hf_config: dict, key: str, source: str) -> object:
+    """`hf_config[key]`, or a ValueError that names the key and the file."""
+    if hf_config.get(key) is None:
+        raise ValueError(f"{source}: key {key!r} is missing; expected the complete config.json of the model")
+    return hf_config[key]
+
+
+def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
+    """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized.
+
+    Args:
+        known: entries of `auto_map` that do no harm: they are never run.
+    """
+    code = hf_config.get("auto_map") or {}
+    # an entry may name a repository before its file
+    if not isinstance(code, dict) or any(str(entry).rsplit("--", 1)[-1] not in known for entry in code.values()):
+        raise ValueError(
+            f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never "
+            "run; expected a model that needs none: remove auto_map if the architecture is a known one"
+        )
+    if hf_config.get("quantization_config"):
+        method = dict(hf_config["quantization_config"]).get("quant_method")
+        raise ValueError(
+            f"{source}: quantization_config asks for {method!r} weights, expected unquantized ones; take the model's "
+            "original (bfloat16 or float32) release"
+        )
+
+
+def refuse_sliding_window(hf_config: dict, source: str) -> None:
+    """Raises ValueError if any layer would attend to a sliding window."""
+    windowed = [kind for kind in hf_config.get("layer_types") or [] if kind != "full_attention"]
+    in_use = hf_config.get("use_sliding_window") and hf_config.get("sliding_window") is not None
+    if in_use and not hf_config.get("layer_types"):
+        # transformers: layers from max_window_layers on use the window
+        in_use = hf_config.get("max_window_layers", 0) < hf_config["num_hidden_layers"]
+    elif in_use:
+        in_use = bool(windowed)
+    if windowed or in_use:
+        raise ValueError(
+            f"{source}: sliding-window attention is asked for "
+            f"(use_sliding_window={hf_config.get('use_sliding_window')}, "
+            f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer: "
+            "choose a model without a window, or set use_sliding_window=false if it was trained without"
+        )
+
+
+def source_dtype(hf_config: dict) -> str:
+    """The dtype of the weights, from either spelling; float32 where the config doesn't say."""
+    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+def check_dtype(dtype: str, source: str) -> None:
+    """Raises ValueError unless weights can be of this dtype; asked at the start, because export comes at the end."""
+    if dtype not in ("float32", "bfloat16", "float16", "float64"):
+        raise ValueError(f"{source}: dtype {dtype!r}; expected that of the weights, e.g. bfloat16 or float32")

@@ -1,0 +1,29 @@
+"""Llama 2 and 3.x: RoPE plain or scaled as in Llama 3.1, embeddings tied or not, biases on the attention or none."""
+
+from __future__ import annotations
+
+from nemo_oprd.models.base import Family, ModelSpec, refuse_sliding_window
+from nemo_oprd.models.dense import RULES, parse_dense
+
+
+def _parse(hf_config: dict, source: str) -> ModelSpec:
+    refuse_sliding_window(hf_config, source)
+    if hf_config.get("mlp_bias"):
+        raise ValueError(
+            f"{source}: mlp_bias={hf_config['mlp_bias']!r} is not supported; expected false: choose a model without "
+            "biases in its feed-forward layers"
+        )
+    bias = bool(hf_config.get("attention_bias", False))
+    # Llama 2's configs have no rope_theta
+    return parse_dense(
+        hf_config,
+        source,
+        qkv_bias=bias,
+        proj_bias=bias,
+        qk_norm=False,
+        kinds=("default", "llama3"),
+        default_theta=10000.0,
+    )
+
+
+LLAMA = Family("llama", _parse, RULES)

@@ -1,0 +1,146 @@
+"""What a teacher reads where it doesn't read the student's very ids: another prompt, or its own tokens and template."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch.distributed as dist
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.rollout.engine import Request
+from nemo_oprd.tokenization.align import Alignment, align_batch, check_coverage, coverage_of
+from nemo_oprd.tokenization.identity import teacher_stop
+from nemo_oprd.tokenization.token_bytes import byte_table
+from nemo_oprd.tokenization.tokenizer import Tokenizer
+
+
+class TeacherInputs(Protocol):
+    """Every rank makes one and calls it alike."""
+
+    teacher: Tokenizer
+    max_positions: int
+
+    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+        """The rollouts with the teacher's sequences.
+
+        Raises:
+            ValueError: the teacher can't make sense of them.
+        """
+        ...
+
+
+def add_teacher_inputs(
+    readers: list[TeacherInputs | None], taught_by: list[int], rollouts: list[Rollout], requests: list[Request]
+) -> list[Rollout]:
+    """Every rollout as its teacher's reader reads it; None reads the student's ids."""
+    found = list(rollouts)
+    for number, reader in enumerate(readers):
+        mine = [i for i, teacher in enumerate(taught_by) if teacher == number]
+        if reader is not None and mine:
+            read = reader.read([rollouts[i] for i in mine], [requests[i] for i in mine])
+            for i, rollout in zip(mine, read, strict=True):
+                found[i] = rollout
+    return found
+
+
+class PromptInputs:
+    """The same response tokens after the prompt that `teacher.prompt` makes."""
+
+    def __init__(self, teacher: Tokenizer, max_positions: int) -> None:
+        """`max_positions` are the teacher's: tokens that would stand behind them have no partner."""
+        self.teacher, self.max_positions = teacher, max_positions
+
+    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+        """See `TeacherInputs`."""
+        prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
+        return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+
+    def _with_prompt(self, rollout: Rollout, prompt: list[int]) -> Rollout:
+        room, length = max(0, self.max_positions - len(prompt)), len(rollout.response_ids)
+        if length <= room:
+            return replace(rollout, teacher_prompt_ids=prompt)
+        index = [t if t < room else -1 for t in range(length)]
+        response = rollout.response_ids[:room]
+        return replace(rollout, teacher_prompt_ids=prompt, teacher_response_ids=response, teacher_index=index)
+
+
+class TextInputs:
+    """Aligns rollouts with what the teacher reads (`tokenization/align.py`). Every rank has one and calls it alike."""
+
+    def __init__(
+        self, student: Tokenizer, teacher: Tokenizer, max_positions: int, exact: bool, min_coverage: float
+    ) -> None:
+        """`max_positions` are the teacher's: tokens that would stand behind them have no partner.
+
+        Raises:
+            ValueError: a tokenizer says nothing about bytes, or the teacher's chat template changes a response.
+        """
+        self.student, self.teacher, self.max_positions = student, teacher, max_positions
+        self.exact, self.min_coverage = exact, min_coverage
+        for tokenizer in (student, teacher):
+            byte_table(tokenizer)
+        teacher_stop(teacher)
+
+    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+        """See `TeacherInputs`. Each rank aligns its share of the responses.
+
+        Raises:
+            ValueError: too few tokens of the batch have a partner.
+        """
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        mine = self._align(rollouts[rank::world], requests[rank::world])
+        parts: list[list[Alignment]] = [mine] * world
+        if world > 1:
+            dist.all_gather_object(parts, mine)
+        alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
+        check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
+        return [_with_alignment(rollout, found) for rollout, found in zip(rollouts, alignments, strict=True)]
+
+    def _align(self, rollouts: list[Rollout], requests: list[Request]) -> list[Alignment]:
+        found = align_batch(
+            self.student,
+            self.teacher,
+            [list(request.teacher_messages) for request in requests],
+            [rollout.response_ids for rollout in rollouts],
+            masks=[rollout.response_mask for rollout in rollouts],
+            exact=self.exact,
+            min_coverage=0.0,
+        )
+        return [self._within_positions(alignment) for alignment in found]
+
+    def _within_positions(self, alignment: Alignment) -> Alignment:
+        room = max(0, self.max_positions - len(alignment.teacher_prompt_ids))
+        if len(alignment.teacher_response_ids) <= room:
+            return alignment
+        index = np.where(alignment.teacher_index < room, alignment.teacher_index, -1)
+        return replace(
+            alignment,
+            teacher_response_ids=alignment.teacher_response_ids[:room],
+            teacher_index=index,
+            mask=alignment.mask & (index >= 0),
+        )
+
+
+def _with_alignment(rollout: Rollout, alignment: Alignment) -> Rollout:
+    return replace(
+        rollout,
+        teacher_prompt_ids=alignment.teacher_prompt_ids,
+        teacher_response_ids=alignment.teacher_response_ids,
+        teacher_index=alignment.teacher_index.tolist(),
+    )
+
+
+def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """The share of supervised response tokens that have a partner, of the batch and of its worst response."""
+    asked = [sum(rollout.mask) for rollout in rollouts]
+    found = [
+        sum(m for m, at in zip(rollout.mask, rollout.teacher_index or (), strict=True) if at >= 0)
+        for rollout in rollouts
+        if rollout.teacher_index is not None
+    ]
+    if len(found) < len(rollouts) or not any(asked):
+        return {}
+    lowest = min(part / whole for part, whole in zip(found, asked, strict=True) if whole)
+    return {"align/coverage": sum(found) / sum(asked), "align/coverage_lowest": lowest}

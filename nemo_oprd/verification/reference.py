@@ -1,0 +1,301 @@
+"""The paper's equations on plain Hugging Face models in one process, for checking an installation.
+
+Shares nothing with the Megatron path but the configuration and the file of rollouts: no packing, no layouts, no row
+table; sequences go through one by one. Slow on purpose, and meant to be read against the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.bridge.full_width import FULL_WIDTH, draw_projector
+from nemo_oprd.config.schema import Config, RepresentationLossConfig, TeacherSource
+from nemo_oprd.losses.layer_mapping import layer_map
+
+
+def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Losses and gradients of the objective, with the weights of the first update.
+
+    Returns:
+        {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float where there
+         is an output-space term, "gradients": {HF name: tensor}}; parameters that no loss reaches are absent.
+    """
+    student = _load(str(config.student.hf_path), dtype)
+    # a teacher that is the student has its weights, in the first update
+    teachers = [_load(str(source.hf_path), dtype) for source in config.teacher_sources]
+    loss = config.loss.representation
+    layers = _layers(loss.layers, student.config.num_hidden_layers)
+    supervised = [_tokens(rollout, loss) for rollout in rollouts]
+    weight_of_layers, weight_of_output = _first_weight(loss.weight), _first_weight(config.loss.output.weight)
+    active = sum(1 for tokens in supervised if tokens)
+    rows = sum(map(len, supervised))
+    per_layer = dict.fromkeys(layers, 0.0)
+    shares = _shares(layers, loss)
+    learned: dict[str, torch.Tensor] = {}
+    maps = [
+        _bridge(config, source, layers, student.config, teacher.config, dtype, learned)
+        for source, teacher in zip(config.teacher_sources, teachers, strict=True)
+    ]
+    output = _Output(config, rollouts)
+    for rollout, tokens in zip(rollouts, supervised, strict=True):
+        if not tokens:
+            continue
+        shift = 1 if loss.position == "predicting" else 0
+        where = torch.tensor([len(rollout.prompt_ids) + t - shift for t in tokens])
+        there = torch.tensor([_teacher_token(rollout, t - shift) for t in tokens])
+        number = _teacher_of(config, rollout)
+        teacher, times = teachers[number], config.teacher_sources[number].weight
+        weight = times * (1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens)))
+        ours = _hidden_states(student, rollout, final_norm=loss.final_norm)
+        with torch.no_grad():
+            theirs = _hidden_states(teacher, _as_the_teacher_reads(rollout), final_norm=loss.final_norm)
+        total = torch.zeros((), dtype=dtype)
+        for layer in layers:
+            teacher_layer, of_student, of_teacher = maps[number][layer]
+            compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][there])
+            term = weight * _distance(*compared, loss).sum()
+            per_layer[layer] += float(term.detach())
+            total = total + weight_of_layers * shares[layer] * term
+        total = total + weight_of_output * output.term(student, teacher, rollout, times)
+        total.backward()
+    gradients = {name: p.grad for name, p in [*student.named_parameters(), *learned.items()] if p.grad is not None}
+    rep_loss = sum(shares[layer] * per_layer[layer] for layer in layers)
+    return {
+        **({} if output.loss is None else {"output/loss": output.loss}),
+        "loss/total": weight_of_layers * rep_loss + weight_of_output * (output.loss or 0.0),
+        "rep/loss": rep_loss,
+        "rep/loss_per_layer": per_layer,
+        "gradients": gradients,
+    }
+
+
+def _first_weight(weight: Any) -> float:
+    """A term's weight in the first update."""
+    if not isinstance(weight, list):
+        return float(weight)
+    first = weight[0]
+    return first.weight if first.start is None else first.start + (first.weight - first.start) / first.until
+
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _teacher_of(config: Config, rollout: Rollout) -> int:
+    """The teacher that names the response's data source, or the one that names none."""
+    named = [source.data_sources or [] for source in config.teacher_sources]
+    found = [i for i, sources in enumerate(named) if rollout.data_source in sources]
+    return found[0] if found else named.index([])
+
+
+def _bridge(
+    config: Config,
+    source: TeacherSource,
+    layers: list[int],
+    student: Any,
+    teacher: Any,
+    dtype: torch.dtype,
+    learned: dict[str, torch.Tensor],
+) -> dict[int, tuple[int, Map, Map]]:
+    """Student layer -> teacher layer, and what is compared of each side: P_S h + b and P_T (h - mu) with a bridge.
+
+    A full-width bridge compares W h with h. What is learned with the student is put into `learned`.
+    """
+    chosen = config.loss.representation.layer_map
+    if chosen is None:
+        matched = layer_map(layers, student.num_hidden_layers, teacher.num_hidden_layers)
+    else:
+        matched = {layer: chosen[str(layer)] for layer in layers}
+    if source.bridge is None:
+        return {s: (t, lambda h: h, lambda h: h) for s, t in matched.items()}
+    if source.bridge == FULL_WIDTH:
+        widths = teacher.hidden_size, student.hidden_size
+        tensors = {f"s{s}.t{t}.student_projector": draw_projector(config.seed, s, *widths) for s, t in matched.items()}
+    else:
+        tensors = load_file(Path(source.bridge) / "bridge.safetensors")
+    found = {}
+    for key in {name.rpartition(".")[0] for name in tensors}:
+        student_layer, teacher_layer = (int(part[1:]) for part in key.split("."))
+        mean, basis, projector, bias = (
+            tensors[f"{key}.{name}"].to(dtype) if f"{key}.{name}" in tensors else torch.zeros((), dtype=dtype)
+            for name in ("teacher_mean", "teacher_basis", "student_projector", "student_bias")
+        )
+        if config.bridge.train and student_layer in layers:
+            learned[f"bridge.{key}.student_projector"] = projector.requires_grad_()
+            if f"{key}.student_bias" in tensors:
+                learned[f"bridge.{key}.student_bias"] = bias.requires_grad_()
+        found[student_layer] = (
+            teacher_layer,
+            lambda h, p=projector, b=bias: h @ p.T + b,
+            lambda h, p=basis, m=mean: (h - m) @ p.T if p.dim() else h,
+        )
+    return {layer: found[layer] for layer in layers}
+
+
+class _Output:
+    """The output-space term on whole distributions, derivatives by autograd."""
+
+    def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
+        self.config = config.loss.output
+        self.loss: float | None = None if self.config.kind == "none" else 0.0
+        counts = [len(_predicted_tokens(rollout)) for rollout in rollouts]
+        self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
+
+    def term(self, student: Any, teacher: Any, rollout: Rollout, times: float) -> torch.Tensor | float:
+        """One response's part of `output/loss`; `times` is its teacher's weight."""
+        if self.loss is None:
+            return 0.0
+        self.vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)
+        masked_in = _predicted_tokens(rollout)
+        where = torch.tensor([len(rollout.prompt_ids) + t - 1 for t in masked_in])
+        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        log_p = self._log_probabilities(student, ids, where)
+        read = _as_the_teacher_reads(rollout)
+        there = where + len(read.prompt_ids) - len(rollout.prompt_ids)
+        with torch.no_grad():
+            log_q = self._log_probabilities(teacher, torch.tensor([read.prompt_ids + read.response_ids]), there)
+        value, differentiable = self._divergence(log_p, log_q, torch.tensor([rollout.response_ids])[0][masked_in])
+        share = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
+        weight = times * share
+        self.loss += weight * float(value.sum().detach())
+        return weight * differentiable.sum()
+
+    def _log_probabilities(self, model: Any, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[0, where, : self.vocab_size]
+        return (logits / self.config.temperature).log_softmax(-1)
+
+    def _divergence(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Values [n], something [n] with the right derivative): the same but for sampled tokens."""
+        if self.config.kind == "sampled_token":
+            at = torch.arange(len(tokens)), tokens
+            value = log_p[at] - log_q[at]
+            return value, value.detach() * log_p[at]
+        if self.config.kind == "top_k":
+            log_p, log_q, inside = self._on_support(log_p, log_q)
+            reverse = self.config.support_weight == "student"
+            a, b = (log_p, log_q) if reverse else (log_q, log_p)
+            value = (a.exp() * (a - b) * inside).sum(-1)
+        elif self.config.kind == "jsd":
+            beta = self.config.jsd_beta
+            log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+            of_teacher, of_student = ((x.exp() * (x - log_m)).sum(-1) for x in (log_q, log_p))
+            value = beta * of_teacher + (1 - beta) * of_student
+        else:
+            a, b = (log_p, log_q) if self.config.kind == "full_vocab" else (log_q, log_p)
+            value = (a.exp() * (a - b)).sum(-1)
+        return value, value
+
+    def _on_support(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        k = min(self.config.k, self.vocab_size)
+        tops = [torch.zeros_like(x).scatter(1, x.detach().topk(k).indices, 1.0) > 0 for x in (log_p, log_q)]
+        inside = {
+            "student": tops[0],
+            "teacher": tops[1],
+            "union": tops[0] | tops[1],
+            "intersection": tops[0] & tops[1],
+        }[self.config.support]
+        if self.config.normalizer == "renormalized":
+            log_p, log_q = (x - x.masked_fill(~inside, -1e300).logsumexp(-1, keepdim=True) for x in (log_p, log_q))
+        return log_p, log_q, inside
+
+
+def agreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Per parameter ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref||).
+
+    Raises:
+        ValueError: the two have gradients of different parameters.
+    """
+    if set(ours) != set(theirs):
+        raise ValueError(f"gradients exist on one side only for {sorted(set(ours) ^ set(theirs))}")
+    everything = torch.stack([g.double().norm() for g in theirs.values()]).norm()
+    return {
+        name: float((ours[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-3 * everything))
+        for name, g in theirs.items()
+    }
+
+
+def _load(path: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
+    # a rollout's ids are all meant; the embedding would give the padding id no gradient
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
+
+
+def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[int, torch.Tensor]:
+    """Layer (1-based) -> [prompt + response, H]."""
+    before_norm: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+    ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+    out = model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    hook.remove()
+    states = {layer: state[0] for layer, state in enumerate(out.hidden_states) if layer > 0}
+    if not final_norm:
+        states[len(states)] = before_norm[0][0]
+    return states
+
+
+def _as_the_teacher_reads(rollout: Rollout) -> Rollout:
+    prompt, response = rollout.teacher_prompt_ids, rollout.teacher_response_ids
+    return Rollout(
+        rollout.prompt_ids if prompt is None else prompt, rollout.response_ids if response is None else response
+    )
+
+
+def _teacher_token(rollout: Rollout, t: int) -> int | None:
+    """Where the teacher's state for response token t (-1: the prompt's last) is in what it reads; None: nowhere."""
+    prompt = len(_as_the_teacher_reads(rollout).prompt_ids)
+    if rollout.teacher_index is None or t == -1:
+        return prompt + t
+    return prompt + rollout.teacher_index[t] if rollout.teacher_index[t] >= 0 else None
+
+
+def _predicted_tokens(rollout: Rollout) -> list[int]:
+    """The response tokens whose distributions are compared."""
+    return [t for t, m in enumerate(rollout.mask) if m and _teacher_token(rollout, t - 1) is not None]
+
+
+def _tokens(rollout: Rollout, loss: RepresentationLossConfig) -> list[int]:
+    shift = 1 if loss.position == "predicting" else 0
+    masked_in = [t for t, m in enumerate(rollout.mask) if m and _teacher_token(rollout, t - shift) is not None]
+    return {"all": masked_in, "last_k": masked_in[-loss.k :], "first_k": masked_in[: loss.k]}[loss.positions]
+
+
+def _layers(layers: Any, depth: int) -> list[int]:
+    if isinstance(layers, list):
+        return sorted(layers)
+    return {
+        "none": [],
+        "all": list(range(1, depth + 1)),
+        "last": [depth],
+        "even": list(range(2, depth + 1, 2)),
+        "odd": list(range(1, depth + 1, 2)),
+    }[layers]
+
+
+def _shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, float]:
+    """w_l / sum w."""
+    given = loss.layer_weights
+    if isinstance(given, list):
+        order = loss.layers if isinstance(loss.layers, list) else layers
+        given = {str(layer): w for layer, w in zip(order, given, strict=True)}
+    weights = {layer: (given or {}).get(str(layer), 1.0) for layer in layers}
+    return {layer: w / sum(weights.values()) for layer, w in weights.items()}
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor, loss: RepresentationLossConfig) -> torch.Tensor:
+    """[n, D] x 2 -> [n]."""
+    if loss.kind == "cosine":
+        return 1 - (ours * theirs).sum(-1) / (ours.norm(dim=-1) * theirs.norm(dim=-1))
+    if loss.kind == "normalized_mse":
+        ours, theirs = ours / ours.norm(dim=-1, keepdim=True), theirs / theirs.norm(dim=-1, keepdim=True)
+    squares = (ours - theirs) ** 2
+    return squares.sum(-1) if loss.dim_reduction == "sum" else squares.mean(-1)

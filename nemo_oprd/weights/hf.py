@@ -1,0 +1,207 @@
+"""Moves weights between HF names and the shards of a role. One pair of functions for every purpose.
+
+`load_hf` fills a role's shards from HF tensors; `gather_hf` gives HF tensors back from the shards (weights, gradients,
+anything shaped like a parameter). Loading a checkpoint, refitting the rollout engine, exporting, and the gradients that
+`verify` writes all pass through here, one parameter at a time, so the memory needed is that of the largest one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.base import ParamMapping
+
+
+class HFCheckpoint:
+    """Lazily opened safetensors files of an HF model directory; `checkpoint[name]` reads one tensor.
+
+    Raises:
+        ValueError: no safetensors there, an index that names missing files, or a file that can't be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        files = self._files()
+        self._handles = {}
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except Exception as error:  # safetensors raises its own SafetensorError for truncated or foreign files
+                raise ValueError(
+                    f"{file}: not a readable safetensors file ({error}); copy it from its source again"
+                ) from error
+            self._handles[file] = handle
+            self._file_of.update(dict.fromkeys(handle.keys(), file))
+
+    def _files(self) -> list[Path]:
+        """What the index names, where there is one; else every safetensors file."""
+        index = self.path / "model.safetensors.index.json"
+        files = sorted(self.path.glob("*.safetensors"))
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{index}: not a safetensors index ({error!r}), expected an object with weight_map; copy it from "
+                    "its source again"
+                ) from error
+            elsewhere = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+            if elsewhere:
+                raise ValueError(f"{index}: names {elsewhere[0]!r}, expected a file in {self.path}; correct the index")
+            missing = [name for name in names if not (self.path / name).is_file()]
+            if missing:
+                raise ValueError(
+                    f"{self.path / missing[0]}: no such file, but {index.name} names it ({len(missing)} of "
+                    f"{len(names)} shards are missing); expected all shards: copy it from the model's source"
+                )
+            return [self.path / name for name in names]
+        if not files:
+            pickled = sorted(file.name for file in [*self.path.glob("*.bin"), *self.path.glob("*.pt*")])
+            hint = ": copy its weights there"
+            if pickled:
+                hint = f"; {pickled[0]} is a pickle, which is never opened: save_pretrained with transformers once"
+            raise ValueError(
+                f"{self.path}: no *.safetensors files; expected a Hugging Face model saved as safetensors{hint}"
+            )
+        return files
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._handles[self._of(name)].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._handles[self._of(name)].get_tensor(name)
+
+    def _of(self, name: str) -> Path:
+        if name not in self._file_of:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is missing from its {len(self._handles)} safetensors file(s); "
+                "expected every weight of the model: is a shard missing?"
+            )
+        return self._file_of[name]
+
+
+@torch.no_grad()
+def load_hf(
+    chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: Callable[[str], torch.Tensor], source: str
+) -> None:
+    """Fills every parameter of this rank from HF tensors (`read(name)`), cast to the parameter's dtype.
+
+    Raises:
+        ValueError: a tensor is missing or its shape disagrees with the config.
+    """
+    assert role.coords is not None
+    mappings = mappings_by_name(spec)
+    for name, parameter in named_parameters(chunks).items():
+        # A tied head on the last pipeline stage is a second copy of the embedding.
+        mapping = mappings[name] if name in mappings else mappings["embedding.word_embeddings.weight"]
+        joined = mapping.form.join([read(hf_name) for hf_name in mapping.hf], spec)
+        shard = mapping.form.shard(joined, role.coords.tensor, role.layout.tensor, spec)
+        if shard.shape != parameter.shape:
+            raise ValueError(
+                f"{source}: {' + '.join(mapping.hf)} gives {tuple(shard.shape)} for tensor rank {role.coords.tensor} "
+                f"of {role.layout.tensor}, but config.json asks for {tuple(parameter.shape)}; "
+                "the weights and the config are of different models"
+            )
+        parameter.copy_(shard)
+
+
+@torch.no_grad()
+def load_stream(
+    chunks: list[DistillingModel], spec: ModelSpec, role: Role, stream: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Fills every parameter of a role without pipeline stages from `gather_hf`'s stream, as it comes."""
+    assert role.coords is not None and role.layout.pipeline == 1
+    mine = named_parameters(chunks)
+    mapping_of = {name: mapping for mapping in mappings_by_name(spec).values() for name in mapping.hf}
+    waiting: dict[str, torch.Tensor] = {}
+    missing = set(mine)
+    for name, tensor in stream:
+        waiting[name] = tensor
+        mapping = mapping_of[name]
+        if all(part in waiting for part in mapping.hf):
+            joined = mapping.form.join([waiting.pop(part) for part in mapping.hf], spec)
+            mine[mapping.megatron].copy_(mapping.form.shard(joined, role.coords.tensor, role.layout.tensor, spec))
+            missing.discard(mapping.megatron)
+    assert not missing, f"the weight stream left out {sorted(missing)}"
+
+
+def owner_stage(mapping: ParamMapping, spec: ModelSpec, role: Role) -> int:
+    """Pipeline rank that holds a mapping's parameter."""
+    if mapping.megatron.startswith("decoder.layers."):
+        layer = int(mapping.megatron.split(".")[2]) + 1
+        return role.layout.stage_of_layer(layer, spec.num_layers)[0]
+    return 0 if mapping.megatron.startswith("embedding.") else role.layout.pipeline - 1
+
+
+@torch.no_grad()
+def gather_hf(
+    chunks: list[DistillingModel],
+    spec: ModelSpec,
+    role: Role,
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None] = lambda p: p.data,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (HF name, whole tensor) on every rank of the role, in a fixed order.
+
+    Args:
+        value: what to gather of a parameter; None (on all ranks alike) leaves the parameter out.
+    """
+    assert role.coords is not None
+    mine = named_parameters(chunks)
+    for mapping in mappings_by_name(spec).values():
+        stage = owner_stage(mapping, spec, role)
+        joined = None
+        if role.coords.pipeline == stage:
+            tensor = value(mine[mapping.megatron])
+            joined = None if tensor is None else _unshard(tensor, mapping, spec, role)
+        if role.layout.pipeline > 1:
+            joined = broadcast_from_stage(joined, stage, role)
+        if joined is None:
+            continue
+        yield from zip(mapping.hf, mapping.form.split_to_hf(joined, spec), strict=True)
+
+
+def _unshard(tensor: torch.Tensor, mapping: ParamMapping, spec: ModelSpec, role: Role) -> torch.Tensor:
+    if role.layout.tensor == 1:
+        return mapping.form.unshard([tensor], spec)
+    if mapping.form.axis is None:
+        return tensor
+    shards = [torch.empty_like(tensor) for _ in range(role.layout.tensor)]
+    dist.all_gather(shards, tensor.contiguous(), group=role.groups.tp)  # type: ignore[attr-defined]
+    return mapping.form.unshard(shards, spec)
+
+
+def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -> torch.Tensor | None:
+    """A tensor of one pipeline stage on all of them; None where it is None there.
+
+    Shape and dtype first: other stages know neither what `value` picked nor whether it picked anything.
+    """
+    assert role.coords is not None
+    group = role.groups.pp  # type: ignore[attr-defined]
+    source = dist.get_global_rank(group, stage)
+    described = [None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)]
+    dist.broadcast_object_list(described, src=source, group=group)
+    if described[0] is None:
+        return None
+    if role.coords.pipeline != stage:
+        shape, dtype, _ = described[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device())
+    assert tensor is not None
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=source, group=group)
+    return tensor

@@ -1,0 +1,220 @@
+"""The torch_dist format on disk, chunk by chunk: the files of `torch.distributed.checkpoint`, without its plans.
+
+A checkpoint is `*.distcp` files of tensors, one after the other, and the pickled index `.metadata`: which chunk of
+which tensor lies where. torch's own `save` wants a state dict and keeps the last chunk of every tensor of a file alive;
+here a chunk is gone as soon as it is written. What the tensors mean, and their names, is not known here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nemo_oprd.weights import safe_unpickling
+
+safe_unpickling.install()
+
+
+class TorchDistWriter(FileSystemWriter):
+    """Writes one checkpoint from one process. Use as a context manager; `complete` makes it one.
+
+    >>> with TorchDistWriter(directory) as writer:  # doctest: +SKIP
+    ...     writer.add("__0_0.distcp", "w", (4, 8), (0, 0), torch.zeros(2, 8))
+    ...     writer.add("__1_0.distcp", "w", (4, 8), (2, 0), torch.zeros(2, 8))
+    ...     writer.complete()
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.directory = directory
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._written: list[WriteResult] = []
+        self._files: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> TorchDistWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._open.close()
+
+    def add(
+        self, file: str, key: str, global_shape: Sequence[int], offsets: Sequence[int], chunk: torch.Tensor
+    ) -> None:
+        """Appends the chunk of tensor `key` that starts at `offsets` to `file`.
+
+        Raises:
+            ValueError: an earlier chunk of the same tensor has another dtype.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(global_shape), [])
+            self._entries[key] = entry
+        assert isinstance(entry, TensorStorageMetadata)
+        if chunk.dtype != entry.properties.dtype:
+            raise ValueError(
+                f"{key} is {chunk.dtype} at {tuple(offsets)} and {entry.properties.dtype} before; expected one dtype "
+                "in all layers: save the source in one dtype first"
+            )
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
+        chunk = chunk.contiguous()
+        if chunk.untyped_storage().nbytes() != chunk.nbytes:
+            chunk = chunk.clone()  # torch.save writes the whole storage of a view
+        self._append(file, MetadataIndex(key, offsets), chunk)
+
+    def add_object(self, file: str, key: str, value: Any) -> None:
+        """Appends something that is not a tensor."""
+        self._entries[key] = BytesStorageMetadata()
+        self._append(file, MetadataIndex(key), value)
+
+    def complete(self) -> None:
+        """Writes what makes the files a checkpoint: the index, and what Megatron-core's loader wants beside it."""
+        for stream in self._files.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.finish(Metadata(dict(self._entries)), [self._written])
+        torch.save({}, self.directory / "common.pt")
+        save_config(CheckpointingConfig("torch_dist"), str(self.directory))
+
+    def storage_meta(self) -> None:
+        """Nothing: torch would note the directory that the checkpoint was written in, which is renamed later."""
+
+    def _append(self, file: str, index: MetadataIndex, value: Any) -> None:
+        if file not in self._files:
+            self._files[file] = self._open.enter_context((self.directory / file).open("wb"))
+        stream = self._files[file]
+        start = stream.tell()
+        if isinstance(value, torch.Tensor):
+            torch.save(value, stream)
+        else:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            stream.write(buffer.getbuffer())
+        length = stream.tell() - start
+        self._written.append(WriteResult(index, length, _StorageInfo(file, start, length)))
+
+
+def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
+    """A reader of the checkpoint in `path`, and its index.
+
+    Raises:
+        ValueError: no torch_dist checkpoint there, or a damaged index.
+    """
+    check_torch_dist(path)
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    _check_files(path, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    return reader, metadata
+
+
+def check_torch_dist(path: Path) -> None:
+    """Raises ValueError unless `path` looks like a complete torch_dist checkpoint; reads next to nothing."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such directory; expected a torch_dist checkpoint")
+    try:
+        config = maybe_load_config(str(path))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / 'metadata.json'}: not readable ({error}); copy the checkpoint again") from error
+    if config is None or not (path / ".metadata").is_file():
+        inside = sorted(file.parent.name for file in path.glob("*/metadata.json"))
+        hint = f"did you mean {path / inside[-1]}?" if inside else "was its writing interrupted?"
+        if (path / "config.json").is_file():
+            hint = "this is a Hugging Face model: set hf_path= to it, or convert it with hf_to_megatron.py"
+        raise ValueError(f"{path}: no metadata.json and .metadata there; expected a torch_dist checkpoint: {hint}")
+    if config.sharded_backend != "torch_dist":
+        raise ValueError(
+            f"{path}: a checkpoint of format {config.sharded_backend!r}; expected 'torch_dist': save it again with "
+            "Megatron's --ckpt-format torch_dist"
+        )
+
+
+def hf_directory(path: Path) -> Path:
+    """Where a torch_dist checkpoint keeps its model's config.json and tokenizer.
+
+    Raises:
+        ValueError: as `check_torch_dist`, or there is no config.json.
+    """
+    check_torch_dist(path)
+    if not (path / "hf" / "config.json").is_file():
+        raise ValueError(
+            f"{path}: no hf/config.json there; copy config.json and the tokenizer files of the model's source into "
+            f"{path / 'hf'}"
+        )
+    return path / "hf"
+
+
+def _check_files(path: Path, metadata: Metadata) -> None:
+    """Every file that the index names lies in `path`, and is as long as the index says."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        name = str(info.relative_path)
+        ends[name] = max(ends.get(name, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        file = path / name
+        if Path(name).name != name:
+            raise ValueError(f"{path / '.metadata'} names the file {name!r}, expected one inside {path}; don't use it")
+        if not file.is_file() or file.stat().st_size < end:
+            found = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
+            raise ValueError(f"{file} can't be read (it {found}, expected {end}); copy its *.distcp files again")
+
+
+def read_megatron_tensor(
+    reader: FileSystemReader, metadata: Metadata, key: str, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """The slice [offsets, offsets + sizes) of tensor `key`, as stored; reads the chunks that overlap it, one at a time.
+
+    Raises:
+        ValueError: the chunks don't cover the slice, or a file is damaged.
+    """
+    entry = metadata.state_dict_metadata[key]
+    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    items = create_read_items_for_chunk_list(key, entry, [wanted])
+    if sum(prod(item.lengths) for item in items) != prod(sizes):  # chunks don't overlap, so counting elements tells
+        raise ValueError(
+            f"{reader.path}: {key} is incomplete at {tuple(offsets)} + {tuple(sizes)}; expected a whole checkpoint: "
+            "was the program that wrote it interrupted?"
+        )
+    target = torch.empty(tuple(sizes), dtype=entry.properties.dtype)
+    try:
+        reader.read_data(LoadPlan(items), _Into(target)).wait()
+    except (OSError, EOFError, RuntimeError) as error:
+        raise ValueError(f"{reader.path}: {key} can't be read ({error}); copy its *.distcp files again") from error
+    return target
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what is read where it belongs in one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self.target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of the target that `read_item` fills."""
+        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self.target[tuple(slice(start, start + length) for start, length in ranges)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: `tensor` is a part of the target."""

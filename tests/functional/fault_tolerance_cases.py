@@ -1,0 +1,95 @@
+"""What the pool's workers run for test_skipped_updates.py: training whose numbers go wrong in chosen steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup
+from nemo_oprd.distillation.student import Student
+from nemo_oprd.megatron.param_names import named_parameters
+from nemo_oprd.observability.metrics_log import MetricsLog
+
+
+def run_poisoned_train(
+    overrides: list[str],
+    *,
+    steps: list[int],
+    response: int = 0,
+    layer: int | None = 2,
+    value: str | None = None,
+    factor: float | None = None,
+    parameter: str | None = None,
+) -> dict[str, Any]:
+    """`train`, with something wrong in `steps` (0-based, of this start).
+
+    Args:
+        value: "nan" or "inf" in the teacher's states of `response` at `layer`; None: in those that the output-space
+            term compares.
+        factor: those states are multiplied by it.
+        parameter: an infinite number in the gradient of this parameter (name of ours).
+
+    Returns:
+        "said": what the run said; "updates": [(weights changed, nonfinite_reason)] per step, of the first rank.
+    """
+    from nemo_oprd.train import train
+
+    passes = -2  # the guard's pass comes first
+    said: list[str] = []
+    updates: list[tuple[bool, str | None]] = []
+    start_step, make_microbatches, update = Student.start_step, Student._microbatches, Student.update
+
+    def start(student: Student, *args: Any, **kwargs: Any) -> None:
+        nonlocal passes
+        passes += 1
+        start_step(student, *args, **kwargs)
+
+    def poison_targets(student: Student, wave: MicrobatchGroup) -> Any:
+        if passes in steps and (value or factor):
+            sent = wave.targets[0]
+            states = sent.output if layer is None else sent.hidden.get(layer)
+            plan = wave.plan.output if layer is None else wave.plan.hidden
+            row = np.concatenate([held.row for held in plan.local_rows(wave.coords)])
+            poisoned = torch.from_numpy(plan.table.response[row]) == response
+            if states is not None:
+                states[poisoned] = states[poisoned] * factor if factor else float(str(value))
+        return make_microbatches(student, wave)
+
+    def watched_update(student: Student, step: int, measured: Any) -> Any:
+        if passes in steps and parameter:
+            named = named_parameters(student.chunks)
+            if parameter in named:
+                named[parameter].main_grad.view(-1)[0] = float("inf")
+        before = weights(student)
+        result = update(student, step, measured)
+        if result is not None:
+            changed = any(not torch.equal(before[name], now) for name, now in weights(student).items())
+            updates.append((changed, result.nonfinite_reason))
+        return result
+
+    with (
+        mock.patch.object(Student, "start_step", start),
+        mock.patch.object(Student, "_microbatches", poison_targets),
+        mock.patch.object(Student, "update", watched_update),
+        mock.patch.object(MetricsLog, "say", _say(said)),
+    ):
+        train(load_config("verify", overrides))
+    return {"said": said, "updates": updates}
+
+
+def weights(student: Student) -> dict[str, torch.Tensor]:
+    """Copies of all whole weights; every student rank calls this."""
+    return {name: value.clone() for name, value in student.hf_weights()} if student.role.is_member else {}
+
+
+def _say(said: list[str]) -> Callable[[MetricsLog, str], None]:
+    def say(log: MetricsLog, text: str) -> None:
+        if log.writes:
+            said.append(text)
+
+    return say

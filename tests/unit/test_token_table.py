@@ -1,0 +1,68 @@
+"""Which tokens are supervised and what they weigh, against hand-worked cases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nemo_oprd.batch.token_table import make_rows
+from nemo_oprd.batch.types import Rollout
+
+BATCH = [
+    Rollout([9, 9, 9], [1, 2, 3, 4], [1, 0, 1, 1]),
+    Rollout([9], [5], [1]),
+    Rollout([9, 9], [6, 7], [0, 0]),
+]
+
+
+def rows(**options):
+    defaults = {"positions": "last_k", "k": 2, "position": "token", "aggregation": "sequence_mean"}
+    return make_rows(BATCH, **{**defaults, **options})
+
+
+def test_last_k_counts_only_unmasked_tokens() -> None:
+    table = rows()
+    assert table.response.tolist() == [0, 0, 1]
+    assert table.token.tolist() == [2, 3, 0]
+    assert table.position.tolist() == [5, 6, 1]
+    assert table.num_responses == 2
+
+
+def test_first_k_and_all() -> None:
+    assert rows(positions="first_k").token.tolist() == [0, 2, 0]
+    assert rows(positions="all").token.tolist() == [0, 2, 3, 0]
+
+
+def test_predicting_is_one_earlier() -> None:
+    assert rows(position="predicting").position.tolist() == [4, 5, 0]
+
+
+def test_weights() -> None:
+    assert rows().weight.tolist() == [0.25, 0.25, 0.5]
+    assert rows(aggregation="token_mean").weight == pytest.approx([1 / 3] * 3)
+    assert rows(k=100, positions="all").weight.sum() == pytest.approx(1.0)
+
+
+def test_a_batch_without_supervision_is_an_error() -> None:
+    with pytest.raises(ValueError, match="supervised token"):
+        make_rows([BATCH[2]], positions="all", k=1, position="token", aggregation="token_mean")
+
+
+def test_predicting_needs_a_prompt() -> None:
+    with pytest.raises(ValueError, match="empty prompt"):
+        make_rows([Rollout([], [1, 2])], positions="all", k=1, position="predicting", aggregation="token_mean")
+
+
+def test_single_tokens_and_long_responses() -> None:
+    batch = [Rollout([1], [2] * n) for n in range(1, 201)]
+    table = make_rows(batch, positions="last_k", k=7, position="token", aggregation="sequence_mean")
+    assert len(table) == sum(min(n, 7) for n in range(1, 201))
+    assert np.bincount(table.response, weights=table.weight) == pytest.approx(np.full(200, 1 / 200))
+
+
+def test_numbers_of_rows_count_the_tokens_with_mask_1() -> None:
+    batch = [Rollout([1], [2, 3, 4, 5, 6], [1, 0, 1, 1, 1])]
+    table = make_rows(batch, positions="last_k", k=2, position="token", aggregation="token_mean")
+    assert table.token.tolist() == [3, 4]
+    assert table.from_start.tolist() == [2, 3]
+    assert table.from_end.tolist() == [1, 0]
