@@ -1,14 +1,22 @@
 """On-policy representation distillation, start to end: read `train` and you have read the system.
 
-Left to others: what a run holds and what happens around its steps (`run.py`), how a step is made exact under any layout
-(`megatron/`, `teacher/`), where rollouts come from (`rollout/`), what is measured on validation sets (`evaluation/`).
-Every rank runs this same loop.
+The parts, and where they are: prompts and what teachers read (`rollout/sampler.py`), the engine that samples
+(`rollout/engine.py`), what an update trains on (`distillation/objective.py`), the teachers (`distillation/teacher.py`),
+losses and their gradients on every pipeline stage (`distillation/step.py`, `hidden_state_loss.py`), validation sets
+(`evaluation/validation.py`), checkpoints (`checkpointing/checkpointer.py`), metrics (`observability/`). What is built
+before the loop, and in which order mistakes are found, is `setup/training.py`. Every rank runs this same loop.
 """
 
 from __future__ import annotations
 
 from nemo_oprd.config.schema import Config
-from nemo_oprd.run import Run
+from nemo_oprd.distillation.gradient_noise import is_due, measure_gradient_noise
+from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.startup_check import check_gradients
+from nemo_oprd.distillation.step import KeptResults, StepBatch
+from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.observability.phase_timer import PhaseTimer
+from nemo_oprd.setup.training import start_training
 
 
 def train(config: Config) -> None:
@@ -17,17 +25,49 @@ def train(config: Config) -> None:
     Raises:
         ValueError: bad configuration, models or data, before anything expensive starts; or `train.stop_after_skipped`
             steps in a row with an update whose loss or gradient is not finite.
-        Stopped: the process was asked to stop by a signal; the run has saved and can go on.
+        Stopped: the process was asked to stop by a signal; the run has saved and can be resumed.
     """
-    with Run(config) as run:
-        run.evaluate_before()
+    with start_training(config) as run:
+        models, student, engine, timer = run.models, run.models.student, run.engine, PhaseTimer()
+        run.log.say(check_gradients(models, accumulate_gradients))
+        engine.update_weights(student.hf_weights())
+        run.validation.before_training(student)
         for step in range(run.first_step, config.train.steps):
-            with run.clock("generate"):
-                rollouts = run.rollouts(step)
-            measured, update = run.learn(step, rollouts)
-            with run.clock("sync"):
-                run.engine.update_weights(run.system.student)
-            run.log_step(step + 1, rollouts, measured, update)
-            run.validation.after(run.engine, step + 1)
-            run.save_after(step + 1, update)
+            with timer("generate"):
+                rollouts = run.sampler.rollouts(step)
+            noise: dict[str, float] = {}
+            if is_due(config.logging, step):
+                with timer("gradient_noise"):
+                    noise = measure_gradient_noise(models, rollouts, step, accumulate_gradients)
+            updates, kept = [], KeptResults()
+            for number in range(1, config.train.updates_per_rollout + 1):
+                is_last = number == config.train.updates_per_rollout
+                batch = models.batch(rollouts, models.objective_of(step), kept, is_last=is_last)
+                metrics = accumulate_gradients(models, batch, timer)
+                with timer("update"):
+                    updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
+            with timer("sync"):
+                engine.update_weights(student.hf_weights())
+            run.recorder.record(step + 1, rollouts, updates, timer.take(), noise)
+            evaluation = run.validation.after_step(step + 1)
+            run.checkpointer.after_step(step + 1, [update for _, update in updates], evaluation)
         run.finish()
+
+
+def accumulate_gradients(
+    models: Models, batch: StepBatch, timer: PhaseTimer | None = None, *, whole_gradients: bool = False
+) -> StepMetrics | None:
+    """The gradient of one batch, group by group of microbatches; None on ranks outside the student.
+
+    Args:
+        whole_gradients: every student rank ends up with complete gradients, also under the distributed optimizer.
+    """
+    timer = timer or PhaseTimer()
+    accumulation = models.start(batch, whole_gradients=whole_gradients)
+    for group in batch.groups:
+        with timer("teacher"):
+            targets = models.targets(batch, group)
+        with timer("update"):
+            accumulation.forward_backward(group, targets)
+        del targets  # before the targets of the next group come
+    return accumulation.finish()

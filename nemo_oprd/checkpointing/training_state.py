@@ -31,6 +31,7 @@ from nemo_oprd.checkpointing.directory import (
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
+from nemo_oprd.distillation.watched_metrics import ModelNeeds
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.weights.torch_dist import hf_directory, open_torch_dist
@@ -99,7 +100,7 @@ def save_checkpoint(
                 copy_tokenizer_files(source, partial / "hf")
                 state = {
                     "step": step,
-                    **resume_signature(student.config, student.objective),
+                    **resume_signature(student.config, student.objective, student.needs),
                     **_kept(student),
                     **(more or {}),
                 }
@@ -112,7 +113,7 @@ def save_checkpoint(
     dist.barrier()
 
 
-def resume_signature(config: Config, objective: Objective) -> dict[str, Any]:
+def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) -> dict[str, Any]:
     """What a run must share with a checkpoint to go on from it; everything else may change, layouts above all."""
     return {
         "seed": config.seed,
@@ -120,22 +121,23 @@ def resume_signature(config: Config, objective: Objective) -> dict[str, Any]:
         "train.distributed_optimizer": config.train.distributed_optimizer,
         # which parameters have optimizer state
         "deepest trained layer": objective.trained_depth,
-        "final norm is trained": objective.student_final is not None or objective.trains_head,
+        "final norm is trained": objective.final_layer is not None or objective.trains_head,
         "head is trained": objective.trains_head,
         "trained projectors": _trained_projectors(objective),
         # whose step counts are kept apart
         "trained in parts": objective.trains_in_parts,
         # the teacher with teacher.weights=ema
-        "layers of the moving average": objective.teacher_depth if config.teacher.weights == "ema" else 0,
+        "layers of the moving average": needs.teacher_depth(objective, 0) if config.teacher.weights == "ema" else 0,
     }
 
 
 def _trained_projectors(objective: Objective) -> str | None:
     """None where the bridge is frozen, or where there is none."""
-    if objective.bridge is None or not objective.trains_bridge:
+    match = objective.teachers[0]
+    if match.bridge is None or not objective.trains_bridge:
         return None
-    pairs = " ".join(f"{student}:{teacher}" for student, teacher in sorted(objective.layers.items()))
-    return f"rank {objective.bridge.rank}, layers {pairs}"
+    pairs = " ".join(f"{student}:{teacher}" for student, teacher in sorted(match.layers.items()))
+    return f"rank {match.bridge.rank}, layers {pairs}"
 
 
 def _kept(student: Student) -> dict[str, Any]:
@@ -161,10 +163,10 @@ def _as_saved(student: Student) -> Iterator[None]:
 _UNSAID = {"trained in parts": False, "layers of the moving average": 0}
 
 
-def check_resume_signature(root: Path, step: int, config: Config, objective: Objective) -> None:
+def check_resume_signature(root: Path, step: int, config: Config, objective: Objective, needs: ModelNeeds) -> None:
     """Raises ValueError where the run can't go on from the checkpoint after `step` updates."""
     state = read_state(iteration_directory(root, step))
-    for name, value in resume_signature(config, objective).items():
+    for name, value in resume_signature(config, objective, needs).items():
         saved = state.get(name, _UNSAID.get(name))
         if saved != value:
             raise ValueError(
@@ -204,7 +206,7 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
     if not student.role.is_member:
         return {}
     metadata = {
-        "dp_cp_group": student.role.groups.dp_cp,  # type: ignore[attr-defined]
+        "dp_cp_group": student.role.member_groups.dp_cp,
         # the one format that can be loaded at another TP and PP
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,

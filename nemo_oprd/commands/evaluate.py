@@ -12,10 +12,8 @@ from nemo_oprd.evaluation.sample import Evaluator, table
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
-from nemo_oprd.models import read_model_spec
-from nemo_oprd.rollout.megatron_engine import MegatronEngine
-from nemo_oprd.setup.models import check_rollout_ranks, check_vocabulary, model_directory, open_model, world_size
-from nemo_oprd.tokenization.tokenizer import Tokenizer
+from nemo_oprd.rollout.factory import make_engine
+from nemo_oprd.setup.models import ModelFiles, check_rollout_ranks, world_size
 
 
 def evaluate(config: Config) -> None:
@@ -26,22 +24,21 @@ def evaluate(config: Config) -> None:
     """
     if not config.data.validation:
         raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")
-    source = model_directory(config.student)
-    spec = read_model_spec(source)
-    tokenizer = Tokenizer.load(source)
+    model = ModelFiles(config.student)
+    tokenizer, spec = model.tokenizer, model.spec
     check_output(config.output)
-    check_vocabulary(tokenizer, spec, source)
+    model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions)
     spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, world_size())
-    read = open_model(config.student, spec)
+    read = model.read
     init_distributed()
-    engine = MegatronEngine(config, spec, Layout(data=dist.get_world_size()), tokenizer.eos_ids)
-    seed_everything(config.seed, engine.role)
-    engine.load(read, str(source))
+    engine = make_engine(config, spec, Layout(data=dist.get_world_size()), tokenizer.eos_ids)
+    seed_everything(config.seed)
+    engine.load(read, str(model.directory))
     metrics = evaluator.evaluate(engine)
     if dist.get_rank() == 0:
         output = Path(config.output)
         output.mkdir(parents=True, exist_ok=True)
         (output / "evaluation.json").write_text(json.dumps(metrics, indent=1) + "\n")
-        print(table({source.name: metrics}, config.evaluation.samples))
+        print(table({model.directory.name: metrics}, config.evaluation.samples))

@@ -223,7 +223,7 @@ def _collect(
                 "responses; the same command goes on with those that it sampled"
             )
     for stats in statistics.values():
-        stats.all_reduce(student.role.groups.dp_cp)  # type: ignore[attr-defined]
+        stats.all_reduce(student.role.member_groups.dp_cp)
     return statistics
 
 
@@ -236,7 +236,7 @@ def _fit(
 ) -> Bridge | None:
     """The bridge on rank 0; each rank fits some of the layer pairs that it has statistics of."""
     settings, role, objective = config.bridge, system.student.role, system.objective
-    group = role.groups.dp_cp if role.is_member else None  # type: ignore[attr-defined]
+    group = role.member_groups.dp_cp if role.is_member else None
     mine = list(statistics.values())[dist.get_rank(group) :: dist.get_world_size(group)] if role.is_member else []
     ridge = [fit_ridge(stats, center_student=settings.center_student) for stats in mine]
     curves = {fit.pair: normalized_curve(fit).cpu() for fit in ridge}

@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.step import System
+from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.setup.data import recorded_rollouts
-from nemo_oprd.setup.models import make_system
+from nemo_oprd.setup.models import RunFiles, build_models, make_plan
+from nemo_oprd.train import accumulate_gradients
 from nemo_oprd.verification.reference import agreement, reference
 
 
@@ -41,22 +42,26 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):
         raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
     check_output(output)
-    rollouts = recorded_rollouts(config)
+    files = RunFiles(config)
+    rollouts = recorded_rollouts(config, files)
     assert rollouts is not None
-    system = make_system(config)
-    # unwatched: a sampled token's teacher then says what it says in most updates
-    result = system.accumulate(rollouts, step=0, whole_gradients=True, watch=False)
-    if result is not None:
-        if result.nonfinite_reason:
-            raise ValueError(f"{result.nonfinite_reason}; expected finite numbers: look for NaN in the models' weights")
+    models = build_models(config, make_plan(config, files))
+    # unwatched: with sampled_token, the teacher then sends what it sends in most updates
+    batch = models.batch(rollouts, models.objective_of(0, watch=False))
+    metrics = accumulate_gradients(models, batch, whole_gradients=True)
+    if metrics is not None:
+        if metrics.nonfinite_reason:
+            raise ValueError(
+                f"{metrics.nonfinite_reason}; expected finite numbers: look for NaN in the models' weights"
+            )
         # every rank takes part in the gathering, one keeps the result
-        student = system.student
+        student = models.student
         stream = chain(student.hf_gradients(), bridge_gradients(student.chunks, student.role, student.objective))
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)
             save_file(gradients, output / "grads.safetensors")
-            losses = loss_report(result, system, rollouts)
+            losses = loss_report(metrics, models.objective, rollouts)
             (output / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
             print(json.dumps(losses))
             if against_reference:
@@ -94,18 +99,18 @@ def _relative(ours: float, theirs: float) -> float:
     return abs(ours / theirs - 1) if theirs else abs(ours)
 
 
-def loss_report(result: StepMetrics, system: System, rollouts: list[Rollout]) -> dict:
+def loss_report(metrics: StepMetrics, objective: Objective, rollouts: list[Rollout]) -> dict:
     """The contents of losses.json."""
-    table = system.objective.rows(rollouts)
+    table = objective.rows(rollouts)
     representation = {
-        "rep/loss": result.rep_loss,
-        "rep/loss_per_layer": {str(layer): loss for layer, loss in result.rep_loss_per_layer.items()},
+        "rep/loss": metrics.rep_loss,
+        "rep/loss_per_layer": {str(layer): loss for layer, loss in metrics.rep_loss_per_layer.items()},
     }
-    output = {} if result.output_loss is None else {"output/loss": result.output_loss}
+    output = {} if metrics.output_loss is None else {"output/loss": metrics.output_loss}
     return {
-        "loss/total": result.loss,
+        "loss/total": metrics.loss,
         **output,
-        **(representation if result.rep_loss_per_layer else {}),
+        **(representation if metrics.rep_loss_per_layer else {}),
         "counts": {
             "responses": table.num_responses,
             "supervised_tokens": len(table),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_oprd.batch.plan import BatchPlan
-from nemo_oprd.batch.token_table import TokenTable
+from nemo_oprd.batch.position_bins import PROFILE_BINS, row_bins
 from nemo_oprd.config.schema import AdaptiveConfig
-from nemo_oprd.distillation.hidden_state_loss import PROFILE_BINS
-from nemo_oprd.distillation.step_metrics import StepMetrics, row_bins
+from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.losses.adaptive import GapFactors
 
 
@@ -29,14 +28,11 @@ class AdaptiveWeights:
         """Layer -> its weight by the objective times its factor."""
         return {layer: w * (self._layers.factor(layer) if self._layers else 1.0) for layer, w in weights.items()}
 
-    def of_rows(self, table: TokenTable, batch: BatchPlan) -> np.ndarray:
-        """[n] weights of some of the batch's rows; those of the whole batch keep their sum."""
+    def position_factors(self) -> np.ndarray | None:
+        """[PROFILE_BINS] factors of the rows by their place in the response; None where positions are not adapted."""
         if self._positions is None:
-            return table.weight
-        factors = np.array([self._positions.factor(j) for j in range(PROFILE_BINS)])
-        whole = batch.table
-        total = (whole.weight * factors[row_bins(whole, self._kind)]).sum() / whole.weight.sum()
-        return table.weight * factors[row_bins(table, self._kind)] / total
+            return None
+        return np.array([self._positions.factor(j) for j in range(PROFILE_BINS)])
 
     def measure(self, result: StepMetrics) -> None:
         """Takes in what a step measured; it counts from the next one on."""

@@ -11,13 +11,59 @@ Either is unbiased; their ratio in one step is rough and may be negative. Divide
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import LoggingConfig
+from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.megatron.parallel import device
+
+Accumulate: TypeAlias = "Callable[..., StepMetrics | None]"
+
+
+def is_due(logging: LoggingConfig, step: int) -> bool:
+    """Whether the noise is measured before the update after `step` others."""
+    every = logging.gradient_noise_every
+    return every > 0 and (step == 0 or (step + 1) % every == 0)
+
+
+def measure_gradient_noise(
+    models: Models, rollouts: list[Rollout], step: int, accumulate: Accumulate
+) -> dict[str, float]:
+    """Signal and noise of the gradient of the update after `step` others, from two passes over half the prompts each.
+
+    Args:
+        accumulate: `train.accumulate_gradients`.
+
+    Returns:
+        Metrics by name; empty where fewer than two prompts train anything, and on ranks outside the student.
+    """
+    objective = models.objective_of(step, watch=False)
+    rows = models.plan(rollouts, objective).hidden.table
+    prompts: dict[tuple[int, ...], list[Rollout]] = {}
+    for i in np.unique(rows.response).tolist():
+        prompts.setdefault(tuple(rollouts[i].prompt_ids), []).append(rollouts[i])
+    # responses to one prompt are not independent
+    groups = list(prompts.values())
+    halves = [[rollout for group in groups[number::2] for rollout in group] for number in (0, 1)]
+    if not halves[1]:
+        return {}
+    gradients = []
+    for half in halves:
+        accumulate(models, models.batch(half, objective), whole_gradients=True)
+        gradients.append(whole_gradient(models.student))
+    if not models.student.role.is_member:
+        return {}
+    return gradient_noise(models.student, gradients[0], gradients[1], (len(halves[0]), len(halves[1])))
 
 
 def whole_gradient(student: Student) -> list[torch.Tensor]:
@@ -25,9 +71,10 @@ def whole_gradient(student: Student) -> list[torch.Tensor]:
 
     Needs `whole_gradients`: complete ones on every rank.
     """
-    at, group = student.role.coords, student.role.groups.tp if student.role.is_member else None  # type: ignore[attr-defined]
-    if at is None or at.data or at.context:  # those have copies
+    coords = student.role.coords
+    if coords is None or coords.data or coords.context:  # those have copies
         return []
+    group = student.role.member_groups.tp
     return [
         p.main_grad.detach().clone()  # type: ignore[attr-defined]
         for chunk in student.chunks
@@ -49,7 +96,7 @@ def gradient_noise(
     for a, b in zip(first, second, strict=True):
         sums[0] += torch.dot(a.flatten(), b.flatten()).double()
         sums[1] += (a - b).square().sum(dtype=torch.float64)
-    dist.all_reduce(sums, group=student.role.groups.intra_dist_opt)  # type: ignore[attr-defined]
+    dist.all_reduce(sums, group=student.role.member_groups.intra_dist_opt)
     signal, difference = sums.tolist()
     noise = difference * sizes[0] * sizes[1] / sum(sizes) ** 2
     return {

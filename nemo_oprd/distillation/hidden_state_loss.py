@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
+from nemo_oprd.batch.position_bins import PROFILE_BINS
 from nemo_oprd.distillation.gradient_injection import Learned, inject_gradient, row_chunks
 from nemo_oprd.distillation.output_head import OutputHeadLoss
 from nemo_oprd.losses.representation import RowLoss
@@ -29,16 +29,6 @@ class LayerTarget:
     bins: torch.Tensor | None = None  # [2, n] int64: where a row's cosine is counted in the position profile
 
 
-# Position profile: the first bin is a response's first (last) token, bin j > 0 those with 2^(j-1) < number <= 2^j, so
-# that bins 0..j together are the first (last) 2^j tokens. 2^23 tokens are more than any response has.
-PROFILE_BINS = 24
-
-
-def profile_bins(numbers: np.ndarray) -> np.ndarray:
-    """Bins of 0-based token numbers, counted from a response's start or from its end."""
-    return np.ceil(np.log2(numbers + 1)).astype(np.int64)
-
-
 @dataclass
 class HiddenStateLoss:
     """The student's observer: measures each supervised layer once and injects its gradient.
@@ -47,7 +37,7 @@ class HiddenStateLoss:
     layer runs again.
 
     Args:
-        terms: layer -> what to match.
+        targets: layer -> what to match.
         row_loss: the distance per row.
         dim_reduction: handed to `row_loss`.
         final_layer: the layer that is supervised after the final norm, None if none is.
@@ -58,7 +48,7 @@ class HiddenStateLoss:
         output: the output-space term, on the last stage.
     """
 
-    terms: dict[int, LayerTarget]
+    targets: dict[int, LayerTarget]
     row_loss: RowLoss
     dim_reduction: str
     num_responses: int
@@ -71,7 +61,7 @@ class HiddenStateLoss:
     injections: Counter = field(default_factory=Counter)
     injected: dict[int, torch.Tensor] = field(default_factory=dict)
     per_response: torch.Tensor | None = None  # float64 [num_responses], shares of the total loss
-    profile: torch.Tensor | None = None  # float64 [2, PROFILE_BINS], sums of cosines of the layer whose term has bins
+    profile: torch.Tensor | None = None  # float64 [2, PROFILE_BINS], sums of cosines of the layer whose target has bins
 
     # order of the sums in `measured[layer]` (float64 [5]); the norm ratio is |student| / |teacher|
     SUMS = ("loss", "cosine", "squared_error", "squared_target", "norm_ratio")
@@ -87,56 +77,56 @@ class HiddenStateLoss:
         return hidden if self.output is None else self.output.attach(hidden)
 
     def _supervise(self, layer: int, hidden: torch.Tensor, *, keep_rows: bool) -> torch.Tensor:
-        term = self.terms.get(layer)
-        if term is None or len(term.rows) == 0:
+        target = self.targets.get(layer)
+        if target is None or len(target.rows) == 0:
             return hidden
         if self.measure and layer not in self.measured:
-            self.measured[layer] = self._measure(layer, hidden.detach(), term)
-        if not torch.is_grad_enabled() or term.scale == 0.0:
+            self.measured[layer] = self._measure(layer, hidden.detach(), target)
+        if not torch.is_grad_enabled() or target.scale == 0.0:
             return hidden
 
         def loss(rows_ND: torch.Tensor, chunk: slice) -> torch.Tensor:
-            return term.scale * (self._distance(layer, rows_ND, term, chunk) * term.weight[chunk]).sum()
+            return target.scale * (self._distance(layer, rows_ND, target, chunk) * target.weight[chunk]).sum()
 
         def done(squared: torch.Tensor) -> None:
             self.injections[layer] += 1
             self.injected[layer] = self.injected.get(layer, 0.0) + squared
 
         learned = self.learned(layer)
-        return inject_gradient(hidden, term.rows, loss, keep_rows=keep_rows, done=done, learned=learned)
+        return inject_gradient(hidden, target.rows, loss, keep_rows=keep_rows, done=done, learned=learned)
 
     def _student(self, layer: int, rows_ND: torch.Tensor) -> torch.Tensor:
         return rows_ND if self.project is None else self.project(layer, rows_ND)
 
-    def _distance(self, layer: int, rows_ND: torch.Tensor, term: LayerTarget, chunk: slice) -> torch.Tensor:
-        return self.row_loss(self._student(layer, rows_ND), term.target[chunk].float(), self.dim_reduction)
+    def _distance(self, layer: int, rows_ND: torch.Tensor, target: LayerTarget, chunk: slice) -> torch.Tensor:
+        return self.row_loss(self._student(layer, rows_ND), target.target[chunk].float(), self.dim_reduction)
 
     @torch.no_grad()
-    def _measure(self, layer: int, hidden: torch.Tensor, term: LayerTarget) -> torch.Tensor:
+    def _measure(self, layer: int, hidden: torch.Tensor, target: LayerTarget) -> torch.Tensor:
         sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=hidden.device)
-        for chunk in row_chunks(len(term.rows)):
-            rows_ND = hidden.flatten(0, 1).index_select(0, term.rows[chunk]).float()
-            compared, target = self._student(layer, rows_ND), term.target[chunk].float()
-            distance = self.row_loss(compared, target, self.dim_reduction)
-            if term.scale:  # what is only measured may be infinite
-                self._share_out(distance.double() * term.weight[chunk] * term.scale, term.response[chunk])
-            cosine = torch.nn.functional.cosine_similarity(compared, target, dim=-1).double()
+        for chunk in row_chunks(len(target.rows)):
+            rows_ND = hidden.flatten(0, 1).index_select(0, target.rows[chunk]).float()
+            compared, teacher_ND = self._student(layer, rows_ND), target.target[chunk].float()
+            distance = self.row_loss(compared, teacher_ND, self.dim_reduction)
+            if target.scale:  # what is only measured may be infinite
+                self._add_per_response(distance.double() * target.weight[chunk] * target.scale, target.response[chunk])
+            cosine = torch.nn.functional.cosine_similarity(compared, teacher_ND, dim=-1).double()
             sums += torch.stack(
                 [
-                    (distance.double() * term.weight[chunk]).sum(),
+                    (distance.double() * target.weight[chunk]).sum(),
                     cosine.sum(),
-                    (compared - target).square().sum(dtype=torch.float64),
-                    target.square().sum(dtype=torch.float64),
-                    (compared.norm(dim=-1) / target.norm(dim=-1).clamp_min(1e-30)).sum(dtype=torch.float64),
+                    (compared - teacher_ND).square().sum(dtype=torch.float64),
+                    teacher_ND.square().sum(dtype=torch.float64),
+                    (compared.norm(dim=-1) / teacher_ND.norm(dim=-1).clamp_min(1e-30)).sum(dtype=torch.float64),
                 ]
             )
-            if term.bins is not None:
+            if target.bins is not None:
                 if self.profile is None:
                     self.profile = cosine.new_zeros(2, PROFILE_BINS)
-                self.profile.scatter_add_(1, term.bins[:, chunk], cosine.expand(2, -1))
+                self.profile.scatter_add_(1, target.bins[:, chunk], cosine.expand(2, -1))
         return sums
 
-    def _share_out(self, losses: torch.Tensor, response: torch.Tensor) -> None:
+    def _add_per_response(self, losses: torch.Tensor, response: torch.Tensor) -> None:
         if self.per_response is None:
             self.per_response = losses.new_zeros(self.num_responses)
         self.per_response.index_add_(0, response, losses)

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from megatron.core.utils import make_viewless_tensor
 
 from nemo_oprd.batch.plan import LocalRows
-from nemo_oprd.distillation.objective import Objective
+from nemo_oprd.distillation.objective import TeacherMatch
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.weights.hf import TensorReader
 
 
 @dataclass(frozen=True)
@@ -59,35 +60,33 @@ class Rows:
         flat[local] = (flat[local].to(rows_ND.dtype) + rows_ND[own]).to(flat.dtype)
 
 
-def rows_of(held: LocalRows, role: Role) -> Rows:
+def rows_of(local: LocalRows, role: Role) -> Rows:
     """The output rows of one microbatch on this rank."""
-    assert role.coords is not None
-    rows = torch.from_numpy(held.local).to(device())
-    return Rows(rows, role.coords.tensor, role.layout.sequence, role.groups.tp)  # type: ignore[attr-defined]
+    rows = torch.from_numpy(local.local).to(device())
+    return Rows(rows, role.member_coords.tensor, role.layout.sequence, role.member_groups.tp)
 
 
 def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabShard:
     """This tensor rank's part of the padded vocabulary, of which the first `vocab_size` ids count."""
-    assert role.coords is not None
     size = model.output_weight().shape[0]
-    return VocabShard(role.coords.tensor * size, size, vocab_size, role.groups.tp if role.layout.tensor > 1 else None)  # type: ignore[attr-defined]
+    group = role.member_groups.tp if role.layout.tensor > 1 else None
+    return VocabShard(role.member_coords.tensor * size, size, vocab_size, group)
 
 
 def load_teacher_head(
-    model: DistillingModel, role: Role, dtype: torch.dtype, objective: Objective, read: Callable[[str], torch.Tensor]
+    model: DistillingModel, role: Role, dtype: torch.dtype, match: TeacherMatch, read: TensorReader
 ) -> torch.Tensor | None:
-    """A teacher's head for the ids that this tensor rank's own head has, where the output term needs it.
+    """A teacher's LM head [V, D] for the ids that this tensor rank's own head has; None before the last stage.
 
     Args:
         model: the student's last chunk on this rank.
         read: gives the teacher's HF tensors by name.
     """
-    term = objective.output
-    if term is None or not term.ever_needs_states or not model.post_process:
+    if not model.post_process:
         return None
-    whole = read("model.embed_tokens.weight" if objective.teacher.tied_embeddings else "lm_head.weight")
-    shard = vocab_shard(model, role, term.vocab_size)
-    part = whole[shard.start : min(shard.start + shard.size, term.vocab_size)].to(device(), dtype)
+    whole = read("model.embed_tokens.weight" if match.spec.tied_embeddings else "lm_head.weight")
+    shard = vocab_shard(model, role, match.shared_vocab)
+    part = whole[shard.start : min(shard.start + shard.size, match.shared_vocab)].to(device(), dtype)
     # ids that only one of the models has count for neither
     return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
 

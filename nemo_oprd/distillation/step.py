@@ -1,184 +1,182 @@
-"""The models of a run on this rank, and the step that they make together: teachers read, the student learns."""
+"""One update: its batch, and the gradient of that batch, accumulated group by group of microbatches.
+
+    batch = models.batch(rollouts, objective)
+    accumulation = models.start(batch)
+    for group in batch.groups:
+        accumulation.forward_backward(group, models.targets(batch, group))
+    metrics = accumulation.finish()
+
+Every rank does this, whatever roles it has; outside the student's ranks `forward_backward` does nothing.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.types import Rollout, TeacherTargets
-from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.gradient_noise import gradient_noise, whole_gradient
-from nemo_oprd.distillation.objective import Objective
-from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.distillation.gradient_check import check_injections, check_output_passes
+from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
+from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup, layer_targets, output_head_losses
+from nemo_oprd.distillation.objective import StepObjective
+from nemo_oprd.distillation.output_head import OutputHeadLoss
+from nemo_oprd.distillation.step_metrics import MetricSums, StepMetrics
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.distillation.teacher import Teacher
-from nemo_oprd.distillation.teacher_routing import Routing
-
-
-class PhaseTimer:
-    """Seconds per phase of the current step. A phase that is entered again adds to its time."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+from nemo_oprd.distillation.trained_projectors import projectors_of
+from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
 
 
 @dataclass
-class System:
-    """The models of a run on this rank, and the step they make together."""
+class KeptResults:
+    """What the first update on a step's rollouts computes for those that follow (`train.updates_per_rollout`).
 
-    config: Config
-    student: Student
-    teachers: list[Teacher]
-    routing: Routing
-    _kept: dict[int, TeacherTargets] | None = None  # for the next update on the same rollouts
+    `targets` are the teachers', kept if one group holds the batch. `sampled_logprobs` are the log-probabilities of the
+    response tokens under the student that sampled them, per microbatch; None until the first update is done.
+    """
 
-    @property
-    def objective(self) -> Objective:
-        """What the student is trained on; with several teachers that of the first, whose student's side is all's."""
-        return self.student.objective
+    targets: dict[int, TeacherTargets] | None = None
+    sampled_logprobs: list[torch.Tensor | None] | None = None
 
-    def accumulate(
-        self,
-        rollouts: list[Rollout],
-        clock: PhaseTimer | None = None,
-        *,
-        step: int | None = None,
-        reuse: int = 0,
-        whole_gradients: bool = False,
-        watch: bool = True,
-    ) -> StepMetrics | None:
-        """Teachers' forward, transport, student forward/backward on one batch. None on ranks outside the student.
 
-        The weights of the terms are those of the update after `step` others; None takes the largest of the run. `reuse`
-        counts updates on the same rollouts: no teacher reads them again where the targets fit into one wave. Without
-        `watch` only the terms of the loss are computed.
+@dataclass(frozen=True)
+class StepBatch:
+    """The rollouts of one update, planned for the student, with the update's objective.
 
-        The batch goes through in waves of `teacher.resident_microbatches`, which bounds the targets that are held.
-        Their gradients add up, and are reduced over ranks with the last one.
+    `groups` are the parts of `plan` that go through the models one after the other: their gradients add up, and the
+    targets of one group at a time are in memory. `is_last` says that no update on the same rollouts follows.
+    """
+
+    rollouts: list[Rollout]
+    objective: StepObjective
+    plan: StepPlan
+    groups: list[StepPlan]
+    kept: KeptResults
+    is_last: bool = True
+
+
+class GradientAccumulation:
+    """Adds up the gradient of one batch on this rank, and what is measured on the way."""
+
+    def __init__(self, student: Student, batch: StepBatch, *, whole_gradients: bool = False) -> None:
+        """Clears the gradients of the update before.
+
+        Args:
+            whole_gradients: every rank ends up with complete gradients, also under the distributed optimizer.
         """
-        clock = clock or PhaseTimer()
-        # what a teacher reads can change from step to step
-        for teacher, objective in zip(self.teachers, self.student.objectives, strict=True):
-            teacher.objective = objective if step is None else objective.for_step(step, watch=watch)
-        plan = self.plan(rollouts, self.teachers[0].objective)
-        waves = plan.microbatch_groups(self.config.teacher.resident_microbatches)
-        self.student.start_step(plan, len(rollouts), step, reuse, watch=watch)
-        for number, wave in enumerate(waves, start=1):
-            with clock("teacher"):
-                targets = self._kept if reuse and self._kept is not None else self.teach(rollouts, wave)
-            more_to_come = step is not None and reuse + 1 < self.config.train.updates_per_rollout
-            self._kept = targets if more_to_come and len(waves) == 1 else None
-            with clock("update"):
-                self.student.forward_backward(
-                    rollouts, wave, targets, last=number == len(waves), whole_gradients=whole_gradients
-                )
-            del targets  # before the next wave's come
-        return self.student.finish_step()
+        self._student, self._batch, self._whole_gradients = student, batch, whole_gradients
+        self._done: list[StepPlan] = []
+        self._targets_bytes = 0
+        self._logprobs: list[torch.Tensor | None] = []
+        self._sums = MetricSums.zeros(student.objective.layers, len(batch.rollouts), device())
+        if student.role.is_member:
+            student.zero_gradients()
 
-    def gradient_noise(self, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """Signal and noise of the gradient (`gradient_noise.py`), from two passes over half the prompts each.
+    def forward_backward(self, group: StepPlan, targets: dict[int, TeacherTargets]) -> None:
+        """Adds the gradient of one group; with the last one, gradients are reduced over ranks.
 
-        Empty where fewer than two prompts train anything, and on ranks outside the student.
+        Args:
+            targets: of each teacher that has rows in the group.
         """
-        rows = self.plan(rollouts, self.objective.for_step(step)).hidden.table
-        prompts: dict[tuple[int, ...], list[Rollout]] = {}
-        for i in np.unique(rows.response).tolist():
-            prompts.setdefault(tuple(rollouts[i].prompt_ids), []).append(rollouts[i])
-        # responses to one prompt are not independent
-        groups = list(prompts.values())
-        halves = [[rollout for group in groups[number::2] for rollout in group] for number in (0, 1)]
-        if not halves[1]:
-            return {}
-        gradients = []
-        for half in halves:
-            self.accumulate(half, step=step, whole_gradients=True, watch=False)
-            gradients.append(whole_gradient(self.student))
-        self._kept = None  # of half a batch
-        if not self.student.role.is_member:
-            return {}
-        return gradient_noise(self.student, gradients[0], gradients[1], (len(halves[0]), len(halves[1])))
+        coords = self._student.role.coords
+        if coords is None:
+            return
+        observers, microbatches = self._microbatches(MicrobatchGroup(self._batch.rollouts, group, targets, coords))
+        self._done.append(group)
+        run_schedule(
+            self._student.ddp,
+            self._student.role,
+            microbatches,
+            forward_only=False,
+            finalize=len(self._done) == len(self._batch.groups),
+            force_all_reduce=self._whole_gradients,
+        )
+        self._targets_bytes = max(self._targets_bytes, sum(each.bytes_held for each in targets.values()))
+        for observer in observers:
+            self._sums.add(observer)
+            sums = None if observer.output is None else observer.output.sums
+            self._logprobs.append(None if sums is None else sums.student_logprob)
+            if observer.output is not None:
+                self._sums.add_output(observer.output, counts=coords.tensor == 0)
 
-    def check_gradients(self) -> str:
-        """One real forward and backward on a few short random responses, before anything is sampled.
+    def finish(self) -> StepMetrics | None:
+        """What the groups measured together, once the gradient check has passed; None on ranks outside the role.
 
-        Returns:
-            What was found, in words.
+        Every (layer, row) was measured by exactly one rank.
 
         Raises:
-            CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
+            CaptureError: a supervised layer trained nothing, or not as planned.
         """
-        result = self.accumulate(self._random_rollouts())
-        if result is not None and result.nonfinite_reason:
-            raise ValueError(
-                f"{result.nonfinite_reason}, on random tokens before the first step: expected finite numbers; the "
-                "weights of student or teacher are damaged, or too large for this precision"
+        student, objective = self._student, self._batch.objective
+        if not student.role.is_member:
+            return None
+        if self._batch.kept.sampled_logprobs is None and not self._batch.is_last:
+            self._batch.kept.sampled_logprobs = self._logprobs
+        sums = self._sums.reduced(student.role.member_groups.intra_dist_opt)
+        metrics = StepMetrics.from_sums(sums, self._batch.plan, self._done, objective, self._targets_bytes)
+        metrics.weights |= student.adaptive.metrics(objective.layer_weights, self._batch.plan.hidden)
+        if objective.weight > 0:
+            counts = {layer: int(count) for layer, count in sums.column("injections").items()}
+            same, norms = set(metrics.identical_layers), sums.column("squared_gradient")
+            hidden = [plan.hidden for plan in self._done]
+            check_injections(counts, norms, hidden, student.spec.num_layers, identical=same)
+        if objective.output is not None:
+            check_output_passes(int(sums.output[0]), [plan.output for plan in self._done if plan.output])
+        return metrics
+
+    def _microbatches(self, group: MicrobatchGroup) -> tuple[list[HiddenStateLoss], list[Microbatch]]:
+        """Per microbatch of the group: the loss of its hidden states, and its tokens with that loss attached."""
+        student, step = self._student, self._batch.objective
+        plan, run = group.plan.hidden, step.run
+        targets, output = layer_targets(group, step), self._output_head_losses(group)
+        projections = [self._projection(number) for number in range(len(run.teachers))]
+        trained = {layer: list(each.parameters()) for layer, each in projectors_of(student.chunks).items()}
+        observers = [
+            HiddenStateLoss(
+                of_layers,
+                run.row_loss,
+                run.dim_reduction,
+                len(group.rollouts),
+                run.final_layer,
+                measure=not plan.replicated or group.coords.tensor == 0,
+                project=projections[teacher],
+                learned=lambda layer: trained.get(layer, ()),
+                output=of_output,
             )
-        return "guard: " + "; ".join(self._found(result) or ["no term has a weight above 0, so nothing is trained"])
+            for of_layers, of_output, teacher in zip(targets, output, group.plan.taught_by, strict=True)
+        ]
+        microbatches = [
+            make_microbatch(pack, group.rollouts, student.role, observer, step.depth)
+            for pack, observer in zip(plan.packs[group.coords.data], observers, strict=True)
+        ]
+        return observers, microbatches
 
-    def _random_rollouts(self) -> list[Rollout]:
-        """Two short ones for every teacher on every data-parallel rank."""
-        draw = np.random.default_rng(self.config.seed)
-        specs = [self.objective.student, *(teacher.objective.teacher for teacher in self.teachers)]
-        known = min(spec.vocab_size for spec in specs)
-        rollouts = []
-        for number in range(len(self.teachers)):
-            source = self.routing.example(number)
-            ids = draw.integers(0, known, (2 * self.student.role.layout.data, 16)).tolist()
-            for row in ids:
-                told = None if self.config.teacher.prompt is None else row[12:]  # whose teacher reads another prompt
-                rollouts.append(Rollout(row[:4], row[4:12], data_source=source, teacher_prompt_ids=told))
-        return rollouts
+    def _output_head_losses(self, group: MicrobatchGroup) -> Sequence[OutputHeadLoss | None]:
+        """Per microbatch, the output-space term; None before the last stage, or without such a term."""
+        student, objective = self._student, self._batch.objective
+        term, last = objective.output, student.chunks[-1]
+        if group.plan.output is None or term is None or not last.post_process:
+            return [None] * len(group.plan.taught_by)
+        earlier = sum(len(plan.taught_by) for plan in self._done)
+        kept = self._batch.kept.sampled_logprobs
+        return output_head_losses(
+            group,
+            last,
+            student.role,
+            term,
+            [match.shared_vocab for match in objective.run.teachers],
+            student.teacher_head if term.sends_states else lambda number: None,
+            None if kept is None else kept[earlier:],
+        )
 
-    def _found(self, result: StepMetrics | None) -> list[str]:
-        found, layers = [], len(self.objective.layers)
-        if self.objective.weight > 0 and layers and (result is None or not result.identical_layers):
-            found.append(f"each of the {layers} supervised layers received its gradient once, on its own stage")
-        elif self.objective.weight > 0 and layers and result is not None:
-            found.append(
-                f"student and teacher are identical at {len(result.identical_layers)} of the {layers} supervised "
-                "layers, where a gradient of zero is right; the others received theirs once, on their own stage"
-            )
-        if self.objective.trains_head:
-            found.append("the output-space term went back through the head once per microbatch")
-        return found
-
-    def plan(self, rollouts: list[Rollout], objective: Objective | None = None) -> StepPlan:
-        """The batch packed for the student, for all terms or those of `objective`. What no supervised row depends on is
-        not computed."""
-        objective, budget = objective or self.objective, self.config.train.tokens_per_microbatch
-        taught_by = self.taught_by(rollouts)
-        hidden = self.routing.weigh(objective.rows(rollouts), taught_by)
-        output = objective.output
-        rows = None if output is None else self.routing.weigh(output.rows(rollouts), taught_by)
-        return StepPlan.build(hidden, rows, len(rollouts), self.student.role.layout, budget, taught_by)
-
-    def taught_by(self, rollouts: list[Rollout]) -> list[int]:
-        """The teacher of each rollout."""
-        return self.routing.teachers_of(rollout.data_source for rollout in rollouts)
-
-    def teach(self, rollouts: list[Rollout], student_plan: StepPlan) -> dict[int, TeacherTargets]:
-        """What each teacher has to say about its rows of `student_plan`, on the ranks that need it.
-
-        One after the other, each on its own responses; teachers without any are left out.
-        """
-        budget, targets = self.config.train.tokens_per_microbatch, {}
-        for number, teacher in enumerate(self.teachers):
-            mine = student_plan.of_teacher(number)
-            if mine is not None:
-                its_plan = mine.for_teacher(teacher.role.layout, len(rollouts), budget)
-                targets[number] = teacher.targets(rollouts, its_plan, mine, self.student.role)
-        return targets
+    def _projection(self, number: int) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+        """(Layer, [n, D] of the student) -> what is compared with this teacher; None where it is the state itself."""
+        run = self._batch.objective.run
+        if run.trains_bridge:
+            projectors = projectors_of(self._student.chunks)
+            return lambda layer, rows_ND: projectors[layer](rows_ND)
+        bridge = run.teachers[number].bridge
+        return None if bridge is None else bridge.project_student

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from nemo_oprd.batch.plan import BatchPlan, StepPlan
+from nemo_oprd.batch.position_bins import PROFILE_BINS, profile_bins, row_bins
 from nemo_oprd.batch.token_table import TokenTable
-from nemo_oprd.distillation.hidden_state_loss import PROFILE_BINS, HiddenStateLoss, profile_bins
-from nemo_oprd.distillation.objective import Objective
+from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
+from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss
 
 # what the output-space term measures per row (`OutputRows`) -> its name in metrics.jsonl, "" if it goes into another
@@ -110,6 +112,11 @@ class MetricSums:
         pairs = self.output[2:].view(-1, 2).tolist()
         return {name: total / rows for name, (total, rows) in zip(OUTPUT_METRICS, pairs, strict=True) if rows}
 
+    def reduced(self, group: dist.ProcessGroup) -> MetricSums:
+        """Added up over the ranks of `group`, on the CPU."""
+        dist.all_reduce(self.sums, group=group)
+        return MetricSums(self.sums.cpu(), self.layers, self.num_responses)
+
     def column(self, name: str) -> dict[int, float]:
         """Layer -> one of the sums."""
         return dict(zip(self.layers, self.table[:, self.COLUMNS.index(name)].tolist(), strict=True))
@@ -153,7 +160,7 @@ class StepMetrics:
 
     @staticmethod
     def from_sums(
-        tally: MetricSums, plan: StepPlan, waves: list[StepPlan], objective: Objective, targets_bytes: int
+        tally: MetricSums, plan: StepPlan, waves: list[StepPlan], objective: StepObjective, targets_bytes: int
     ) -> StepMetrics:
         """Means and norms from the sums of all ranks.
 
@@ -162,7 +169,7 @@ class StepMetrics:
             waves: the parts in which it went through.
             targets_bytes: of teacher states that this rank held at a time, at most.
         """
-        table, positions, term = plan.hidden.table, objective.positions, objective.output
+        table, positions, term = plan.hidden.table, objective.run.positions, objective.output
         count = len(table)
         output_loss = None if term is None or term.only_watched else float(tally.output[1])
         target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
@@ -260,13 +267,12 @@ def _loss_per_teacher(
     return losses
 
 
-def _weights(objective: Objective) -> dict[str, float]:
+def _weights(objective: StepObjective) -> dict[str, float]:
     """The weights of the terms, where they change."""
-    if not objective.scheduled:
+    if not objective.run.scheduled:
         return {}
-    named = {"loss/weight_representation": objective.weight} if objective.layers else {}
-    term = objective.output
-    return named if term is None or term.only_watched else {**named, "loss/weight_output": term.weight}
+    named = {"loss/weight_representation": objective.weight} if objective.run.layers else {}
+    return named if objective.run.output is None else {**named, "loss/weight_output": objective.output_weight}
 
 
 def _nonfinite_reason(
@@ -305,11 +311,6 @@ def _place(response: int, waves: list[BatchPlan]) -> str:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def row_bins(table: TokenTable, positions: str) -> np.ndarray:
-    """Profile bin of each row, counted from the end of its response with last_k, else from the start."""
-    return profile_bins(table.from_end if positions == "last_k" else table.from_start)
 
 
 def _gap_per_bin(tally: MetricSums, table: TokenTable, positions: str) -> dict[int, float]:

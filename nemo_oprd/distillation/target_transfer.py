@@ -5,7 +5,7 @@ arithmetic that each rank does for itself; each supervised (layer, row) travels 
 and stays where it is if sender and receiver are the same rank. Replicated student tensor ranks receive a part each and
 gather it among themselves. Nothing passes through a central process.
 
-N rows, H width (r with a bridge).
+N rows, D width (R with a bridge).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.layout import Coordinates
+from nemo_oprd.megatron.parallel import Role, device
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class RowShard:
     values: dict[int, torch.Tensor]
 
     def pick(self, layer: int, rows: np.ndarray) -> torch.Tensor:
-        """[len(rows), H] of one layer."""
+        """[len(rows), D] of one layer."""
         order = np.argsort(self.rows)
         where = order[np.searchsorted(self.rows, rows, sorter=order)]
         return self.values[layer].index_select(0, torch.from_numpy(where).to(self.values[layer].device))
@@ -101,7 +102,7 @@ def exchange(
     wanted_layers: list[int],
     width: int,
     dtype: torch.dtype,
-    device: torch.device,
+    place: torch.device,
 ) -> tuple[RowShard | None, int]:
     """Carries out `plan_transfers` on this rank.
 
@@ -127,7 +128,7 @@ def exchange(
             keep.append(payload.contiguous())
             operations.append(dist.P2POp(dist.isend, keep[-1], transfer.target))
         else:
-            buffer = torch.empty(len(transfer.layers), len(transfer.rows), width, dtype=dtype, device=device)
+            buffer = torch.empty(len(transfer.layers), len(transfer.rows), width, dtype=dtype, device=place)
             arrived.append((transfer, buffer))
             received += buffer.numel() * buffer.element_size()
             operations.append(dist.P2POp(dist.irecv, buffer, transfer.source))
@@ -137,12 +138,12 @@ def exchange(
     if wanted is None:
         return None, received
     shard = RowShard(
-        wanted, {layer: torch.empty(len(wanted), width, dtype=dtype, device=device) for layer in wanted_layers}
+        wanted, {layer: torch.empty(len(wanted), width, dtype=dtype, device=place) for layer in wanted_layers}
     )
     order = np.argsort(wanted)
     filled = dict.fromkeys(wanted_layers, 0)
     for transfer, payload in arrived:
-        where = torch.from_numpy(order[np.searchsorted(wanted, transfer.rows, sorter=order)]).to(device)
+        where = torch.from_numpy(order[np.searchsorted(wanted, transfer.rows, sorter=order)]).to(place)
         for layer, values in zip(transfer.layers, payload, strict=True):
             shard.values[layer].index_copy_(0, where, values)
             filled[layer] += len(transfer.rows)
@@ -163,3 +164,43 @@ def gather_replicas(shard: RowShard, full_rows: np.ndarray, group: dist.ProcessG
         counts = [len(split) for split in np.array_split(full_rows, size)]
         values[layer] = torch.cat([p[:count] for p, count in zip(parts, counts, strict=True)])
     return RowShard(full_rows, values)
+
+
+@dataclass(frozen=True)
+class TargetTransfer:
+    """Carries rows from one teacher's ranks to the student's: plan, exchange, and the gathering of replicas."""
+
+    plan: BatchPlan
+    student_plan: BatchPlan
+    student: Role
+    teacher_depth: int
+    student_depth: int
+
+    def send(
+        self, shard: RowShard | None, layers: dict[int, int], width: int, dtype: torch.dtype
+    ) -> tuple[dict[int, torch.Tensor], int]:
+        """Every rank of the world calls this.
+
+        Args:
+            shard: what this rank captured, keyed by student layer; None off the teacher.
+            layers: student layer -> teacher layer.
+            width: numbers per row and layer.
+
+        Returns:
+            (Student layer -> states of all rows that this rank needs, bytes that came from other ranks).
+        """
+        transfers = plan_transfers(
+            self.plan, self.student_plan, layers, self.teacher_depth, self.student_depth, rank=dist.get_rank()
+        )
+        coords, wanted, wanted_layers = self.student.coords, None, []
+        if coords is not None:
+            wanted = self.student_plan.owned_rows(coords)
+            owned = self.student_plan.layout.owned_layers(coords.pipeline, self.student_depth)
+            wanted_layers = [layer for layer in sorted(layers) if layer in owned]
+        arrived, received = exchange(transfers, shard, wanted, wanted_layers, width, dtype, device())
+        if arrived is None or coords is None:
+            return {}, received
+        if self.student_plan.replicated:
+            full = np.concatenate([local.row for local in self.student_plan.local_rows(coords)])
+            arrived = gather_replicas(arrived, full, self.student.member_groups.tp)
+        return arrived.values, received

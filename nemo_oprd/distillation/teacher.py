@@ -1,8 +1,9 @@
-"""A teacher: reads its rollouts and hands every student rank what it is to match.
+"""A teacher: reads its rollouts and hands every student rank the states to match.
 
-Its model is one of its own, frozen, or the student's own chunks (`teacher.weights`). No gradients, no DDP buffers, no
-layer deeper than the deepest one that is asked for; the LM head only where the output term wants log-probabilities of
-sampled tokens. What leaves a layer is compacted to the supervised rows at once, and projected where there is a bridge.
+Its model is one of its own, frozen, or the student's own chunks (`teacher.weights`). It has no gradients, no DDP
+buffers, and no layer deeper than the deepest one that any update needs; the LM head only where the output term wants
+log-probabilities of sampled tokens. A layer's states are compacted to the supervised rows at once, and projected where
+there is a bridge.
 """
 
 from __future__ import annotations
@@ -13,53 +14,67 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from nemo_oprd.batch.plan import BatchPlan, LocalRows, StepPlan
+from nemo_oprd.batch.plan import LocalRows, StepPlan
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.capture import HiddenStateCapture
-from nemo_oprd.distillation.objective import SAMPLED_COLUMNS, Objective
+from nemo_oprd.distillation.objective import OutputTerm, StepObjective, TeacherMatch
 from nemo_oprd.distillation.output_head import rows_of, vocab_shard
-from nemo_oprd.distillation.target_transfer import RowShard, exchange, gather_replicas, plan_transfers
+from nemo_oprd.distillation.target_transfer import RowShard, TargetTransfer
 from nemo_oprd.losses.chunked import chunked_logprob
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 
+# what a teacher sends for each output row without its states: log-probability of the sampled token, entropy
+SAMPLED_COLUMNS = 2
+
 
 @dataclass
 class Teacher:
-    """The teacher on this rank; on ranks without the role `chunks` is None and it only takes part in transfers."""
+    """A teacher on this rank; on ranks without the role `chunks` is None and it only takes part in transfers.
 
-    objective: Objective
+    `number` is its place among the run's teachers.
+    """
+
+    number: int
     role: Role
     chunks: list[DistillingModel] | None
     dtype: torch.dtype
     host_weights: list[torch.Tensor] | None = None
 
     @torch.no_grad()
-    def targets(self, rollouts: list[Rollout], plan: StepPlan, student_plan: StepPlan, student: Role) -> TeacherTargets:
+    def targets(
+        self,
+        rollouts: list[Rollout],
+        plan: StepPlan,
+        student_plan: StepPlan,
+        student: Role,
+        objective: StepObjective,
+    ) -> TeacherTargets:
         """Forward over what it reads of `rollouts`, then the exchange. Every rank of the world calls this.
 
         Args:
             plan: the rollouts packed for the teacher's layout.
             student_plan: the same rollouts packed for the student's layout.
+            objective: of the update that the targets are for.
         """
-        objective, term = self.objective, self.objective.output
-        hidden, output = self._read(rollouts, plan) if self.chunks is not None else (None, None)
-        # r numbers are few: a projection is not rounded to the run's precision
-        dtype = self.dtype if objective.project_teacher is None else torch.float32
-        carrier = TargetTransfer(plan.hidden, student_plan.hidden, student, objective)
-        targets = TeacherTargets(*carrier.send(hidden, objective.layers, objective.target_width, dtype))
+        match, term = objective.run.teachers[self.number], objective.output
+        hidden, output = self._read(rollouts, plan, objective) if self.chunks is not None else (None, None)
+        # R numbers are few: a projection is not rounded to the run's precision
+        dtype = self.dtype if match.project is None else torch.float32
+        depths = match.spec.num_layers, objective.run.student.num_layers
+        transfer = TargetTransfer(plan.hidden, student_plan.hidden, student, *depths)
+        targets = TeacherTargets(*transfer.send(hidden, match.layers, match.width, dtype))
         if term is not None:
             assert plan.output is not None and student_plan.output is not None
-            carrier = TargetTransfer(plan.output, student_plan.output, student, objective)
-            last = {objective.student.num_layers: objective.teacher.num_layers}
-            width, dtype = objective.teacher.hidden_size, self.dtype
-            if term.sampled:
+            transfer = TargetTransfer(plan.output, student_plan.output, student, *depths)
+            width, dtype = match.spec.hidden_size, self.dtype
+            if not term.sends_states:
                 width, dtype = SAMPLED_COLUMNS, torch.float32
-            states, received = carrier.send(output, last, width, dtype)
-            targets.output = states.get(objective.student.num_layers)
+            last = objective.run.student.num_layers
+            states, received = transfer.send(output, {last: match.spec.num_layers}, width, dtype)
+            targets.output = states.get(last)
             targets.bytes_received += received
         return targets
 
@@ -75,7 +90,7 @@ class Teacher:
             parameter.data = parameter.data.new_empty(0)
 
     @contextmanager
-    def _weights_here(self) -> Iterator[None]:
+    def _weights_on_device(self) -> Iterator[None]:
         if self.host_weights is None:
             yield
             return
@@ -87,90 +102,78 @@ class Teacher:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self.chunks or [] for p in chunk.parameters()]
 
-    def _read(self, rollouts: list[Rollout], plan: StepPlan) -> tuple[RowShard, RowShard | None]:
-        """Forward on this rank: its share of the supervised rows, keyed by student layer, and of the output rows."""
-        assert self.role.coords is not None and self.chunks is not None
-        at, objective = self.role.coords, self.objective
-        mine = plan.hidden.owned_rows(at)
-        wanted_here = np.zeros(len(plan.hidden.table), dtype=bool)
-        wanted_here[mine] = True
-        wanted = self._wanted()
+    def _read(
+        self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
+    ) -> tuple[RowShard, RowShard | None]:
+        """Forward on this rank: its part of the supervised rows, keyed by student layer, and of the output rows."""
+        assert self.chunks is not None
+        coords, match = self.role.member_coords, objective.run.teachers[self.number]
+        owned = plan.hidden.owned_rows(coords)
+        sent_from_here = np.zeros(len(plan.hidden.table), dtype=bool)
+        sent_from_here[owned] = True
+        wanted = self._wanted(match)
         output_rows, read = self._output_rows(plan), [rollout.as_read_by_teacher() for rollout in rollouts]
-        observers, microbatches = [], []
-        for m, (pack, held) in enumerate(zip(plan.hidden.packs[at.data], plan.hidden.local_rows(at), strict=True)):
-            rows = torch.from_numpy(held.local[wanted_here[held.row]]).to(device())
+        captures, microbatches = [], []
+        for m, (pack, local) in enumerate(
+            zip(plan.hidden.packs[coords.data], plan.hidden.local_rows(coords), strict=True)
+        ):
+            rows = torch.from_numpy(local.local[sent_from_here[local.row]]).to(device())
             final = rows_of(output_rows[m], self.role) if output_rows else None
-            observer = HiddenStateCapture(rows, wanted, objective.teacher_final, objective.project_teacher, final)
-            observers.append(observer)
-            microbatches.append(make_microbatch(pack, read, self.role, observer, objective.teacher_depth))
-        with self._weights_here():
+            capture = HiddenStateCapture(rows, wanted, match.final_layer, match.project, final)
+            captures.append(capture)
+            depth = objective.teacher_depth(self.number)
+            microbatches.append(make_microbatch(pack, read, self.role, capture, depth))
+        with self._weights_on_device():
             run_schedule(self.chunks, self.role, microbatches, forward_only=True)
-            output = self._output(rollouts, plan, observers, output_rows) if output_rows else None
-        names = sorted(name for names in wanted.values() for name in names)
-        return RowShard(mine, {name: torch.cat([o.captured[name] for o in observers]) for name in names}), output
+            output = None
+            if output_rows and objective.output is not None:
+                states = torch.cat([capture.final for capture in captures if capture.final is not None])
+                output = self._output(rollouts, plan, states, output_rows, objective, objective.output)
+        layers = sorted(layer for layers in wanted.values() for layer in layers)
+        return RowShard(owned, {layer: torch.cat([c.captured[layer] for c in captures]) for layer in layers}), output
 
-    def _wanted(self) -> dict[int, list[int]]:
+    def _wanted(self, match: TeacherMatch) -> dict[int, list[int]]:
         """Teacher layer of this stage -> the student layers that are matched to it."""
-        assert self.role.coords is not None
-        owned = self.role.layout.owned_layers(self.role.coords.pipeline, self.objective.teacher.num_layers)
+        owned = self.role.layout.owned_layers(self.role.member_coords.pipeline, match.spec.num_layers)
         wanted: dict[int, list[int]] = {}
-        for student_layer, teacher_layer in self.objective.layers.items():
+        for student_layer, teacher_layer in match.layers.items():
             if teacher_layer in owned:
                 wanted.setdefault(teacher_layer, []).append(student_layer)
         return wanted
 
     def _output_rows(self, plan: StepPlan) -> list[LocalRows]:
         """Per microbatch the output rows of this rank; none before the last stage."""
-        at = self.role.coords
-        if plan.output is None or at is None or at.pipeline != self.role.layout.pipeline - 1:
+        coords = self.role.member_coords
+        if plan.output is None or coords.pipeline != self.role.layout.pipeline - 1:
             return []
-        return plan.output.local_rows(at)
+        return plan.output.local_rows(coords)
 
     def _output(
-        self, rollouts: list[Rollout], plan: StepPlan, observers: list[HiddenStateCapture], held: list[LocalRows]
+        self,
+        rollouts: list[Rollout],
+        plan: StepPlan,
+        states_ND: torch.Tensor,
+        local: list[LocalRows],
+        objective: StepObjective,
+        term: OutputTerm,
     ) -> RowShard:
-        """This rank's share of what the output term wants of the final hidden states."""
-        term = self.objective.output
-        assert term is not None and plan.output is not None and self.role.coords is not None and self.chunks is not None
-        values = torch.cat([observer.final for observer in observers if observer.final is not None])
-        rows = np.concatenate([part.row for part in held])
-        if term.sampled:
+        """This rank's part of what the output term needs: the final states, or two numbers per row from them."""
+        assert plan.output is not None and self.chunks is not None
+        values = states_ND
+        rows = np.concatenate([part.row for part in local])
+        if not term.sends_states:
             tokens = torch.from_numpy(plan.output.table.tokens(rollouts)[rows]).to(device())
-            shard = vocab_shard(self.chunks[-1], self.role, term.vocab_size)
-            settings = {"temperature": term.loss.temperature, "chunk_tokens": term.chunk_tokens}
-            head = self.chunks[-1].output_weight()
-            values = torch.stack(chunked_logprob(values, head, tokens, shard, **settings), dim=1)  # type: ignore[arg-type]
-        share = plan.output.owned_rows(self.role.coords)
-        last = self.objective.student.num_layers
-        return RowShard(share, {last: RowShard(rows, {last: values}).pick(last, share)})
-
-
-@dataclass
-class TargetTransfer:
-    """Carries rows from the teacher's ranks to the student's."""
-
-    plan: BatchPlan
-    student_plan: BatchPlan
-    student: Role
-    objective: Objective
-
-    def send(
-        self, shard: RowShard | None, layers: dict[int, int], width: int, dtype: torch.dtype
-    ) -> tuple[dict[int, torch.Tensor], int]:
-        """(Student layer -> states of all rows that this rank needs, bytes that came from other ranks)."""
-        teacher_depth, student_depth = self.objective.teacher.num_layers, self.objective.student.num_layers
-        transfers = plan_transfers(
-            self.plan, self.student_plan, layers, teacher_depth, student_depth, rank=dist.get_rank()
-        )
-        at, wanted, wanted_layers = self.student.coords, None, []
-        if at is not None:
-            wanted = self.student_plan.owned_rows(at)
-            owned = self.student_plan.layout.owned_layers(at.pipeline, student_depth)
-            wanted_layers = [layer for layer in sorted(layers) if layer in owned]
-        arrived, received = exchange(transfers, shard, wanted, wanted_layers, width, dtype, device())
-        if arrived is None or at is None:
-            return {}, received
-        if self.student_plan.replicated:
-            full = np.concatenate([held.row for held in self.student_plan.local_rows(at)])
-            arrived = gather_replicas(arrived, full, self.student.groups.tp)  # type: ignore[attr-defined]
-        return arrived.values, received
+            vocab = objective.run.teachers[self.number].shared_vocab
+            values = torch.stack(
+                chunked_logprob(
+                    states_ND,
+                    self.chunks[-1].output_weight(),
+                    tokens,
+                    vocab_shard(self.chunks[-1], self.role, vocab),
+                    temperature=term.loss.temperature,
+                    chunk_tokens=term.chunk_tokens,
+                ),
+                dim=1,
+            )
+        owned, last = plan.output.owned_rows(self.role.member_coords), objective.run.student.num_layers
+        return RowShard(owned, {last: RowShard(rows, {last: values}).pick(last, owned)})

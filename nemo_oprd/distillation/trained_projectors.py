@@ -47,15 +47,16 @@ def attach_projectors(chunks: Sequence[DistillingModel], role: Role, objective: 
 
     After the weights are loaded, before DDP wraps the chunks.
     """
-    bridge = objective.bridge
+    match = objective.teachers[0]
+    bridge = match.bridge
     assert bridge is not None
     for chunk in chunks:
-        mine = [layer.layer_number for layer in chunk.decoder.layers if layer.layer_number in objective.layers]
+        mine = [layer.layer_number for layer in chunk.decoder.layers if layer.layer_number in match.layers]
         projectors = torch.nn.ModuleDict()
         for layer in mine:
             start = bridge.for_layer(layer).student_projector
             if start is None:
-                start = draw_projector(seed, layer, objective.teacher.hidden_size, objective.student.hidden_size)
+                start = draw_projector(seed, layer, match.spec.hidden_size, objective.student.hidden_size)
             bias = bridge.for_layer(layer).student_bias
             projectors[str(layer)] = LayerProjector(start, bias, sequence_parallel=role.layout.sequence)
         if mine:
@@ -81,7 +82,7 @@ def gather_projectors(
     """(Layer pair, part, `value` of the parameter) on every rank of the role, layer by layer."""
     assert role.coords is not None
     mine = projectors_of(chunks)
-    for pair in (LayerPair(*layers) for layers in sorted(objective.layers.items())):
+    for pair in (LayerPair(*layers) for layers in sorted(objective.teachers[0].layers.items())):
         stage = role.layout.stage_of_layer(pair.student, objective.student.num_layers)[0]
         for part in PARTS:
             parameter = getattr(mine[pair.student], part) if pair.student in mine else None
@@ -114,7 +115,7 @@ def trained_bridge(
     Args:
         report: what the bridge's manifest is to say of it.
     """
-    bridge, trained = objective.bridge, dict[LayerPair, dict[str, torch.Tensor]]()
+    bridge, trained = objective.teachers[0].bridge, dict[LayerPair, dict[str, torch.Tensor]]()
     assert bridge is not None and objective.trains_bridge
     for pair, part, tensor in gather_projectors(chunks, role, objective, lambda p: p.detach()):
         if dist.get_rank() == 0:

@@ -12,11 +12,8 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.evaluation.grade import is_correct
 from nemo_oprd.evaluation.metrics import Sample, summarize
-from nemo_oprd.rollout.engine import Request, RolloutEngine, SamplingParams
+from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.tokenization.tokenizer import Tokenizer
-
-# first entry of a sampling key: training and evaluation never share random numbers
-TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 
 
 class Evaluator:
@@ -45,7 +42,7 @@ class Evaluator:
                 )
 
     def evaluate(
-        self, engine: RolloutEngine, prefix: str = "", give_up: Callable[[], bool] | None = None
+        self, engine: RolloutEngine, prefix: str = "", should_cancel: Callable[[], bool] | None = None
     ) -> dict[str, float]:
         """`val/<set>/<prefix>avg@k` and so on; the same on every rank (only rank 0 grades). Every rank calls this.
 
@@ -65,7 +62,7 @@ class Evaluator:
                 settings.max_new_tokens or self.config.rollout.max_new_tokens,
                 (self.config.seed, EVALUATION_STREAM, number),
             )
-            rollouts = engine.generate(requests, sampling, give_up)
+            rollouts = engine.generate(requests, sampling, should_cancel)
             summary: list[dict[str, float] | None] = [None]
             if dist.get_rank() == 0:
                 samples = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.fault_tolerance import watchdog
@@ -32,13 +33,25 @@ class Role:
 
     name: str
     layout: Layout
-    groups: object | None  # ProcessGroupCollection; None on ranks outside the role
+    groups: ProcessGroupCollection | None  # None on ranks outside the role, and so are the coordinates
     coords: Coordinates | None
 
     @property
     def is_member(self) -> bool:
         """Whether this rank has the role."""
         return self.groups is not None
+
+    @property
+    def member_groups(self) -> ProcessGroupCollection:
+        """The process groups of a rank that has the role."""
+        assert self.groups is not None, f"this rank has no part in the role {self.name}"
+        return self.groups
+
+    @property
+    def member_coords(self) -> Coordinates:
+        """The coordinates of a rank that has the role."""
+        assert self.coords is not None, f"this rank has no part in the role {self.name}"
+        return self.coords
 
 
 def device() -> torch.device:
@@ -181,7 +194,7 @@ _GROUPS = {
 }
 
 
-def seed_everything(seed: int, role: Role) -> None:
+def seed_everything(seed: int, tensor_rank: int = 0) -> None:
     """Seeds torch and Megatron's RNG tracker (sequence parallel needs it even without dropout)."""
     import random
 
@@ -191,5 +204,4 @@ def seed_everything(seed: int, role: Role) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    tensor_rank = role.coords.tensor if role.coords else 0
     model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=tensor_rank, force_reset_rng=True)

@@ -115,7 +115,7 @@ def run_schedule(
     schedule = get_forward_backward_func(
         layout.pipeline, layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
     )
-    communicator = P2PCommunicator(role.groups.pp, config) if layout.pipeline > 1 else None  # type: ignore[attr-defined]
+    communicator = P2PCommunicator(role.member_groups.pp, config) if layout.pipeline > 1 else None
     iterators = [iter(microbatches) for _ in chunks]
     schedule(
         forward_step_func=_forward_step,

@@ -74,17 +74,17 @@ def generate_batch(
     temperature: float,
     top_p: float,
     eos_ids: tuple[int, ...],
-    give_up: Callable[[], bool] | None = None,
+    should_cancel: Callable[[], bool] | None = None,
 ) -> list[Generated] | None:
     """Responses to a ragged batch of prompts.
 
     Args:
         uniforms: [B, T] numbers in [0, 1).
         limits: [B] how many new tokens each response may have, at most T.
-        give_up: asked every `ASK_EVERY` tokens; the same answer on all tensor ranks.
+        should_cancel: asked every `ASK_EVERY` tokens; the same answer on all tensor ranks.
 
     Returns:
-        None if it was given up.
+        None if it was cancelled.
 
     All tensor ranks compute the same result: they share the gathered logits and the uniforms.
     """
@@ -113,7 +113,7 @@ def generate_batch(
     slots = torch.arange(cache.max_length, device=here)
     alive = rows  # sequences in the batch, by their place in `prompts`
     for t in range(steps):
-        if give_up is not None and t and t % ASK_EVERY == 0 and give_up():
+        if should_cancel is not None and t and t % ASK_EVERY == 0 and should_cancel():
             return None
         logits = model.logits(last)[0, :, :vocab_size]
         token = pick_tokens(logits, draws[alive, t], temperature, top_p)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.student import Student
 from nemo_oprd.fault_tolerance.signals import agree
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
@@ -18,7 +17,7 @@ from nemo_oprd.megatron.parallel import device, make_role, wait_for_all
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 from nemo_oprd.rollout.generation import Generated, generate_batch
-from nemo_oprd.weights.hf import load_hf, load_stream
+from nemo_oprd.weights.hf import TensorReader, load_hf, load_stream
 
 
 class MegatronEngine:
@@ -55,22 +54,18 @@ class MegatronEngine:
             self.model = build_chunks(spec, self.role, dtype, local_layers=True)[0]
             self.model.eval().requires_grad_(False)
 
-    def update_weights(self, student: Student) -> None:
-        """One parameter at a time: gathered from the student's shards, cut into this engine's."""
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `RolloutEngine`. One parameter at a time is cut into this engine's shards."""
         if self.model is not None:
-            load_stream([self.model], self.spec, self.role, student.hf_weights())
+            load_stream([self.model], self.spec, self.role, weights)
 
-    def load(self, read: Callable[[str], torch.Tensor], source: str) -> None:
-        """Fills the engine from HF tensors instead, e.g. with the teacher's weights or a finished run's.
-
-        Raises:
-            ValueError: the weights are not of this architecture.
-        """
+    def load(self, read: TensorReader, source: str) -> None:
+        """See `RolloutEngine`."""
         if self.model is not None:
             load_hf([self.model], self.spec, self.role, read, source)
 
     def generate(
-        self, requests: list[Request], sampling: SamplingParams, give_up: Callable[[], bool] | None = None
+        self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None = None
     ) -> list[Rollout]:
         """See `RolloutEngine`. Raises ValueError if a prompt leaves no room for a response."""
         limit = self.spec.max_positions
@@ -80,11 +75,11 @@ class MegatronEngine:
                     f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the model's {limit} positions; "
                     f"drop or shorten it: {str(request.prompt)[:80]!r}"
                 )
-        mine = self._generate_mine(requests, sampling, give_up) if self.model is not None else {}
+        mine = self._generate_mine(requests, sampling, should_cancel) if self.model is not None else {}
         # Ranks can be done hours apart: those of a dedicated teacher wait out a whole validation set. No collective's
         # timeout should end that; where a rank has died, the watchdog ends the others.
         wait_for_all()
-        if give_up is not None and agree(device(), mine is None)[0]:
+        if should_cancel is not None and agree(device(), mine is None)[0]:
             raise GenerationCancelled
         parts: list[dict[int, Generated] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
@@ -92,15 +87,15 @@ class MegatronEngine:
         return [_rollout(request, everything[i]) for i, request in enumerate(requests)]
 
     def _generate_mine(
-        self, requests: list[Request], sampling: SamplingParams, give_up: Callable[[], bool] | None
+        self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None
     ) -> dict[int, Generated] | None:
-        """This data-parallel rank's part, on its first tensor rank; None if it was given up."""
+        """This data-parallel rank's part, on its first tensor rank; None if it was cancelled."""
         at, data = self.role.coords, self.role.layout.data
         assert at is not None and self.model is not None
         # similar lengths together, dealt out over the data-parallel ranks
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[at.data :: data]
         results: dict[int, Generated] = {}
-        enough = None if give_up is None else lambda: self._together(give_up())
+        enough = None if should_cancel is None else lambda: self._together(should_cancel())
         for batch in self._batches(order, requests, sampling.max_new_tokens):
             if enough is not None and enough():
                 return None
@@ -118,7 +113,7 @@ class MegatronEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 eos_ids=self.eos_ids,
-                give_up=enough,
+                should_cancel=enough,
             )
             if generated is None:
                 return None
@@ -127,7 +122,7 @@ class MegatronEngine:
 
     def _together(self, flag: bool) -> bool:
         """Whether a tensor rank says so: they sample in step."""
-        return agree(device(), flag, group=self.role.groups.tp)[0]  # type: ignore[attr-defined, union-attr]
+        return agree(device(), flag, group=self.role.member_groups.tp)[0]
 
     def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int) -> list[list[int]]:
         """Requests in groups whose KV cache, at full length, stays within `rollout.max_cache_tokens`."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
-from nemo_oprd.distillation.student import Student
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.weights.hf import TensorReader
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
 _TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index")
@@ -172,10 +174,13 @@ class ReplayEngine:
         self.rollouts = rollouts
 
     def generate(
-        self, requests: list[Request], sampling: SamplingParams, give_up: Callable[[], bool] | None = None
+        self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None = None
     ) -> list[Rollout]:
-        """The whole file. There is nothing to give up."""
+        """The whole file, at once."""
         return self.rollouts
 
-    def update_weights(self, student: Student) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Recorded rollouts don't change, so the stream is not even begun (on any rank)."""
+
+    def load(self, read: TensorReader, source: str) -> None:
         """Recorded rollouts don't change."""

@@ -1,4 +1,4 @@
-"""What a teacher reads where it doesn't read the student's very ids: another prompt, or its own tokens and template."""
+"""What a teacher reads in place of the student's token ids: another prompt, or its own tokens and template."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 class TeacherInputs(Protocol):
-    """Every rank makes one and calls it alike."""
+    """Adds one teacher's sequences to rollouts. Every rank has one and calls it with the same arguments."""
 
     teacher: Tokenizer
     max_positions: int
 
-    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """The rollouts with the teacher's sequences.
+    def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+        """The rollouts with the sequences that the teacher reads.
 
         Raises:
-            ValueError: the teacher can't make sense of them.
+            ValueError: the sequences can't be made, or too few tokens have a partner.
         """
         ...
 
 
 def add_teacher_inputs(
-    readers: list[TeacherInputs | None], taught_by: list[int], rollouts: list[Rollout], requests: list[Request]
+    inputs_of: list[TeacherInputs | None], taught_by: list[int], rollouts: list[Rollout], requests: list[Request]
 ) -> list[Rollout]:
-    """Every rollout as its teacher's reader reads it; None reads the student's ids."""
+    """Every rollout with its teacher's sequences; a teacher whose entry is None reads the student's ids."""
     found = list(rollouts)
-    for number, reader in enumerate(readers):
+    for number, inputs in enumerate(inputs_of):
         mine = [i for i, teacher in enumerate(taught_by) if teacher == number]
-        if reader is not None and mine:
-            read = reader.read([rollouts[i] for i in mine], [requests[i] for i in mine])
-            for i, rollout in zip(mine, read, strict=True):
+        if inputs is not None and mine:
+            added = inputs.add_to([rollouts[i] for i in mine], [requests[i] for i in mine])
+            for i, rollout in zip(mine, added, strict=True):
                 found[i] = rollout
     return found
 
@@ -52,7 +52,7 @@ class PromptInputs:
         """`max_positions` are the teacher's: tokens that would stand behind them have no partner."""
         self.teacher, self.max_positions = teacher, max_positions
 
-    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+    def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """See `TeacherInputs`."""
         prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
         return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
@@ -83,7 +83,7 @@ class TextInputs:
             byte_table(tokenizer)
         teacher_stop(teacher)
 
-    def read(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+    def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """See `TeacherInputs`. Each rank aligns its share of the responses.
 
         Raises:

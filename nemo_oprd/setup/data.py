@@ -1,22 +1,24 @@
-"""What a run reads besides models, checked and made ready before any model is loaded."""
+"""The data of a run besides models: prompts and recorded rollouts, checked and encoded before any model is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.bridge.maps import Bridge
-from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.config.schema import Config, ModelSource
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.prompts import Prompt, load_prompts
+from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.evaluation.sample import Evaluator
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
-from nemo_oprd.setup.models import model_directory
+from nemo_oprd.setup.models import ModelFiles, RunFiles
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
@@ -43,7 +45,52 @@ def check_sources_stay(config: Config) -> None:
             )
 
 
-def recorded_rollouts(config: Config) -> list[Rollout] | None:
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run samples for and evaluates on; with recorded rollouts nothing else.
+
+    `teacher_inputs` is per teacher what adds the sequences that it reads, None where it reads the student's ids.
+    """
+
+    recorded: list[Rollout] | None
+    prompts: list[Request]
+    teacher_inputs: list[TeacherInputs | None]
+    evaluator: Evaluator | None
+
+
+def read_training_data(config: Config, files: RunFiles) -> TrainingData:
+    """Reads and encodes what a training run needs besides models.
+
+    Raises:
+        ValueError: a file is missing or malformed, or doesn't fit the models.
+    """
+    recorded = recorded_rollouts(config, files)
+    if recorded is not None:
+        return TrainingData(recorded, [], [], None)
+    prompts, teacher_inputs = read_prompts(config, files)
+    student = files.student
+    if config.evaluation.teacher:
+        check_same_architecture(student.spec, files.teachers[0].spec)
+    evaluator = Evaluator(config, student.tokenizer, student.spec.max_positions) if config.evaluation.every else None
+    return TrainingData(None, prompts, teacher_inputs, evaluator)
+
+
+def read_prompts(config: Config, files: RunFiles) -> tuple[list[Request], list[TeacherInputs | None]]:
+    """(The training prompts, encoded; per teacher what adds the sequences that it reads).
+
+    Raises:
+        ValueError: no prompts, or prompts that don't fit the models; a tokenizer that doesn't fit its model.
+    """
+    if config.data.train is None:
+        raise ValueError("data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)")
+    files.student.check_vocabulary()
+    teacher_inputs = make_teacher_inputs(config, files)
+    prompts = encode_prompts(config, files.student.tokenizer, files.student.spec.max_positions)
+    check_teacher_prompts(config, teacher_inputs, prompts)
+    return prompts, teacher_inputs
+
+
+def recorded_rollouts(config: Config, files: RunFiles) -> list[Rollout] | None:
     """The rollouts of `rollout.replay`, checked against both models; None where none are replayed.
 
     Raises:
@@ -51,8 +98,7 @@ def recorded_rollouts(config: Config) -> list[Rollout] | None:
     """
     if config.rollout.replay is None:
         return None
-    student = read_model_spec(model_directory(config.student))
-    teachers = [read_model_spec(model_directory(teacher)) for teacher in config.teacher_sources]
+    student, teachers = files.student.spec, [teacher.spec for teacher in files.teachers]
     vocabulary = min(teacher.vocab_size for teacher in teachers)
     positions = min(teacher.max_positions for teacher in teachers)
     limits = TeacherLimits(vocabulary, positions, own_sequences(config.teacher))
@@ -63,30 +109,28 @@ def recorded_rollouts(config: Config) -> list[Rollout] | None:
     return rollouts
 
 
-def make_teacher_inputs(config: Config, student: Tokenizer) -> list[TeacherInputs | None]:
+def make_teacher_inputs(config: Config, files: RunFiles) -> list[TeacherInputs | None]:
     """Per teacher, what makes its sequences of rollouts; None where it reads the student's ids.
 
     Raises:
         ValueError: the tokenizers differ and the teacher is to read ids, or one of them can't be aligned.
     """
-    return [_make_reader(config, student, teacher) for teacher in config.teacher_sources]
+    return [_teacher_inputs(config, files.student.tokenizer, teacher) for teacher in files.teachers]
 
 
-def _make_reader(config: Config, student: Tokenizer, source: TeacherSource) -> TeacherInputs | None:
-    directory, settings = model_directory(source), config.alignment
-    positions = read_model_spec(directory).max_positions
+def _teacher_inputs(config: Config, student: Tokenizer, teacher: ModelFiles) -> TeacherInputs | None:
+    settings, positions = config.alignment, teacher.spec.max_positions
     if config.teacher.reads == "text":
-        return TextInputs(student, Tokenizer.load(directory), positions, settings.exact, settings.min_coverage)
-    check_tokenizers(student, directory)
-    return None if config.teacher.prompt is None else PromptInputs(Tokenizer.load(directory), positions)
+        return TextInputs(student, teacher.tokenizer, positions, settings.exact, settings.min_coverage)
+    check_tokenizers(student, teacher)
+    return None if config.teacher.prompt is None else PromptInputs(teacher.tokenizer, positions)
 
 
-def check_tokenizers(student: Tokenizer, teacher_directory: Path) -> None:
+def check_tokenizers(student: Tokenizer, teacher: ModelFiles) -> None:
     """Raises ValueError unless the teacher's tokenizer is the student's: ids mean nothing to another one's model."""
-    teacher = Tokenizer.load(teacher_directory)
-    if teacher.fingerprint() != student.fingerprint():
+    if teacher.tokenizer.fingerprint() != student.fingerprint():
         raise ValueError(
-            f"the tokenizers of {student.path} and {teacher_directory} differ: the teacher would read other text than "
+            f"the tokenizers of {student.path} and {teacher.directory} differ: the teacher would read other text than "
             "the student wrote; expected the same tokenizer: set teacher.reads=text (with a bridge), or choose another "
             "teacher"
         )
@@ -146,29 +190,30 @@ def _training_prompts(config: Config) -> Iterator[tuple[Prompt, str]]:
         yield from ((prompt, file) for prompt in load_prompts(file))
 
 
-def check_teacher_prompts(config: Config, readers: list[TeacherInputs | None], requests: list[Request]) -> None:
+def check_teacher_prompts(config: Config, teacher_inputs: list[TeacherInputs | None], requests: list[Request]) -> None:
     """Raises ValueError where a prompt, as its teacher reads it, leaves no room for a response in its positions."""
     taught_by = Routing(tuple(config.teacher_sources)).teachers_of(request.data_source for request in requests)
     for request, number in zip(requests, taught_by, strict=True):
-        reader = readers[number]
-        length = 0 if reader is None else len(reader.teacher.encode_prompt(list(request.teacher_messages)))
-        if reader is not None and length >= reader.max_positions:
+        inputs = teacher_inputs[number]
+        length = 0 if inputs is None else len(inputs.teacher.encode_prompt(list(request.teacher_messages)))
+        if inputs is not None and length >= inputs.max_positions:
             raise ValueError(
                 f"data.train: the teacher reads {length} tokens for the prompt {str(request.prompt)[:60]!r}, which "
-                f"leaves no room for a response in its {reader.max_positions} positions; expected fewer: shorten "
+                f"leaves no room for a response in its {inputs.max_positions} positions; expected fewer: shorten "
                 "teacher.prompt or the hint, or set data.max_prompt_tokens"
             )
 
 
-def check_bridge_tokenizers(bridge: Bridge | None, student: Tokenizer | None, teacher: Tokenizer | None) -> None:
+def check_bridge_tokenizers(objective: Objective, files: RunFiles, teacher_inputs: list[TeacherInputs | None]) -> None:
     """Raises ValueError where a bridge was fitted on the text of other tokenizers."""
-    if bridge is None:
-        return
-    for made_for, tokenizer in ((bridge.student, student), (bridge.teacher, teacher or student)):
-        if tokenizer is None or made_for.tokenizer is None:
+    student = files.student.tokenizer
+    for match, inputs in zip(objective.teachers, teacher_inputs, strict=True):
+        if match.bridge is None:
             continue
-        if made_for.tokenizer != tokenizer.fingerprint():
-            raise ValueError(
-                f"bridge.path: the bridge was made with another tokenizer than that of {tokenizer.path}; expected the "
-                "same: fit a bridge with these models"
-            )
+        teacher = student if inputs is None else inputs.teacher
+        for fitted_for, tokenizer in ((match.bridge.student, student), (match.bridge.teacher, teacher)):
+            if fitted_for.tokenizer is not None and fitted_for.tokenizer != tokenizer.fingerprint():
+                raise ValueError(
+                    f"bridge.path: the bridge was made with another tokenizer than that of {tokenizer.path}; expected "
+                    "the same: fit a bridge with these models"
+                )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.base import ParamMapping
+
+# gives one HF tensor by its name
+TensorReader: TypeAlias = Callable[[str], torch.Tensor]
 
 
 class HFCheckpoint:
@@ -97,9 +101,7 @@ class HFCheckpoint:
 
 
 @torch.no_grad()
-def load_hf(
-    chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: Callable[[str], torch.Tensor], source: str
-) -> None:
+def load_hf(chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: TensorReader, source: str) -> None:
     """Fills every parameter of this rank from HF tensors (`read(name)`), cast to the parameter's dtype.
 
     Raises:
@@ -182,7 +184,7 @@ def _unshard(tensor: torch.Tensor, mapping: ParamMapping, spec: ModelSpec, role:
     if mapping.form.axis is None:
         return tensor
     shards = [torch.empty_like(tensor) for _ in range(role.layout.tensor)]
-    dist.all_gather(shards, tensor.contiguous(), group=role.groups.tp)  # type: ignore[attr-defined]
+    dist.all_gather(shards, tensor.contiguous(), group=role.member_groups.tp)
     return mapping.form.unshard(shards, spec)
 
 
@@ -192,7 +194,7 @@ def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) ->
     Shape and dtype first: other stages know neither what `value` picked nor whether it picked anything.
     """
     assert role.coords is not None
-    group = role.groups.pp  # type: ignore[attr-defined]
+    group = role.member_groups.pp
     source = dist.get_global_rank(group, stage)
     described = [None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)]
     dist.broadcast_object_list(described, src=source, group=group)

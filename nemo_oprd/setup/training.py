@@ -1,0 +1,194 @@
+"""The parts of a training run, built in the order in which mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nemo_oprd.bridge.artifact import save_bridge
+from nemo_oprd.checkpointing.checkpointer import Checkpointer, skipped_in_a_row
+from nemo_oprd.checkpointing.directory import find_checkpoint
+from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
+from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.trained_projectors import trained_bridge
+from nemo_oprd.evaluation.sample import Evaluator, before_and_after, table
+from nemo_oprd.evaluation.validation import Validation
+from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.run_lock import RunLock
+from nemo_oprd.fault_tolerance.signals import Signals
+from nemo_oprd.observability.metrics_log import MetricsLog
+from nemo_oprd.observability.step_recorder import StepRecorder
+from nemo_oprd.rollout.engine import RolloutEngine
+from nemo_oprd.rollout.factory import make_engine
+from nemo_oprd.rollout.replay import ReplayEngine
+from nemo_oprd.rollout.resume_cache import ResumeCache
+from nemo_oprd.rollout.sampler import RolloutSampler
+from nemo_oprd.setup.data import (
+    TrainingData,
+    check_bridge_tokenizers,
+    check_sources_stay,
+    check_trains,
+    read_training_data,
+)
+from nemo_oprd.setup.models import RunFiles, RunPlan, build_models, make_plan
+from nemo_oprd.weights.hf_export import export_hf
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The parts of a run, each with one job. Every rank of the world has one."""
+
+    config: Config
+    models: Models
+    engine: RolloutEngine
+    sampler: RolloutSampler
+    recorder: StepRecorder
+    validation: Validation
+    checkpointer: Checkpointer
+    log: MetricsLog
+    first_step: int
+    files: RunFiles
+    evaluator: Evaluator | None
+
+    def finish(self) -> None:
+        """The trained bridge, the export to Hugging Face, and the closing table."""
+        config, student = self.config, self.models.student
+        if student.objective.trains_bridge and student.role.is_member:
+            report = {"trained_with_student": {"steps": config.train.steps, "from": config.bridge.path}}
+            bridge = trained_bridge(student.chunks, student.role, student.objective, report)
+            if bridge is not None:
+                save_bridge(bridge, Path(config.output) / "bridge")
+        if config.train.export_hf:
+            target = Path(config.output) / "hf"
+            export_hf(student.hf_weights(), self.files.student.directory, target, student.spec.torch_dtype)
+            self.log.say(f"exported the student to {target}")
+        if self.evaluator is not None and dist.get_rank() == 0:
+            print(table(before_and_after(self.log.path), config.evaluation.samples), flush=True)
+
+
+@contextmanager
+def start_training(config: Config) -> Iterator[TrainingRun]:
+    """Builds a run and holds its lock and its signal handlers; every rank of the world enters this.
+
+    Every mistake that can be found without models is found before they are loaded; what is wrong with a checkpoint is
+    said before anything is written.
+
+    Raises:
+        ValueError: bad configuration, models or data, or the directory is in use by another run.
+    """
+    check_output(config.output)
+    check_trains(config)
+    files = RunFiles(config)
+    check_sources_stay(config)
+    data = read_training_data(config, files)
+    plan = make_plan(config, files)
+    if data.recorded is None:
+        check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
+    _find_checkpoint(config, plan)
+    # before anything is read for good that another run might be about to replace
+    lock = RunLock(Path(config.output)) if is_first_rank() else None
+    try:
+        signals = Signals()
+        run = _build(config, plan, data, signals)
+    except BaseException:
+        if lock is not None:
+            lock.undo()
+        raise
+    try:
+        with signals:
+            yield run
+    finally:
+        run.log.close()
+        if lock is not None:
+            lock.release()
+
+
+def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) -> TrainingRun:
+    found, passed_over = _find_checkpoint(config, plan)
+    models = build_models(config, plan)
+    first_step = _agree_on_first_step(found) or 0
+    student, files = models.student, plan.files
+    engine: RolloutEngine = (
+        ReplayEngine(data.recorded)
+        if data.recorded is not None
+        else make_engine(
+            config, student.spec, student.role.layout, files.student.tokenizer.eos_ids, plan.objective.vocab_limit
+        )
+    )
+    checkpoints = _checkpoints(config)
+    if first_step:
+        load_checkpoint(checkpoints, first_step, student)
+    log = MetricsLog(config, first_step)
+    directory = files.student.directory
+    cache = ResumeCache(Path(config.output) / "rollouts", {"student": str(directory), "precision": config.precision})
+    skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
+    run = TrainingRun(
+        config,
+        models,
+        engine,
+        RolloutSampler(config, engine, data.prompts, data.teacher_inputs, cache, first_step, log.say),
+        StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
+        Validation(config, data.evaluator, engine, files.teachers[0].read, log, checkpoints, first_step, signals),
+        Checkpointer(config.train, checkpoints, student, directory, signals, skipped),
+        log,
+        first_step,
+        files,
+        data.evaluator,
+    )
+    for note in passed_over:
+        log.say(note)
+    if first_step:
+        log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
+    _show_bridges(run)
+    if config.teacher.weights == "student":
+        log.say(
+            "teacher.weights=student: both models move, and can come to agree by saying nothing. Watch the validation "
+            "metrics, or choose ema or initial weights (docs/teachers.md)"
+        )
+    return run
+
+
+def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:
+    """(The step to resume after, None for a new run; notes on checkpoints that were passed over)."""
+    root = _checkpoints(config)
+    found, passed_over = find_checkpoint(root)
+    if found is not None:
+        check_checkpoint(root, found, plan.files.student.spec)
+        check_resume_signature(root, found, config, plan.objective, plan.needs)
+    return found, passed_over
+
+
+def _checkpoints(config: Config) -> Path:
+    return Path(config.output) / "checkpoints"
+
+
+def _agree_on_first_step(found: int | None) -> int | None:
+    """The first rank's answer. Others may have looked before it held the lock, or at a file system's old answer."""
+    agreed = [found]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+def _show_bridges(run: TrainingRun) -> None:
+    """Says which layers are matched through a bridge, and keeps frozen bridges with the run."""
+    objective = run.models.objective
+    for number, match in enumerate(objective.teachers):
+        if match.bridge is None:
+            continue
+        pairs = "  ".join(f"{student}:{teacher}" for student, teacher in match.layers.items())
+        learns = ", trained with the student" if objective.trains_bridge else ""
+        run.log.say(f"bridge of rank {match.bridge.rank}{learns}, student layer:teacher layer  {pairs}")
+        if dist.get_rank() == 0 and not objective.trains_bridge:  # trained ones are written at the end
+            several = f"_{number}" if run.config.teachers else ""
+            save_bridge(match.bridge, Path(run.config.output) / f"bridge{several}")
+
+
+def is_first_rank() -> bool:
+    """Whether this is the world's first rank, also before the process group is joined."""
+    return os.environ.get("RANK", "0") == "0"
