@@ -23,7 +23,7 @@ from benchmarks.real_shape import R1_DISTILL_1P5B
 from benchmarks.toy_arms import objectives
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import make_system
+from nemo_oprd.setup.models import build_models
 
 PROMPT, RESPONSES = 8, (120, 120)
 LAYERS, IDS = (1, 2), (1024, 2048)
@@ -75,14 +75,14 @@ def count(shape: Shape, settings: tuple[str, ...]) -> Count:
             [f"student.hf_path={scratch / 'student'}", f"teacher.hf_path={scratch / 'teacher'}", *settings, *alone,
              f"rollout.replay={scratch / 'rollouts.jsonl'}", "train.tokens_per_microbatch=512", "output=unused"],
         )  # fmt: skip
-        system = make_system(config)
+        models = build_models(config)
         rollouts = read_rollouts(str(config.rollout.replay), shape.vocab_size)
         with FlopCounterMode(display=False) as teacher:
-            plan = system.plan(rollouts)
-            targets = system.teach(rollouts, plan)
-        system.student.start_step(plan, len(rollouts))
+            batch = models.batch(rollouts, models.objective_of(None))
+            targets = models.targets(batch, batch.plan)
+        accumulation = models.start(batch)
         with FlopCounterMode(display=False) as update:
-            system.student.forward_backward(rollouts, plan, targets)
+            accumulation.forward_backward(batch.plan, targets)
         return Count(teacher.get_total_flops(), update.get_total_flops())
 
 

@@ -22,14 +22,15 @@ from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.step import System
+from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.step import StepBatch
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.megatron_engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import make_system
+from nemo_oprd.setup.models import build_models
 from nemo_oprd.weights.hf import HFCheckpoint
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
@@ -141,53 +142,51 @@ def _step(settings: Settings, recompute: str) -> Outcome:
     """Seconds, tokens/s and memory of a training step on a batch of recorded responses."""
     size = QUICK if settings.quick else REAL
     config = _configure(settings, size, f"student.recompute={recompute}")
-    system = make_system(config)
+    models = build_models(config)
     rollouts = read_rollouts(str(config.rollout.replay), size.shape.vocab_size)
     meter = Meter()
     for step in range(WARMUP + STEPS):
         with meter("teacher"):
-            plan = system.plan(rollouts)
-            targets = system.teach(rollouts, plan)
+            batch = models.batch(rollouts, models.objective_of(None))
+            targets = models.targets(batch, batch.plan)
         with meter("update"):
-            measured = _forward_backward(system, rollouts, plan, targets)
+            measured = _forward_backward(models, batch, targets)
         with meter("optimizer"):
-            system.student.update(step, measured)
+            models.student.optimizer_step(step, batch.objective, measured)
     between = resident_bytes()
     phases = meter.summary(WARMUP)
     tokens = sum(rollout.length for rollout in rollouts)
     seconds = sum(phase["seconds"] or 0.0 for phase in phases.values())
     numbers: dict[str, Any] = {
         "recompute": recompute,
-        "layers": system.student.spec.num_layers,
+        "layers": models.student.spec.num_layers,
         "response_tokens": list(size.responses),
         "tokens_per_microbatch": size.tokens_per_microbatch,
-        "supervised_rows": len(plan.hidden.table),
+        "supervised_rows": len(batch.plan.hidden.table),
         "phases": phases,
         "step_seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "resident_gb": None if between is None else between / 1e9,
         "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
-        "update_without_loss_seconds": _without_loss(system, rollouts, plan, targets),
+        "update_without_loss_seconds": _without_loss(models, batch, targets),
     }
     return Outcome(numbers, list(_step_lines(numbers, tokens)))
 
 
-def _without_loss(system: System, rollouts: list, plan: Any, targets: Any) -> float:
+def _without_loss(models: Models, batch: StepBatch, targets: Any) -> float:
     """Median seconds of forward and backward with loss.representation.weight=0: losses are measured, none injected."""
-    student, meter = system.student, Meter()
-    objective = student.objective
-    student.objective = dataclasses.replace(objective, weight=0.0)
+    meter = Meter()
+    without = dataclasses.replace(batch, objective=dataclasses.replace(batch.objective, weight=0.0))
     for _ in range(WARMUP + STEPS):
         with meter("update"):
-            _forward_backward(system, rollouts, plan, targets)
-    student.objective = objective
+            _forward_backward(models, without, targets)
     return meter.summary(WARMUP)["update"]["seconds"] or 0.0
 
 
-def _forward_backward(system: System, rollouts: list, plan: Any, targets: Any) -> Any:
-    system.student.start_step(plan, len(rollouts))
-    system.student.forward_backward(rollouts, plan, targets)
-    return system.student.finish_step()
+def _forward_backward(models: Models, batch: StepBatch, targets: Any) -> Any:
+    accumulation = models.start(batch)
+    accumulation.forward_backward(batch.plan, targets)
+    return accumulation.finish()
 
 
 def _step_lines(numbers: dict[str, Any], tokens: int) -> Iterator[str]:

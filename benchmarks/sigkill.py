@@ -52,21 +52,21 @@ class Phase:
 
 
 PHASES = (
-    Phase("reading the checkpoint", "nemo_oprd.run:load_checkpoint", once="start"),
+    Phase("reading the checkpoint", "nemo_oprd.setup.training:load_checkpoint", once="start"),
     Phase("rollout", "nemo_oprd.rollout.megatron_engine:MegatronEngine.generate"),
     Phase("rollouts kept", "nemo_oprd.rollout.resume_cache:ResumeCache.put", "after"),
     Phase("teacher", "nemo_oprd.distillation.teacher:Teacher.targets"),
-    Phase("backward", "nemo_oprd.distillation.student:Student.forward_backward"),
-    Phase("optimizer", "nemo_oprd.distillation.student:Student.update"),
+    Phase("backward", "nemo_oprd.distillation.step:GradientAccumulation.forward_backward"),
+    Phase("optimizer", "nemo_oprd.distillation.student:Student.optimizer_step"),
     Phase("weight sync", "nemo_oprd.rollout.megatron_engine:MegatronEngine.update_weights"),
     Phase("half a log line", "nemo_oprd.observability.metrics_log:MetricsLog.write", "inside"),
     Phase("evaluation", "nemo_oprd.evaluation.sample:Evaluator.evaluate"),
-    Phase("save", "nemo_oprd.run:save_checkpoint"),
+    Phase("save", "nemo_oprd.checkpointing.checkpointer:save_checkpoint"),
     Phase("save: shards written", "nemo_oprd.checkpointing.training_state:seal", "before"),
     Phase("save: renamed", "nemo_oprd.checkpointing.directory:write_atomically", "before", only="latest_checkpointed"),
     Phase("save: tracker written", "nemo_oprd.checkpointing.training_state:prune", "before"),
     Phase("save: pruning", "nemo_oprd.checkpointing.directory:_remove", "during"),
-    Phase("export", "nemo_oprd.run:export_hf", once="end"),
+    Phase("export", "nemo_oprd.setup.training:export_hf", once="end"),
 )
 
 
@@ -318,7 +318,7 @@ class Probe:
         for phase in PHASES:
             owner, name = _find(phase.call)
             setattr(owner, name, self._watched(phase, getattr(owner, name)))
-        owner, name = _find("nemo_oprd.run:Run.rollouts")
+        owner, name = _find("nemo_oprd.rollout.sampler:RolloutSampler.rollouts")
         setattr(owner, name, self._counting(getattr(owner, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,11 +19,11 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.teacher_inputs import TextInputs
 
-_right = TextInputs.read
+_right = TextInputs.add_to
 
 
 def shuffled(reader: TextInputs, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-    """In place of `TextInputs.read`; the same permutation wherever a response is read."""
+    """In place of `TextInputs.add_to`; the same permutation wherever a response is read."""
     aligned = _right(reader, rollouts, requests)
     mixed = []
     for rollout in aligned:
@@ -34,7 +34,7 @@ def shuffled(reader: TextInputs, rollouts: list[Rollout], requests: list[Request
 
 
 def raw(reader: TextInputs, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-    """In place of `TextInputs.read`."""
+    """In place of `TextInputs.add_to`."""
     return [
         replace(
             rollout,
@@ -51,7 +51,7 @@ def main() -> None:
     from nemo_oprd.cli import main as command
 
     wrong = {"shuffled": shuffled, "raw": raw}[sys.argv.pop(1)]
-    with mock.patch.object(TextInputs, "read", wrong):
+    with mock.patch.object(TextInputs, "add_to", wrong):
         command()
 
 

@@ -72,7 +72,7 @@ class Driver:
                 os.kill(pid, number)
             self.go_on.touch()
             got = attempt.codes()
-            said = [line for line in self.said() if "stopped by" in line or "put off" in line]
+            said = [line for line in self.said() if "stopped by" in line or "deferred" in line]
             done = self.bench.done(self.bench.directory / "killed")
             found["starts"].append({"codes": got, "said": said, "done": done, "orphans": attempt.orphans()})
         self.start("killed").wait()

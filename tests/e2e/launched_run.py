@@ -16,11 +16,11 @@ from nemo_oprd.cli import main
 from nemo_oprd.distillation.student import Student
 
 directory, what = Path(sys.argv[1]), sys.argv[2]
-update = Student.update
+update = Student.optimizer_step
 
 
-def noting(student: Student, step: int, measured: Any) -> Any:
-    """In place of `Student.update`."""
+def noting(student: Student, step: int, *args: Any) -> Any:
+    """In place of `Student.optimizer_step`."""
     if step == 1:
         rank = os.environ["RANK"]
         partial = directory / f".pid-{rank}"
@@ -30,9 +30,9 @@ def noting(student: Student, step: int, measured: Any) -> Any:
             time.sleep(0.01)
         if what == "fail" and rank == "1":
             raise RuntimeError("injected failure")
-    return update(student, step, measured)
+    return update(student, step, *args)
 
 
-Student.update = noting  # type: ignore[method-assign]
+Student.optimizer_step = noting  # type: ignore[method-assign]
 del sys.argv[1:3]
 main()

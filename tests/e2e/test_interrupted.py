@@ -46,7 +46,7 @@ def errors(said: list[str]) -> list[str]:
 
 def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, Any]) -> None:
     """SIGTERM during the rollout, SIGUSR1 (to one rank) during backward, SIGINT during a save, and signals during
-    evaluations, which are put off: 75, and the same end."""
+    evaluations, which are deferred: 75, and the same end."""
     starts = results["signals"]["starts"]
     print(results["signals"])
     assert [start["codes"] for start in starts] == [[75, 75]] * 7
@@ -56,23 +56,23 @@ def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, An
     nothing_lost = "nothing was trained since the last save; the same command starts again from there"
     assert first == [f"stopped by SIGUSR1 in the evaluation before training: {nothing_lost}"]
     assert evaluation == [
-        "step 2: the evaluation is put off: asked to stop",
-        "stopped by SIGUSR1 after step 2 of 6, and saved; the same command goes on from there",
+        "step 2: the evaluation is deferred to the next start: asked to stop",
+        "stopped by SIGUSR1 after step 2 of 6, and saved; the same command resumes from there",
     ]
     assert owed == [
-        "step 2: the evaluation that was put off",
+        "step 2: the evaluation that was deferred",
         f"stopped by SIGTERM in the evaluation after step 2: {nothing_lost}",
     ]
     assert rollout == [
-        "step 2: the evaluation that was put off",
-        "stopped by SIGTERM after step 3 of 6, and saved; the same command goes on from there",
+        "step 2: the evaluation that was deferred",
+        "stopped by SIGTERM after step 3 of 6, and saved; the same command resumes from there",
     ]
     assert [len(lines) for lines in (save, backward)] == [1, 1]
     assert "SIGINT" in save[0]
     assert "a signal to another rank" in backward[0]
-    assert last[0] == "step 6: the evaluation is put off: asked to stop"
+    assert last[0] == "step 6: the evaluation is deferred to the next start: asked to stop"
     assert "after step 6 of 6, and saved" in last[1]
-    assert "step 6: the evaluation that was put off" in results["signals"]["said_at_last"]
+    assert "step 6: the evaluation that was deferred" in results["signals"]["said_at_last"]
     assert results["signals"]["differences"] == []
 
 
@@ -119,7 +119,7 @@ def test_one_run_in_three_layouts(results: dict[str, Any]) -> None:
 def test_rollouts_of_an_interrupted_step_are_taken_up(results: dict[str, Any]) -> None:
     """Killed after sampling: not sampled again, unless temperature or prompts are others."""
     same, *changed = (results["pending"][name] for name in ("same", "temperature", "prompts"))
-    line = "step 3 goes on with the 4 rollouts sampled before the interruption"
+    line = "step 3 resumes with the 4 rollouts sampled before the interruption"
     assert (same["code"], same["sampled"], same["said"].count(line)) == (0, 0, 1)
     assert [(found["code"], found["sampled"], found["said"].count(line)) for found in changed] == [(0, 1, 0)] * 2
 

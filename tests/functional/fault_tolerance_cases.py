@@ -11,6 +11,7 @@ import torch
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup
+from nemo_oprd.distillation.step import GradientAccumulation
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.megatron.param_names import named_parameters
 from nemo_oprd.observability.metrics_log import MetricsLog
@@ -39,17 +40,18 @@ def run_poisoned_train(
     """
     from nemo_oprd.train import train
 
-    passes = -2  # the guard's pass comes first
+    passes = -2  # the pass of the gradient check comes first
     said: list[str] = []
     updates: list[tuple[bool, str | None]] = []
-    start_step, make_microbatches, update = Student.start_step, Student._microbatches, Student.update
+    begin, make_microbatches = GradientAccumulation.__init__, GradientAccumulation._microbatches
+    update = Student.optimizer_step
 
-    def start(student: Student, *args: Any, **kwargs: Any) -> None:
+    def start(accumulation: GradientAccumulation, *args: Any, **kwargs: Any) -> None:
         nonlocal passes
         passes += 1
-        start_step(student, *args, **kwargs)
+        begin(accumulation, *args, **kwargs)
 
-    def poison_targets(student: Student, wave: MicrobatchGroup) -> Any:
+    def poison_targets(accumulation: GradientAccumulation, wave: MicrobatchGroup) -> Any:
         if passes in steps and (value or factor):
             sent = wave.targets[0]
             states = sent.output if layer is None else sent.hidden.get(layer)
@@ -58,24 +60,24 @@ def run_poisoned_train(
             poisoned = torch.from_numpy(plan.table.response[row]) == response
             if states is not None:
                 states[poisoned] = states[poisoned] * factor if factor else float(str(value))
-        return make_microbatches(student, wave)
+        return make_microbatches(accumulation, wave)
 
-    def watched_update(student: Student, step: int, measured: Any) -> Any:
+    def watched_update(student: Student, step: int, objective: Any, measured: Any) -> Any:
         if passes in steps and parameter:
             named = named_parameters(student.chunks)
             if parameter in named:
                 named[parameter].main_grad.view(-1)[0] = float("inf")
         before = weights(student)
-        result = update(student, step, measured)
+        result = update(student, step, objective, measured)
         if result is not None:
             changed = any(not torch.equal(before[name], now) for name, now in weights(student).items())
             updates.append((changed, result.nonfinite_reason))
         return result
 
     with (
-        mock.patch.object(Student, "start_step", start),
-        mock.patch.object(Student, "_microbatches", poison_targets),
-        mock.patch.object(Student, "update", watched_update),
+        mock.patch.object(GradientAccumulation, "__init__", start),
+        mock.patch.object(GradientAccumulation, "_microbatches", poison_targets),
+        mock.patch.object(Student, "optimizer_step", watched_update),
         mock.patch.object(MetricsLog, "say", _say(said)),
     ):
         train(load_config("verify", overrides))

@@ -242,16 +242,16 @@ def run_verify(overrides: list[str]) -> dict[str, float]:
     """The command `nemo-oprd verify` as the other tests run it; returns what its step would have logged as metrics."""
     import cases
 
-    from nemo_oprd.distillation.step import System
+    from nemo_oprd.distillation.step import GradientAccumulation
 
     results = []
-    accumulate = System.accumulate
+    finish = GradientAccumulation.finish
 
-    def spy(system: System, *args: Any, **kwargs: Any) -> Any:
-        results.append(accumulate(system, *args, **kwargs))
+    def spy(accumulation: GradientAccumulation) -> Any:
+        results.append(finish(accumulation))
         return results[-1]
 
-    with mock.patch.object(System, "accumulate", spy):
+    with mock.patch.object(GradientAccumulation, "finish", spy):
         cases.run_verify(overrides)
     (result,) = results
     return {} if result is None else result.metrics()
@@ -268,17 +268,20 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
 
     from nemo_oprd.distillation.target_transfer import plan_transfers
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import make_system
+    from nemo_oprd.setup.models import build_models
 
     config = load_config("verify", overrides)
-    system = make_system(config)
+    models = build_models(config)
     rollouts = read_rollouts(str(config.rollout.replay), VOCABULARY)
-    student_plan = system.plan(rollouts)
-    targets = system.teach(rollouts, student_plan)[0]
+    batch = models.batch(rollouts, models.objective_of(None))
+    student_plan = batch.plan
+    targets = models.targets(batch, student_plan)[0]
     table, budget = student_plan.hidden.table, config.train.tokens_per_microbatch
-    teacher_plan = student_plan.for_teacher(system.teachers[0].role.layout, len(rollouts), budget)
+    teacher_plan = student_plan.for_teacher(models.teachers[0].role.layout, len(rollouts), budget)
     rank = dist.get_rank()
-    transfers = plan_transfers(teacher_plan.hidden, student_plan.hidden, system.objective.layers, LAYERS, LAYERS, rank)
+    transfers = plan_transfers(
+        teacher_plan.hidden, student_plan.hidden, models.objective.teachers[0].layers, LAYERS, LAYERS, rank
+    )
     mine = [
         ((t.source, rank), [(layer, row) for layer in t.layers for row in t.rows.tolist()])
         for t in transfers
@@ -288,7 +291,7 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     dist.all_gather_object(everyone, (mine, targets.bytes_received))
     return {
         "rows": len(table),
-        "layers": sorted(system.objective.layers),
+        "layers": models.objective.layers,
         "planned": [message for messages, _ in everyone for message in messages],
         "received": [received for _, received in everyone],
     }

@@ -99,8 +99,6 @@ def module_classes(hf_path: str) -> dict[str, str]:
 
 def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> list[list[int]]:
     """Greedy responses of the in-process engine (local layers, one rank each) with a TP2 student's weights."""
-    from types import SimpleNamespace
-
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.model import build_chunks
@@ -117,8 +115,7 @@ def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> li
     load_hf(chunks, spec, role, HFCheckpoint(hf_path).__getitem__, hf_path)
     config = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c"])
     engine = MegatronEngine(config, spec, role.layout, eos_ids=())
-    student: Any = SimpleNamespace(hf_weights=lambda: gather_hf(chunks, spec, role))
-    engine.update_weights(student)
+    engine.update_weights(gather_hf(chunks, spec, role))
     requests = [Request(prompt) for prompt in prompts]
     return [rollout.response_ids for rollout in engine.generate(requests, SamplingParams(0.0, 1.0, steps, (1, 1, 0)))]
 

@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.checkpointing.checkpointer import skipped_in_a_row
 from nemo_oprd.checkpointing.directory import partial_directory, seal
 from nemo_oprd.checkpointing.training_state import check_resume_signature, resume_signature
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.watched_metrics import ModelNeeds
 from nemo_oprd.fault_tolerance import watchdog
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.fault_tolerance.run_lock import RunLock
@@ -36,7 +38,8 @@ from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.report.page import write_report
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.run import _last_in_a_row
+
+NO_OUTPUT = ModelNeeds(None, teacher_states=False, teacher_logprobs=False)
 
 
 @pytest.fixture
@@ -125,7 +128,7 @@ def test_numbers_that_are_not_finite_are_null_and_shown(tmp_path: Path, alone: N
         log.write(step, {"loss/total": loss, "train/skipped_update": float(loss > 1 or loss != loss)})
     assert [json.loads(line)["loss/total"] for line in log.path.read_text().splitlines()] == [1.0, None, None, 0.5]
     assert log.history("loss/total") == {1: 1.0, 4: 0.5}
-    assert _last_in_a_row(list(log.history("train/skipped_update").values())[:3]) == 2
+    assert skipped_in_a_row(list(log.history("train/skipped_update").values())[:3]) == 2
     assert write_report([tmp_path], tmp_path / "report.html").exists()
 
 
@@ -153,8 +156,8 @@ def test_spikes_of_a_term_that_has_either_sign() -> None:
 
 
 @pytest.mark.parametrize(("flags", "count"), [([], 0), ([0.0], 0), ([1.0, 1.0], 2), ([1.0, 0.0, 1.0], 1)])
-def test_last_in_a_row(flags: list[float], count: int) -> None:
-    assert _last_in_a_row(flags) == count
+def testskipped_in_a_row(flags: list[float], count: int) -> None:
+    assert skipped_in_a_row(flags) == count
 
 
 def test_a_resumed_log_drops_what_is_made_again(tmp_path: Path, alone: None) -> None:
@@ -192,14 +195,14 @@ def test_a_run_that_could_not_go_on_as_it_began_is_refused(
         return load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c", *overrides])
 
     def objective(depth: int) -> Any:
-        plain = {"bridge": None, "trains_bridge": False, "trains_in_parts": False}
-        return SimpleNamespace(trained_depth=depth, student_final=None, trains_head=False, **plain)
+        plain = {"teachers": [SimpleNamespace(bridge=None)], "trains_bridge": False, "trains_in_parts": False}
+        return SimpleNamespace(trained_depth=depth, final_layer=None, trains_head=False, **plain)
 
     partial_directory(tmp_path, 5).mkdir()
-    seal(tmp_path, {"step": 5, **resume_signature(config(), objective(4))})
-    check_resume_signature(tmp_path, 5, config("train.lr=1e-9", "student.parallel.pipeline=4"), objective(4))
+    seal(tmp_path, {"step": 5, **resume_signature(config(), objective(4), NO_OUTPUT)})
+    check_resume_signature(tmp_path, 5, config("train.lr=1e-9", "student.parallel.pipeline=4"), objective(4), NO_OUTPUT)
     with pytest.raises(ValueError, match=f"iter_0000005 was .*{re.escape(named)}: .*set it back, or choose another"):
-        check_resume_signature(tmp_path, 5, config(override), objective(depth))
+        check_resume_signature(tmp_path, 5, config(override), objective(depth), NO_OUTPUT)
 
 
 class TestPending:

@@ -20,6 +20,7 @@ from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.maps import Bridge, LayerBridge
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.objective import Objective, model_identity
+from nemo_oprd.distillation.watched_metrics import ModelNeeds
 from nemo_oprd.models import FAMILIES, parse_model_spec
 from nemo_oprd.setup.models import make_layouts
 from nemo_oprd.weights.convert import checkpoint_parameters
@@ -172,22 +173,25 @@ def test_the_bridge_recipe(tmp_path: Path) -> None:
     assert names == ["Qwen3-1.7B-Base", "Qwen3-4B"]
     student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in ("Qwen3-1.7B-Base", "Qwen3-4B"))
 
-    fitting = Objective.build(config, student, teacher, fitting=True)
+    fitting = Objective.build(config, student, [teacher], fitting=True)
     # eq. (layer mapping), written out: round((l - 1) / 27 * 35) + 1
-    assert fitting.layers == {layer: round((layer - 1) / 27 * 35) + 1 for layer in range(1, 29)}
+    assert fitting.teachers[0].layers == {layer: round((layer - 1) / 27 * 35) + 1 for layer in range(1, 29)}
     rank = config.bridge.rank
     assert rank == 8
     pairs = {
         LayerPair(s, t): LayerBridge(torch.zeros(2560), torch.zeros(8, 2560), torch.zeros(8, 2048))
-        for s, t in fitting.layers.items()
+        for s, t in fitting.teachers[0].layers.items()
     }
     save_bridge(Bridge(8, pairs, model_identity(student), model_identity(teacher)), tmp_path)
-    objective = Objective.build(config, student, teacher)
-    assert (objective.layers, objective.target_width, objective.teacher_depth) == (fitting.layers, 8, 36)
+    objective = Objective.build(config, student, [teacher])
+    (match,), needs = objective.teachers, ModelNeeds.build(objective, None)
+    assert (match.layers, match.width) == (fitting.teachers[0].layers, 8)
+    assert needs.teacher_depth(objective, 0) == objective.for_step(0).teacher_depth(0) == 36
     assert not objective.trains_bridge
     whole = ["bridge.train=true", "bridge.path=full_width"]
-    objective = Objective.build(load_config("bridge_qwen3_4b_to_1p7b", whole), student, teacher)
-    assert objective.layers == fitting.layers and objective.target_width == 2560 and objective.trains_bridge
+    objective = Objective.build(load_config("bridge_qwen3_4b_to_1p7b", whole), student, [teacher])
+    (match,) = objective.teachers
+    assert match.layers == fitting.teachers[0].layers and match.width == 2560 and objective.trains_bridge
 
     for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
         assert (layout.tensor, layout.data) == (2, 4)
@@ -213,18 +217,20 @@ def test_the_recipe_across_tokenizers(tmp_path: Path) -> None:
     student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in names)
     assert (student.vocab_size, teacher.vocab_size) == (151936, 200064)
     layers = {layer: round((layer - 1) / 27 * 31) + 1 for layer in range(1, 29)}
-    assert Objective.build(config, student, teacher, fitting=True).layers == layers
+    assert Objective.build(config, student, [teacher], fitting=True).teachers[0].layers == layers
     pairs = {
         LayerPair(s, t): LayerBridge(torch.zeros(3072), torch.zeros(4, 3072), torch.zeros(4, 2048))
         for s, t in layers.items()
     }
     save_bridge(Bridge(4, pairs, model_identity(student), model_identity(teacher)), tmp_path)
-    objective = Objective.build(config, student, teacher)
-    assert (objective.layers, objective.target_width, objective.teacher_depth) == (layers, config.bridge.rank, 32)
+    objective = Objective.build(config, student, [teacher])
+    (match,) = objective.teachers
+    assert (match.layers, match.width) == (layers, config.bridge.rank)
+    assert ModelNeeds.build(objective, None).teacher_depth(objective, 0) == 32
     assert objective.vocab_limit == student.vocab_size  # all of them may be sampled, the teacher reads text
     for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
         spec.check_tensor_parallel(layout.tensor, "tensor")
         assert layout.layers_per_stage(spec.num_layers) == [spec.num_layers]
     config.teacher.reads = "ids"
     with pytest.raises(ValueError, match="vocabularies of 151936 and 200064 ids"):
-        Objective.build(config, student, teacher)
+        Objective.build(config, student, [teacher])

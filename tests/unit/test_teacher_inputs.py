@@ -92,24 +92,24 @@ def sampled(student: Tokenizer, *texts: str) -> tuple[list[Rollout], list[Reques
 
 def test_text_is_read_in_the_teachers_tokens(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
     student, teacher = tokenizers
-    first, second = reader(tokenizers).read(*sampled(student, "abcab", "cc"))
+    first, second = reader(tokenizers).add_to(*sampled(student, "abcab", "cc"))
     pieces = teacher.hf.convert_ids_to_tokens(first.teacher_response_ids)
     assert pieces == ["abc", "ab", "<eos>"]
     assert first.teacher_index == [-1, -1, 0, 0, 1, 2]
     assert second.teacher_index == [0, 1, 2]
     assert teacher.decode(first.teacher_prompt_ids or []) == "?"
     assert alignment_metrics([first, second]) == {"align/coverage": 7 / 9, "align/coverage_lowest": 4 / 6}
-    exact, _ = reader(tokenizers, exact=True).read(*sampled(student, "abcab", "cc"))
+    exact, _ = reader(tokenizers, exact=True).add_to(*sampled(student, "abcab", "cc"))
     assert exact.teacher_index == [-1, -1, 0, -1, 1, 2]
 
 
 def test_too_little_in_common_is_refused(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
     with pytest.raises(ValueError, match=r"alignment coverage 0\.7778 \(7 of 9 tokens.*expected at least 0\.8"):
-        reader(tokenizers, least=0.8).read(*sampled(tokenizers[0], "abcab", "cc"))
+        reader(tokenizers, least=0.8).add_to(*sampled(tokenizers[0], "abcab", "cc"))
 
 
 def test_no_partner_behind_the_teachers_positions(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
-    (cut,) = reader(tokenizers, positions=3, least=0.0).read(*sampled(tokenizers[0], "cccc"))
+    (cut,) = reader(tokenizers, positions=3, least=0.0).add_to(*sampled(tokenizers[0], "cccc"))
     assert len(cut.teacher_response_ids or []) == 2
     assert cut.teacher_index == [0, 1, -1, -1, -1]
     assert alignment_metrics([cut])["align/coverage"] == 2 / 5
@@ -126,12 +126,12 @@ def test_another_prompt_before_the_same_response(tokenizers: tuple[Tokenizer, To
     student = tokenizers[0]
     rollouts, requests = sampled(student, "abcab", "cc")
     told = [replace(request, teacher_messages=({"role": "user", "content": "ab?"},)) for request in requests]
-    first, second = PromptInputs(student, 64).read(rollouts, told)
+    first, second = PromptInputs(student, 64).add_to(rollouts, told)
     assert student.decode(first.teacher_prompt_ids or []) == "ab?"
     assert (first.teacher_response_ids, first.teacher_index) == (None, None)
     assert first.as_read_by_teacher() == Rollout(first.teacher_prompt_ids or [], first.response_ids)
     assert teacher_positions(second, 0).tolist() == [3, 4, 5]
-    cut, whole = PromptInputs(student, 7).read(rollouts, told)
+    cut, whole = PromptInputs(student, 7).add_to(rollouts, told)
     assert cut.teacher_response_ids == first.response_ids[:4]
     assert cut.teacher_index == [0, 1, 2, 3, -1, -1]
     assert whole == second
