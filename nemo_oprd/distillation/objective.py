@@ -19,8 +19,9 @@ from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 from nemo_oprd.config.schema import Config, LoggingConfig, OutputLossConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
 from nemo_oprd.losses.divergences import OutputLoss
-from nemo_oprd.losses.layer_mapping import layer_pairs
-from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers, weights_of_layers
+from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
+from nemo_oprd.losses.registry import resolve_row_loss
+from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.models import ModelSpec
 
 # what the teacher sends for each output row with sampled_token: log-probability of the token, entropy
@@ -189,7 +190,12 @@ class Objective:
             layers=pairs,
             layer_weights=weights_of_layers(loss.layer_weights, loss.layers, student.num_layers),
             weight=largest(loss.weight),
-            row_loss=ROW_LOSSES[loss.kind],
+            row_loss=resolve_row_loss(
+                loss.kind,
+                loss.kind_args,
+                loss.dim_reduction,
+                width=None if fitting else teacher.hidden_size if bridge is None else bridge.rank,
+            ),
             dim_reduction=loss.dim_reduction,
             final_norm=loss.final_norm,
             positions="all" if fitting else loss.positions,

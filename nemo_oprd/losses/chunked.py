@@ -166,7 +166,7 @@ def chunked_logprob(
 def _chunks(n: int, chunk_tokens: int) -> Iterator[slice]:
     """Slices of 0..n; one empty slice where n is 0, so that every rank of a run reports the same names."""
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: expected a whole number from 1 on")
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected a whole number of at least 1")
     return (slice(start, min(start + chunk_tokens, n)) for start in range(0, max(n, 1), chunk_tokens))
 
 
