@@ -1,9 +1,4 @@
-"""A loss of one's own: the Huber distance between hidden states (docs/losses.md explains the function).
-
-torchrun --nproc-per-node 2 -m nemo_oprd verify --against reference --config-name verify student.hf_path=DIR \
-    teacher.hf_path=DIR rollout.replay=FILE output=DIR \
-    loss.representation.kind=examples.own_loss:huber loss.representation.kind_args.delta=0.5
-"""
+"""A loss of one's own: the Huber distance between hidden states. docs/losses.md says how a run uses it."""
 
 import torch
 
@@ -13,8 +8,8 @@ def huber(
 ) -> torch.Tensor:
     """Quadratic where the two differ by at most `delta`, linear beyond: [N, D] x 2 -> [N].
 
-    A few dimensions of a language model's hidden states are larger than the others by orders of magnitude. With the
-    squared difference these dimensions have most of the gradient; here no dimension's gradient exceeds `delta`.
+    A few dimensions of a language model's hidden states are larger than the others by orders of magnitude. These
+    dimensions have most of the gradient of a squared difference; here no dimension's derivative exceeds `delta`.
     """
     gap_ND = (student_ND - teacher_ND).abs()
     value_ND = torch.where(gap_ND <= delta, gap_ND.square() / 2, delta * (gap_ND - delta / 2))
