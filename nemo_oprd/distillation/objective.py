@@ -186,16 +186,12 @@ class Objective:
                     f"loss.representation.kind={loss.kind} with a bridge of rank 1 compares signs of single numbers, "
                     "which have no gradient; expected rank 2 or more: fit again with a larger bridge.rank, or use mse"
                 )
+        width = teacher.hidden_size if bridge is None else bridge.rank
         return Objective(
             layers=pairs,
             layer_weights=weights_of_layers(loss.layer_weights, loss.layers, student.num_layers),
             weight=largest(loss.weight),
-            row_loss=resolve_row_loss(
-                loss.kind,
-                loss.kind_args,
-                loss.dim_reduction,
-                width=None if fitting else teacher.hidden_size if bridge is None else bridge.rank,
-            ),
+            row_loss=resolve_row_loss(loss.kind, loss.kind_args, loss.dim_reduction, None if fitting else width),
             dim_reduction=loss.dim_reduction,
             final_norm=loss.final_norm,
             positions="all" if fitting else loss.positions,

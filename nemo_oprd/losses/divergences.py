@@ -222,7 +222,7 @@ def output_rows(
     if teacher_logits_CV is None and (loss.needs_distribution or teacher_logprob_C is None):
         alternative = "" if loss.needs_distribution else ", or its log-probabilities of the sampled tokens"
         raise ValueError(f"output loss kind={loss.kind}: expected the teacher's logits{alternative}; got neither")
-    # each holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
+    # each tensor holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
     models = [z[:, : shard.real] for z in (student_logits_CV, teacher_logits_CV) if z is not None]
     found = _find_support(loss, models, shard) if len(models) == 2 and loss.k else None
     entropies = log_softmax_(models, shard, loss.temperature)
