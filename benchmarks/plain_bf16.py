@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.schema import Config
+from nemo_oprd.config.schema import Config, RepresentationLossConfig
+from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.verification import reference
 
 
@@ -24,11 +25,12 @@ def plain_bf16_gradients(
 
     One pass per response, added up in float32: a plain run would add in bfloat16, so this errs less than it.
     """
-    distance, load = reference._distance, reference._load
+    row_loss, load = reference.row_loss, reference._load
     sums: dict[str, torch.Tensor] = {}
 
-    def in_float32(ours: torch.Tensor, theirs: torch.Tensor, loss: Any) -> torch.Tensor:
-        return distance(ours.float(), theirs.float(), loss)
+    def in_float32(loss: RepresentationLossConfig) -> RowLoss:
+        distance = row_loss(loss)
+        return lambda ours, theirs, dim_reduction: distance(ours.float(), theirs.float(), dim_reduction)
 
     def load_on_device(path: str, dtype: torch.dtype) -> Any:
         model = load(path, dtype).to(device)
@@ -46,6 +48,6 @@ def plain_bf16_gradients(
         sums[name] = sums.get(name, 0) + parameter.grad.float()
         parameter.grad = None
 
-    with mock.patch.multiple(reference, _distance=in_float32, _load=load_on_device):
+    with mock.patch.multiple(reference, row_loss=in_float32, _load=load_on_device):
         reference.reference(config, rollouts, torch.bfloat16)
     return {name: total.cpu() for name, total in sums.items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_oprd.config.schema import Config, ModelConfig, ModelSource, ParallelConfig
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
+from nemo_oprd.losses.registry import check_divergence, check_row_loss
 
 # null counts as right where a key allows it
 MORE_THAN_ZERO = (
@@ -59,6 +60,8 @@ FRACTIONS = ("evaluation.top_p", "rollout.top_p")
 
 def check(config: Config) -> None:
     """Raises ValueError for values that are out of range, contradict each other, or ask for what isn't there yet."""
+    check_row_loss(config.loss.representation.kind, config.loss.representation.kind_args)
+    check_divergence(config.loss.output.kind)
     _check_there_yet(config)
     _check_source("student", config.student)
     for role, model in (("student", config.student), ("teacher", config.teacher)):

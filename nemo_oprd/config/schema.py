@@ -8,7 +8,7 @@ Checks that need a model (layers in range, sizes that divide) sit where the mode
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_oprd.config.weight_schedule import WeightStage
 from nemo_oprd.layout import Layout
@@ -144,6 +144,9 @@ class RepresentationLossConfig:
     """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu, or its schedule over the updates:
     a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}], see `WeightStage`.
 
+    `kind` is the distance between two hidden states: mse, normalized_mse, cosine, or MODULE:FUNCTION for a function of
+    your own, which is called with the arguments `kind_args` (docs/losses.md).
+
     `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
 
     `layer_map` names the teacher layer of every supervised student layer, {student: teacher}, in place of the paper's
@@ -154,7 +157,8 @@ class RepresentationLossConfig:
     """
 
     weight: float | list[WeightStage] = 1.0
-    kind: Literal["mse", "normalized_mse", "cosine"] = "mse"
+    kind: str = "mse"
+    kind_args: dict[str, Any] = field(default_factory=dict)
     layers: Literal["all", "last", "even", "odd", "none"] | list[int] = "all"
     positions: Literal["all", "last_k", "first_k"] = "last_k"
     k: int = 2000
@@ -172,6 +176,8 @@ class OutputLossConfig:
     """The output-space term (DESIGN: loss semantics; `losses/divergences.py` has the equations). `weight` is the
     paper's weight of OPD in the composition, or its schedule (`WeightStage`).
 
+    `kind` is none, sampled_token, top_k, full_vocab, forward_kl or jsd (docs/losses.md).
+
     `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds, `k` is the size of the top
     sets whose overlap is measured, and `support` the set whose mass is. `clip` is for sampled_token with
     train.updates_per_rollout > 1: PPO's epsilon, or [low, high], on the ratio to the student that sampled; null doesn't
@@ -179,7 +185,7 @@ class OutputLossConfig:
     """
 
     weight: float | list[WeightStage] = 0.0
-    kind: Literal["none", "sampled_token", "top_k", "full_vocab", "forward_kl", "jsd"] = "none"
+    kind: str = "none"
     k: int = 16
     chunk_tokens: int = 1024
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"

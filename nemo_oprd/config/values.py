@@ -67,10 +67,14 @@ def refuse_secrets(value: Any, key: str) -> None:
             )
 
 
+# groups whose keys are the user's
+_OPEN_GROUPS = ("data.validation", "loss.representation.kind_args")
+
+
 def check_key(root: type, key: str, where: str) -> None:
-    """Raises ValueError unless `key` is one of the schema `root` (list items by number), or names a validation set."""
+    """Raises ValueError unless `key` is one of the schema `root` (list items by number), or one of the user's names."""
     known = _all_keys(root)
-    if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] != "data.validation":
+    if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] not in _OPEN_GROUPS:
         raise _unknown(root, key, where)
 
 
@@ -104,6 +108,8 @@ def _build(root: type, hint: Any, value: Any, key: str) -> Any:
             if name in value
         }
         return typing.cast(type, hint)(**parts)
+    if hint is Any:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
@@ -141,4 +147,6 @@ def _describe(hint: Any) -> str:
         return "{" + ", ".join(_fields(typing.cast(type, hint))) + "}"
     if origin in (list, tuple, dict):
         return f"{origin.__name__} of {_describe(arguments[-1])}"
+    if hint is Any:
+        return "values"
     return {types.NoneType: "null", int: "an integer", float: "a number", str: "text", bool: "true or false"}[hint]

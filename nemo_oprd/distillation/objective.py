@@ -23,8 +23,9 @@ from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 from nemo_oprd.config.schema import Config, OutputLossConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
 from nemo_oprd.losses.divergences import OutputLoss
-from nemo_oprd.losses.layer_mapping import layer_pairs
-from nemo_oprd.losses.representation import ROW_LOSSES, RowLoss, supervised_layers, weights_of_layers
+from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
+from nemo_oprd.losses.registry import resolve_row_loss
+from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.models import ModelSpec
 
 
@@ -155,11 +156,14 @@ class Objective:
                     "with the student's tokenizer"
                 )
             matches.append(_match(config, source, student, spec, fitting=fitting))
+        for width in sorted({match.width for match in matches}):  # tried on rows of every width that occurs
+            tried = None if fitting else width
+            row_loss = resolve_row_loss(loss.kind, loss.kind_args, loss.dim_reduction, tried)
         return Objective(
             student=student,
             teachers=tuple(matches),
             layer_weights=weights_of_layers(loss.layer_weights, loss.layers, student.num_layers),
-            row_loss=ROW_LOSSES[loss.kind],
+            row_loss=row_loss,
             dim_reduction=loss.dim_reduction,
             final_norm=loss.final_norm,
             positions="all" if fitting else loss.positions,
@@ -315,7 +319,7 @@ def _match(
                 "expected the same pairs: leave layer_map out, or fit a bridge with it"
             )
         pairs = made_for
-        if bridge.rank == 1 and loss.kind != "mse":
+        if bridge.rank == 1 and loss.kind in ("normalized_mse", "cosine"):
             raise ValueError(
                 f"loss.representation.kind={loss.kind} with a bridge of rank 1 compares signs of single numbers, "
                 "which have no gradient; expected rank 2 or more: fit again with a larger bridge.rank, or use mse"

@@ -1,1 +1,2 @@
-"""Distillation losses as pure functions of tensors; they know nothing of configs, layouts or Megatron."""
+"""Distillation losses as pure functions of tensors, and their registry. Nothing here imports the configuration,
+layouts or Megatron."""

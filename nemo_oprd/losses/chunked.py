@@ -1,9 +1,9 @@
 """The output losses on hidden states: the product with the head, the divergence and both gradients, chunk by chunk.
 
-A pipeline's last stage calls this in its backward pass, once per microbatch. No tensor of [rows, vocabulary] exists
-beyond one chunk of `chunk_tokens` rows; `output.py` says what is alive inside one. Products take their factors in the
-dtype they come in (bfloat16 in bf16 runs, gradients of logits rounded to it as in any backward pass of a head) and
-accumulate in float32.
+A pipeline's last stage calls these functions in its backward pass, once per microbatch. No tensor with a vocabulary
+dimension has more rows than one chunk of `chunk_tokens`; `divergences.py` says which tensors of a chunk are alive at a
+time. Matrix products read their factors in the factors' own dtype (bfloat16 in bf16 runs, where the gradients of logits
+are rounded to bfloat16, as in any backward pass of a head) and accumulate in float32.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from nemo_oprd.losses.vocab_parallel import (
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """The teacher before its head: hidden states [n, D_T] of the same rows and this rank's head shard [size, D_T].
+    """The teacher before its head: hidden states [N, D_T] of the student's rows and this rank's head shard [size, D_T].
 
-    Both models' shards cover the same ids; widths and dtypes may differ.
+    The shards of both models cover the same ids; widths and dtypes of the two models may differ.
     """
 
     hidden: torch.Tensor
     head: torch.Tensor
 
 
-# the teacher's distribution, or only its log-probabilities [n] of the sampled tokens at the loss's temperature
+# the teacher's distribution, or only its log-probabilities [N] of the sampled tokens at the loss's temperature
 Teacher: TypeAlias = "TeacherStates | torch.Tensor"
 
 
@@ -45,9 +45,9 @@ Teacher: TypeAlias = "TeacherStates | torch.Tensor"
 class OutputSums:
     """Float64 scalars on the rows' device, the same on every tensor-parallel rank.
 
-    `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, `rows` is how
-    many: divide after both were summed over the data-parallel ranks. Without rows the names are the same, the sums 0.
-    `student_logprob` [n] is the student's log-probability of each row's token, `per_row` [n] its part of `loss`.
+    `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, and `rows` is
+    the number of rows: sum both over the data-parallel ranks before dividing. Without rows, the same metrics are 0.
+    `student_logprob` [N] is the student's log-probability of each row's token, `per_row` [N] each row's part of `loss`.
     """
 
     loss: torch.Tensor
@@ -59,7 +59,8 @@ class OutputSums:
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """Of `hidden` [n, D] and `head` [size, D] (None for a frozen head), float32 (float64 for float64 inputs)."""
+    """The sums, and the gradients with respect to `hidden` [N, D] and `head` [size, D] (None for a frozen head), in
+    float32 (float64 for float64 inputs)."""
 
     sums: OutputSums
     hidden: torch.Tensor
@@ -86,17 +87,20 @@ def chunked_output_loss(
     """Gradients of scale * sum_n weight_n value_n, and the sums to report.
 
     Args:
-        hidden_ND: student rows, after the final norm, the same on every tensor-parallel rank.
-        head_VD: this rank's shard [size, D] of the student's head; padding rows are never read.
-        weight_N: 1 / global counts, so that local sums add up to the global mean.
-        scale: multiplies gradients only: the loss's weight and the schedule's factor.
-        head_grad: the head's gradient is added here (Megatron's main_grad, [size, D] float32) instead of to zeros.
-        train_head: False leaves the head's gradient out.
+        hidden_ND: the student's rows after the final norm, the same on every tensor-parallel rank.
+        head_VD: this rank's shard [size, D] of the student's head; the shard's padding rows are never read.
+        weight_N: 1 / global counts, so that the local sums add up to the global mean.
+        chunk_tokens: rows of a chunk.
+        scale: multiplies the gradients only: the loss's weight times the schedule's factor.
+        old_logprob_N: see `output_rows`.
+        head_grad: a buffer to which the head's gradient is added (Megatron's main_grad, [size, D] float32); None starts
+            from zeros.
+        train_head: False leaves out the head's gradient.
         reduce_hidden: sum the rows' gradient over the tensor-parallel ranks. False returns this rank's part, which
             sequence parallelism reduce-scatters.
 
     Raises:
-        ValueError: `head_grad` is too coarse to accumulate in, or chunk_tokens < 1.
+        ValueError: `head_grad` has a lower precision than the accumulation, or chunk_tokens < 1.
     """
     dtype = compute_dtype(hidden_ND)
     if not train_head:
@@ -113,7 +117,7 @@ def chunked_output_loss(
         assert rows.grad_logits is not None
         rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
         _through_head_(rows.grad_logits, hidden_ND[chunk], head_VD, shard, grad_hidden_ND[chunk], head_grad)
-        del rows  # or its gradient would live beside the next chunk's three tensors
+        del rows  # otherwise the gradient would stay alive beside the next chunk's three tensors
     if reduce_hidden:
         shard.sum_(grad_hidden_ND)
     return OutputGradients(sums.result(), grad_hidden_ND, head_grad)
@@ -132,7 +136,7 @@ def output_metrics(
     chunk_tokens: int,
     old_logprob_N: torch.Tensor | None = None,
 ) -> OutputSums:
-    """The sums of `chunked_output_loss` without gradients, for watching a loss that is not trained on."""
+    """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
     sums = _Accumulator(weight_N)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
         rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, old_logprob_N, with_grad=False)
@@ -150,9 +154,10 @@ def chunked_logprob(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each row's token and entropy of its distribution, both [n] on every rank.
+    """Log-probability of each row's token and entropy of the row's distribution, both [N], the same on every rank.
 
-    What a teacher sends for sampled_token: two numbers per token; also how a policy records what it sampled with.
+    A teacher sends these two numbers per token for sampled_token. A student records the log-probabilities of the tokens
+    that it sampled.
     """
     logprob_N = torch.zeros(len(hidden_ND), dtype=compute_dtype(hidden_ND), device=hidden_ND.device)
     entropy_N = torch.zeros_like(logprob_N)
@@ -164,9 +169,9 @@ def chunked_logprob(
 
 
 def _chunks(n: int, chunk_tokens: int) -> Iterator[slice]:
-    """Slices of 0..n; one empty slice where n is 0, so that every rank of a run reports the same names."""
+    """Slices that cover 0..n; one empty slice if n is 0, so that every rank of a run reports the same metrics."""
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: expected a whole number from 1 on")
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected a whole number of at least 1")
     return (slice(start, min(start + chunk_tokens, n)) for start in range(0, max(n, 1), chunk_tokens))
 
 
@@ -182,11 +187,11 @@ def _rows(
     *,
     with_grad: bool,
 ) -> OutputRows:
-    """`output_rows` of one chunk; only real ids are multiplied, so its logits have no padding columns."""
+    """`output_rows` of one chunk. Logits are computed for real ids only, so they have no padding columns."""
     student_CV = head_logits(hidden_ND[chunk], head_VD, shard)
     teacher_CV = None
     if isinstance(teacher, TeacherStates):
-        # both models compute in one precision, the student's
+        # from here on, both models have the student's precision
         teacher_CV = head_logits(teacher.hidden[chunk], teacher.head, shard).to(student_CV.dtype)
     return output_rows(
         loss,
@@ -208,7 +213,8 @@ def _through_head_(
     grad_hidden_CD: torch.Tensor,
     head_grad: torch.Tensor | None,
 ) -> None:
-    """A chunk's gradient of the logits: times the head, added to the rows'; times the rows, added to the head's."""
+    """Takes the gradient of a chunk's logits through the head: adds its product with the head to the rows' gradient,
+    and its product with the rows to the head's gradient."""
     for columns in slabs(shard.real):
         part_CV = grad_CV[:, columns].to(head_VD.dtype)
         grad_hidden_CD += matmul(part_CV, head_VD[columns])
@@ -217,7 +223,7 @@ def _through_head_(
 
 
 class _Accumulator:
-    """Adds up rows in float64."""
+    """Sums the results of the chunks in float64."""
 
     def __init__(self, weight_N: torch.Tensor) -> None:
         self._weight_N = weight_N.double()

@@ -1,9 +1,12 @@
 """Divergences between the student's and the teacher's next-token distributions, with their derivatives (paper, section
 "Three Output-Space Variants"), for a head that is split over tensor-parallel ranks and for rows taken chunk by chunk.
 
-Values and derivatives are written out instead of left to autograd, because autograd would keep every [rows, vocabulary]
-tensor it met. Of a chunk, three [c, V] tensors are alive at most: the student's logits (which end as the gradient), the
-teacher's, and their difference. Nothing is computed twice: value, gradient and metrics come from one pair of products.
+Values and derivatives are written out instead of left to autograd, because autograd would keep every [c, V] tensor that
+it meets. At most three [c, V] tensors of a chunk are alive at a time: the student's logits (whose memory becomes the
+gradient), the teacher's logits, and their difference. Nothing is computed twice: value, gradient and metrics come from
+one product of each model's rows with its head.
+
+Legend: c rows of a chunk (dimension C in names), V vocabulary columns on this rank, M models (student, teacher), K ids.
 
 With z the raw student logits, tau the temperature of both models, p = softmax(z / tau), q the teacher's and
 d = log p - log q:
@@ -12,20 +15,21 @@ d = log p - log q:
     full_vocab      KL(p|q) = sum p d             gradient  p (d - KL)
     forward_kl      KL(q|p) = -sum q d            gradient  p - q
     jsd             b KL(q|m) + (1-b) KL(p|m)     gradient  (1-b) p (u - sum p u), m = b q + (1-b) p, u = log p - log m
-    top_k           either KL on a support S of ids that is held constant, see `_support_term`
+    top_k           either KL on a support S of ids that is held constant, see `top_k`
 
 The gradients above are with respect to z / tau; those returned are with respect to z, so they carry a factor 1 / tau.
-No tau^2 compensates it: value and gradient belong to the same function. Adding a divergence: a branch in `_dense_term_`
-and its name in `KINDS`.
+No tau^2 compensates it: value and gradient belong to the same function. docs/losses.md says how a divergence is added.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from nemo_oprd.losses.registry import DIVERGENCES, resolve_divergence
 from nemo_oprd.losses.vocab_parallel import (
     VocabShard,
     add_at_ids_,
@@ -37,24 +41,26 @@ from nemo_oprd.losses.vocab_parallel import (
     top_k_ids,
 )
 
-KINDS = ("sampled_token", "top_k", "full_vocab", "forward_kl", "jsd")
 SUPPORTS = ("student", "teacher", "union", "intersection")
 
 
 @dataclass(frozen=True)
 class OutputLoss:
-    """Which divergence.
+    """Which divergence, a kind of `DIVERGENCES`, and its options.
 
-    `k` is the size of each model's top set: of the support for `top_k`; for the other kinds it only asks for the
-    metrics of the support and may be None, which saves the search.
+    `k` is the size of each model's set of most probable ids (top set). `top_k` needs it for its support; for the other
+    kinds it only asks for the metrics of the support and may be None, which saves the search.
 
-    `support`: the student's k largest ids, the teacher's, or the union or intersection of the two.
+    `support`: the student's k most probable ids, the teacher's, or the union or intersection of the two sets.
     `support_weight`: whose probabilities weigh the log ratio on the support; "student" is the reverse KL, "teacher" the
     forward KL (log q - log p). `normalizer`: "renormalized" compares the distributions conditioned on the support,
-    "full" takes the support's terms out of the sum over the whole vocabulary.
+    "full" takes the support's terms of the sum over the whole vocabulary.
 
-    `clip` is PPO's epsilon, or how far the ratio may fall below and rise above 1; it acts where log-probabilities of
-    the sampling policy are given.
+    `clip` is PPO's epsilon, or how far the ratio may fall below 1 and rise above it; the clipping acts where
+    log-probabilities of the sampling policy are given.
+
+    Raises:
+        ValueError: an unknown kind, or an option out of range.
     """
 
     kind: str
@@ -68,7 +74,7 @@ class OutputLoss:
 
     def __post_init__(self) -> None:
         for name, value, legal in (
-            ("kind", self.kind, KINDS),
+            ("kind", self.kind, DIVERGENCES),
             ("support", self.support, SUPPORTS),
             ("normalizer", self.normalizer, ("renormalized", "full")),
             ("support_weight", self.support_weight, ("student", "teacher")),
@@ -84,8 +90,8 @@ class OutputLoss:
                 f"output loss jsd_beta={self.jsd_beta}: expected a number between 0 and 1, both excluded; "
                 "divided by it, or by 1 - it, the limits are the kinds forward_kl and full_vocab"
             )
-        if (self.k is None and self.kind == "top_k") or (self.k is not None and self.k < 1):
-            raise ValueError(f"output loss k={self.k} with kind {self.kind}: expected a whole number from 1 on")
+        if (self.k is None and DIVERGENCES[self.kind].needs_support) or (self.k is not None and self.k < 1):
+            raise ValueError(f"output loss k={self.k} with kind {self.kind}: expected a whole number of at least 1")
         if self.kind == "top_k" and self.k == 1 and self.normalizer == "renormalized" and self.support != "union":
             raise ValueError(
                 f"output loss kind=top_k with k=1 and support {self.support} is identically zero: a distribution "
@@ -93,8 +99,13 @@ class OutputLoss:
             )
 
     @property
+    def needs_distribution(self) -> bool:
+        """Whether the teacher's logits are needed; log-probabilities of the sampled tokens suffice otherwise."""
+        return DIVERGENCES[self.kind].needs_distribution
+
+    @property
     def ratio_range(self) -> tuple[float, float]:
-        """Between which numbers the ratio to the sampling policy counts."""
+        """The smallest and the largest ratio to the sampling policy that clipping leaves as they are."""
         if self.clip is None:
             return 0.0, math.inf
         low, high = self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
@@ -103,13 +114,14 @@ class OutputLoss:
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Of c rows: the loss `value` [c], `grad_logits` [c, V] = d value / d raw student logits (None if not asked for)
-    and `metrics` [c]; the gradient is this rank's columns, the rest is the same on every tensor-parallel rank.
+    """Results for c rows: the loss `value` [c], `grad_logits` [c, V] = d value / d raw student logits (None if the
+    gradient was not asked for) and `metrics` [c] each. `grad_logits` has this rank's columns; value and metrics are the
+    same on every tensor-parallel rank.
 
     Metrics: student_logprob, teacher_logprob (of the sampled token), student_entropy (nats); with the teacher's
-    distribution teacher_entropy, reverse_kl; with `k` overlap (share of common ids of the two top sets), student_mass,
-    teacher_mass (probability on the support), empty_support (1 or 0); with the sampling policy's log-probabilities
-    ratio, clipped (1 or 0).
+    distribution also teacher_entropy, reverse_kl; with `k` also overlap (share of ids that the two top sets have in
+    common), student_mass, teacher_mass (probability on the support), empty_support (1 or 0); with the sampling policy's
+    log-probabilities also ratio, clipped (1 or 0).
     """
 
     value: torch.Tensor
@@ -118,22 +130,66 @@ class OutputRows:
 
 
 @dataclass(frozen=True)
-class _Support:
-    """Ids [c, K] of each row's support, of which only the `valid` count, and the overlap of the two top sets [c]."""
+class Support:
+    """The support of c rows: ids [c, K], of which only those with `valid` [c, K] count, both models' log-probabilities
+    at the ids [M, c, K] (-inf where not valid), and the `overlap` of the two top sets [c]."""
 
     ids: torch.Tensor
     valid: torch.Tensor
     overlap: torch.Tensor
+    logprobs: torch.Tensor
 
 
-@dataclass(frozen=True)
-class _SparseTerm:
-    """A value [c] whose gradient with respect to z / tau is `background` * p everywhere plus `on_ids` at `ids`."""
+@dataclass
+class Chunk:
+    """What a divergence is computed from: c rows, this rank's V real ids, models at the loss's temperature.
 
-    value: torch.Tensor
-    background: torch.Tensor
-    ids: torch.Tensor
-    on_ids: torch.Tensor
+    A divergence overwrites `p_CV`, the student's probabilities, with its gradient; the other [c, V] tensors are free to
+    be overwritten, too.
+
+    Attributes:
+        q_CV, log_ratio_CV: the teacher's probabilities, and d = log p - log q; None where only the teacher's
+            log-probabilities of the sampled tokens are known.
+        mean_ratio_p_C, mean_ratio_q_C: sum p d and sum q d over the whole vocabulary, all ranks included; None with
+            `log_ratio_CV`.
+        tokens_C: the sampled tokens; `student_logprob_C` and `teacher_logprob_C` are their log-probabilities.
+        old_logprob_C: the same under the policy that sampled them, None where the student is that policy.
+        support: None without `OutputLoss.k`.
+        with_grad: whether the gradient is wanted.
+        metrics: name -> [c]; a divergence may add its own.
+    """
+
+    shard: VocabShard
+    p_CV: torch.Tensor
+    q_CV: torch.Tensor | None
+    log_ratio_CV: torch.Tensor | None
+    mean_ratio_p_C: torch.Tensor | None
+    mean_ratio_q_C: torch.Tensor | None
+    tokens_C: torch.Tensor
+    old_logprob_C: torch.Tensor | None
+    support: Support | None
+    with_grad: bool
+    metrics: dict[str, torch.Tensor]
+
+    @property
+    def student_logprob_C(self) -> torch.Tensor:
+        """Log-probabilities [c] of the sampled tokens under the student."""
+        return self.metrics["student_logprob"]
+
+    @property
+    def teacher_logprob_C(self) -> torch.Tensor:
+        """Log-probabilities [c] of the sampled tokens under the teacher."""
+        return self.metrics["teacher_logprob"]
+
+    def set_gradient_at_ids_(self, background_C: torch.Tensor, ids_CK: torch.Tensor, on_ids_CK: torch.Tensor) -> None:
+        """Overwrites p with the gradient `background` * p everywhere, plus `on_ids` at the columns `ids`."""
+        if self.with_grad:
+            self.p_CV.mul_(background_C[:, None])
+            add_at_ids_(self.p_CV, ids_CK, on_ids_CK, self.shard)
+
+
+# (which divergence, the chunk) -> value [c], the same on every rank; p_CV becomes its gradient with respect to z / tau
+Divergence = Callable[[OutputLoss, Chunk], torch.Tensor]
 
 
 @torch.no_grad()
@@ -151,52 +207,56 @@ def output_rows(
     """Value, gradient and metrics of c rows.
 
     Args:
-        student_logits_CV: [c, size], float32 or float64. Overwritten, as are the teacher's: its memory becomes the
-            gradient's. What stands in padding columns is ignored.
+        student_logits_CV: [c, size], float32 or float64. Both models' logits are overwritten, and the memory of the
+            student's becomes the gradient's. The values in padding columns are ignored.
         tokens_C: the sampled token of each row.
-        teacher_logits_CV: or, for sampled_token, `teacher_logprob_C`: of the sampled tokens, at the loss's temperature.
+        teacher_logits_CV: the teacher's logits. A kind that does not need its distribution also works with
+            `teacher_logprob_C`, the teacher's log-probabilities of the sampled tokens at the loss's temperature.
         old_logprob_C: log-probabilities of the sampled tokens under the policy that sampled them, at the loss's
-            temperature. None says that the student is that policy, as in the first update after a rollout.
+            temperature. None means that the student is that policy, as in the first update after a rollout.
+        with_grad: False leaves out the gradient.
 
     Raises:
-        ValueError: the kind needs the teacher's distribution and it is not given.
+        ValueError: the kind needs the teacher's distribution, and the distribution is not given.
     """
-    if teacher_logits_CV is None and (loss.kind != "sampled_token" or teacher_logprob_C is None):
-        alternative = ", or its log-probabilities of the sampled tokens" if loss.kind == "sampled_token" else ""
+    if teacher_logits_CV is None and (loss.needs_distribution or teacher_logprob_C is None):
+        alternative = "" if loss.needs_distribution else ", or its log-probabilities of the sampled tokens"
         raise ValueError(f"output loss kind={loss.kind}: expected the teacher's logits{alternative}; got neither")
-    # each holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
+    # each tensor holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
     models = [z[:, : shard.real] for z in (student_logits_CV, teacher_logits_CV) if z is not None]
-    support = _find_support(loss, models, shard) if len(models) == 2 and loss.k else None
+    found = _find_support(loss, models, shard) if len(models) == 2 and loss.k else None
     entropies = log_softmax_(models, shard, loss.temperature)
-    ids_CK = tokens_C[:, None] if support is None else torch.cat([tokens_C[:, None], support.ids], dim=1)
+    ids_CK = tokens_C[:, None] if found is None else torch.cat([tokens_C[:, None], found[0]], dim=1)
     logprobs_MCK = gather_ids(models, ids_CK, shard)
     metrics = {"student_logprob": logprobs_MCK[0, :, 0], "student_entropy": entropies[0]}
     metrics["teacher_logprob"] = logprobs_MCK[1, :, 0] if teacher_logprob_C is None else teacher_logprob_C.to(entropies)
 
-    difference_CV = models[0] - models[1] if len(models) == 2 else None
+    log_ratio_CV = models[0] - models[1] if len(models) == 2 else None
     for model_CV in models:
         model_CV.exp_()
-    if difference_CV is not None:
-        mean_p_C, mean_q_C = shard.sum_(torch.stack([dot(model_CV, difference_CV) for model_CV in models]))
-        metrics |= {"teacher_entropy": entropies[1], "reverse_kl": mean_p_C}
-    if support is not None:
-        on_support_MCK = logprobs_MCK[:, :, 1:].masked_fill(~support.valid, -torch.inf)
-        metrics |= _support_metrics(support, on_support_MCK)
+    mean_ratio_p_C = mean_ratio_q_C = support = None
+    if log_ratio_CV is not None:
+        mean_ratio_p_C, mean_ratio_q_C = shard.sum_(torch.stack([dot(model_CV, log_ratio_CV) for model_CV in models]))
+        metrics |= {"teacher_entropy": entropies[1], "reverse_kl": mean_ratio_p_C}
+    if found is not None:
+        support = Support(*found, logprobs_MCK[:, :, 1:].masked_fill(~found[1], -torch.inf))
+        metrics |= _support_metrics(support)
 
-    if loss.kind in ("sampled_token", "top_k"):
-        if loss.kind == "sampled_token":
-            term, of_the_ratio = _sampled_term(loss, metrics, tokens_C, old_logprob_C)
-            metrics |= of_the_ratio
-        else:
-            assert support is not None
-            term = _support_term(loss, support, on_support_MCK)
-        value_C = term.value
-        if with_grad:
-            models[0].mul_(term.background[:, None])
-            add_at_ids_(models[0], term.ids, term.on_ids, shard)
-    else:
-        assert difference_CV is not None
-        value_C = _dense_term_(loss, models, difference_CV, mean_p_C, mean_q_C, shard)
+    chunk = Chunk(
+        shard,
+        models[0],
+        models[1] if len(models) == 2 else None,
+        log_ratio_CV,
+        mean_ratio_p_C,
+        mean_ratio_q_C,
+        tokens_C,
+        old_logprob_C,
+        support,
+        with_grad,
+        metrics,
+    )
+    divergence: Divergence = resolve_divergence(loss.kind)
+    value_C = divergence(loss, chunk)
     if not with_grad:
         return OutputRows(value_C, None, metrics)
     models[0].div_(loss.temperature)
@@ -204,64 +264,59 @@ def output_rows(
     return OutputRows(value_C, student_logits_CV, metrics)
 
 
-def _dense_term_(
-    loss: OutputLoss,
-    models: list[torch.Tensor],
-    difference_CV: torch.Tensor,
-    mean_p_C: torch.Tensor,
-    mean_q_C: torch.Tensor,
-    shard: VocabShard,
-) -> torch.Tensor:
-    """The value [c] of a divergence over the whole vocabulary; p becomes its gradient with respect to z / tau.
+def full_vocab(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
+    """KL(p|q) = sum p d, gradient p (d - KL)."""
+    assert chunk.log_ratio_CV is not None and chunk.mean_ratio_p_C is not None
+    chunk.p_CV.mul_(chunk.log_ratio_CV.sub_(chunk.mean_ratio_p_C[:, None]))
+    return chunk.mean_ratio_p_C
 
-    Args:
-        models: p and q, overwritten, as is `difference_CV` = d = log p - log q.
-        mean_p_C: sum p d over all ranks; `mean_q_C` is sum q d.
-    """
-    p_CV, q_CV = models
-    if loss.kind == "full_vocab":
-        p_CV.mul_(difference_CV.sub_(mean_p_C[:, None]))
-        return mean_p_C
-    if loss.kind == "forward_kl":
-        p_CV.sub_(q_CV)
-        return -mean_q_C
-    assert loss.kind == "jsd"
-    # u = log p - log m = -log(1 - b + b exp(-d)) and log q - log m = -log(b + (1 - b) exp(d)), each from logarithms:
-    # the exponentials overflow, and u - d would cancel where p has nothing
+
+def forward_kl(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
+    """KL(q|p) = -sum q d, gradient p - q."""
+    assert chunk.q_CV is not None and chunk.mean_ratio_q_C is not None
+    chunk.p_CV.sub_(chunk.q_CV)
+    return -chunk.mean_ratio_q_C
+
+
+def jsd(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
+    """b KL(q|m) + (1-b) KL(p|m) with m = b q + (1-b) p, gradient (1-b) p (u - sum p u) with u = log p - log m."""
+    p_CV, q_CV, log_ratio_CV = chunk.p_CV, chunk.q_CV, chunk.log_ratio_CV
+    assert q_CV is not None and log_ratio_CV is not None
+    # u = -log(1 - b + b exp(-d)) and log q - log m = -log(b + (1 - b) exp(d)) are computed by logaddexp: the
+    # exponentials overflow, and u - d would cancel where p is tiny
     beta = loss.jsd_beta
-    log_beta, log_rest = difference_CV.new_tensor([math.log(beta), math.log1p(-beta)])
-    teacher_kl_C = torch.zeros_like(mean_p_C)
+    log_beta, log_rest = log_ratio_CV.new_tensor([math.log(beta), math.log1p(-beta)])
+    teacher_kl_C = log_ratio_CV.new_zeros(len(log_ratio_CV))
     for columns in slabs(p_CV.shape[1]):
-        log_m_over_q = torch.logaddexp(difference_CV[:, columns] + log_rest, log_beta)
+        log_m_over_q = torch.logaddexp(log_ratio_CV[:, columns] + log_rest, log_beta)
         teacher_kl_C -= (q_CV[:, columns] * log_m_over_q).sum(1)
-    u_CV = torch.logaddexp(difference_CV.neg_().add_(log_beta), log_rest, out=difference_CV).neg_()
-    teacher_kl_C, student_kl_C = shard.sum_(torch.stack([teacher_kl_C, dot(p_CV, u_CV)]))
+    u_CV = torch.logaddexp(log_ratio_CV.neg_().add_(log_beta), log_rest, out=log_ratio_CV).neg_()
+    teacher_kl_C, student_kl_C = chunk.shard.sum_(torch.stack([teacher_kl_C, dot(p_CV, u_CV)]))
     p_CV.mul_(u_CV.sub_(student_kl_C[:, None])).mul_(1 - beta)
     return beta * teacher_kl_C + (1 - beta) * student_kl_C
 
 
-def _sampled_term(
-    loss: OutputLoss, metrics: dict[str, torch.Tensor], tokens_C: torch.Tensor, old_logprob_C: torch.Tensor | None
-) -> tuple[_SparseTerm, dict[str, torch.Tensor]]:
+def sampled_token(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
     """log p_y - log q_y with the score-function gradient; with the sampling policy's log-probabilities PPO's surrogate.
 
     A = log q_y - log p_y is held constant and r = p_y / p_old_y: value -min(r A, clip(r, 1 - low, 1 + high) A),
-    gradient -r A grad log p_y, or none where the clipped product is the smaller. At r = 1 this is the plain estimator.
+    gradient -r A grad log p_y, or 0 where the clipped product is the smaller one. At r = 1 this is the score-function
+    estimator.
     """
-    advantage_C = metrics["teacher_logprob"] - metrics["student_logprob"]
+    advantage_C = chunk.teacher_logprob_C - chunk.student_logprob_C
     slope_C, value_C = -advantage_C, -advantage_C  # slope: d value / d log p_y
-    of_the_ratio = {}
-    if old_logprob_C is not None:
-        ratio_C = (metrics["student_logprob"] - old_logprob_C.to(advantage_C)).exp()
+    if chunk.old_logprob_C is not None:
+        ratio_C = (chunk.student_logprob_C - chunk.old_logprob_C.to(advantage_C)).exp()
         bounded_C = ratio_C if loss.clip is None else ratio_C.clamp(*loss.ratio_range)
         clipped_C = bounded_C * advantage_C < ratio_C * advantage_C
         value_C = -torch.minimum(ratio_C * advantage_C, bounded_C * advantage_C)
         slope_C = (-ratio_C * advantage_C).masked_fill(clipped_C, 0)
-        of_the_ratio = {"ratio": ratio_C, "clipped": clipped_C.to(ratio_C)}
-    return _SparseTerm(value_C, -slope_C, tokens_C[:, None], slope_C[:, None]), of_the_ratio
+        chunk.metrics |= {"ratio": ratio_C, "clipped": clipped_C.to(ratio_C)}
+    chunk.set_gradient_at_ids_(-slope_C, chunk.tokens_C[:, None], slope_C[:, None])
+    return value_C
 
 
-def _support_term(loss: OutputLoss, support: _Support, on_support_MCK: torch.Tensor) -> _SparseTerm:
+def top_k(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
     """KL on a support S that is held constant; sums run over S, p(S) is the mass of S, [v in S] an indicator.
 
     normalizer "renormalized", with p' = p / p(S), q' = q / q(S), d' = log p' - log q':
@@ -273,7 +328,10 @@ def _support_term(loss: OutputLoss, support: _Support, on_support_MCK: torch.Ten
 
     A row whose support is empty has value and gradient 0.
     """
+    support = chunk.support
+    assert support is not None
     renormalized = loss.normalizer == "renormalized"
+    on_support_MCK = support.logprobs
     log_mass_MC = on_support_MCK.logsumexp(2)
     if renormalized:
         # an empty support has log mass -inf, and -inf - -inf is not a number
@@ -292,11 +350,15 @@ def _support_term(loss: OutputLoss, support: _Support, on_support_MCK: torch.Ten
         background_C = mass_q_C
     if renormalized:
         background_C = torch.zeros_like(value_C)
-    return _SparseTerm(value_C, background_C, support.ids, on_ids_CK)
+    chunk.set_gradient_at_ids_(background_C, support.ids, on_ids_CK)
+    return value_C
 
 
-def _find_support(loss: OutputLoss, logits: list[torch.Tensor], shard: VocabShard) -> _Support:
-    """The support of `loss` and the overlap |S_p and S_q| / k of the top sets, from both models' logits."""
+def _find_support(
+    loss: OutputLoss, logits: list[torch.Tensor], shard: VocabShard
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The support's ids and which of them are valid [c, K], and the overlap |S_p and S_q| / k of the top sets [c], from
+    both models' logits."""
     assert loss.k is not None
     student_CK, teacher_CK = (top_k_ids(logits_CV, loss.k, shard) for logits_CV in logits)
     shared_CK = contains(teacher_CK, student_CK)
@@ -310,11 +372,11 @@ def _find_support(loss: OutputLoss, logits: list[torch.Tensor], shard: VocabShar
             torch.cat([everywhere, ~contains(student_CK, teacher_CK)], dim=1),
         ),
     }[loss.support]
-    return _Support(ids_CK, valid_CK, shared_CK.to(logits[0].dtype).mean(1))
+    return ids_CK, valid_CK, shared_CK.to(logits[0].dtype).mean(1)
 
 
-def _support_metrics(support: _Support, on_support_MCK: torch.Tensor) -> dict[str, torch.Tensor]:
-    student_mass_C, teacher_mass_C = on_support_MCK.exp().sum(2)
+def _support_metrics(support: Support) -> dict[str, torch.Tensor]:
+    student_mass_C, teacher_mass_C = support.logprobs.exp().sum(2)
     empty_C = ~support.valid.any(1)
     return {
         "overlap": support.overlap,

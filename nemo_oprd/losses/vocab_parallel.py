@@ -1,9 +1,10 @@
 """Arithmetic on [c, V] tensors whose columns are spread over the tensor-parallel ranks: each rank holds one shard of
-the vocabulary, and only [c] or [c, k] numbers travel.
+the vocabulary, and the ranks exchange only tensors of shape [c] or [c, K].
 
-Legend: c rows of a chunk, V vocabulary columns on this rank, K chosen ids per row, D width, N rows of a microbatch.
-Whatever is called `logits` here covers real ids only. Padding ids are cut off before the product with the head, not
-masked afterwards: an id that was never computed has no mass, no gradient, and can't make a NaN of 0 * -inf.
+Legend: c rows of a chunk (dimension C in names), V vocabulary columns on this rank, K chosen ids per row, D hidden
+size, N rows of a microbatch, M models. All tensors called `logits` here cover real ids only. Padding ids are cut off
+before the product with the head instead of being masked afterwards: an id without a logit has no probability and no
+gradient, and 0 * -inf cannot make it NaN.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-# Columns treated at once where an operation would otherwise need one more [c, V] tensor; wide enough for a GEMM.
+# Columns per step of an operation that would otherwise need one more [c, V] tensor; wide enough for an efficient GEMM.
 SLAB = 16384
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns: ids `start .. start + size` of the padded vocabulary, of which `< vocab_size` are real.
+    """This rank's columns: ids `start` to `start + size - 1` of the padded vocabulary. Ids below `vocab_size` are real.
 
-    `group` is the tensor-parallel group, None where there is no other rank. Shards cover the vocabulary without
-    overlap; a rank may hold nothing but padding.
+    `group` is the tensor-parallel group, or None if there is no other rank. The shards cover the vocabulary without
+    overlap; a shard may consist of padding only.
 
     >>> VocabShard(start=48, size=16, vocab_size=61, group=None).real
     13
@@ -36,7 +37,7 @@ class VocabShard:
 
     @property
     def real(self) -> int:
-        """How many of this rank's columns are real ids; they come first."""
+        """The number of this rank's columns that are real ids; these columns come first."""
         return min(max(self.vocab_size - self.start, 0), self.size)
 
     def trimmed(self) -> VocabShard:
@@ -77,8 +78,9 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b of low-precision factors, accumulated and returned in float32.
 
-    The product is never rounded to bfloat16: at a logit of 20 its spacing is 0.125, more than a typical KL. CUDA does
-    this on tensor cores (`out_dtype`, torch 2.8 or later), the CPU converts the factors.
+    The product is never rounded to bfloat16, because the spacing of bfloat16 numbers near a logit of 20 is 0.125, more
+    than a typical KL. On CUDA tensor cores do this (`out_dtype`, torch 2.8 or later); on the CPU the factors are
+    converted first.
     """
     dtype = compute_dtype(a)
     if a.dtype == dtype:
@@ -95,14 +97,14 @@ def head_logits(hidden_CD: torch.Tensor, head_VD: torch.Tensor, shard: VocabShar
 
 
 def log_softmax_(all_logits: list[torch.Tensor], shard: VocabShard, temperature: float) -> torch.Tensor:
-    """In place, logits z [c, V] of each of M models -> log softmax(z / temperature) over the whole vocabulary.
+    """In place: the logits z [c, V] of each of M models become log softmax(z / temperature) over the whole vocabulary.
 
     Returns:
         [M, c] entropies: with s = sum exp(z - max), H = log s - sum exp(z - max) (z - max) / s.
     """
     for logits_CV in all_logits:
         logits_CV.div_(temperature)
-    # a rank with nothing but padding has no maximum to offer
+    # a rank whose shard is only padding takes part with -inf
     peak_MC = torch.stack([z.amax(1) if z.shape[1] else z.new_full((len(z),), -torch.inf) for z in all_logits])
     shard.max_(peak_MC)
     sums_2MC = peak_MC.new_zeros(2, *peak_MC.shape)
@@ -128,7 +130,7 @@ def dot(a_CV: torch.Tensor, b_CV: torch.Tensor) -> torch.Tensor:
 
 
 def _local(ids_CK: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's column of each id (0 where it has none), and whether it has it."""
+    """The column of each id on this rank (0 for an id of another rank), and whether this rank has the id."""
     column_CK = ids_CK - shard.start
     here_CK = (column_CK >= 0) & (column_CK < shard.real)
     return column_CK.masked_fill(~here_CK, 0), here_CK
@@ -145,31 +147,33 @@ def gather_ids(tensors: list[torch.Tensor], ids_CK: torch.Tensor, shard: VocabSh
 
 
 def add_at_ids_(tensor_CV: torch.Tensor, ids_CK: torch.Tensor, values_CK: torch.Tensor, shard: VocabShard) -> None:
-    """In place: tensor[c, ids] += values, where this rank holds the id. An id may repeat within a row."""
+    """In place: tensor[c, ids] += values for the ids of this rank. An id may repeat within a row."""
     if shard.real:
         column_CK, here_CK = _local(ids_CK, shard)
         tensor_CV.scatter_add_(1, column_CK, values_CK.masked_fill(~here_CK, 0))
 
 
 def top_k_ids(logits_CV: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """Ids of the k largest logits over all ranks, [c, min(k, vocab_size)], largest first, of equals the lower id.
+    """Ids of the k largest logits over all ranks, [c, min(k, vocab_size)], largest first; of equal logits the lower id
+    comes first.
 
-    Each rank offers its own k largest; only these candidates travel. The order is total, so every rank gets the same
-    ids, whatever the number of ranks.
+    Each rank contributes its own k largest, and the ranks exchange only these candidates. The order is total, so the
+    ids are the same on every rank and for every number of ranks.
     """
     k = min(k, shard.vocab_size)
     values_CK, columns_CK = _local_top_k(logits_CV, min(k, shard.real))
-    missing = k - values_CK.shape[1]  # a rank with fewer columns than k offers -inf at an id beyond every real one
+    missing = k - values_CK.shape[1]  # a rank with fewer than k columns fills up with -inf at an id above all real ids
     values_CK = torch.nn.functional.pad(values_CK, (0, missing), value=-torch.inf)
     ids_CK = torch.nn.functional.pad(columns_CK + shard.start, (0, missing), value=shard.vocab_size)
     return _ordered(shard.concatenated(values_CK), shard.concatenated(ids_CK))[1][:, :k]
 
 
 def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values of each row and their columns; where equals compete for the last places, the first win.
+    """The k largest values of each row and their columns; of equal values the first columns are taken.
 
-    `topk` returns the right values but any of the equal columns. Rows where that matters (values that equal the k-th
-    one are left outside) are done again by k times taking the maximum, whose first place `argmax` promises.
+    `topk` returns the right values, but any of the columns that hold equal values. This matters in rows that have
+    further values equal to the k-th largest. In these rows the columns are found again by taking the maximum k times:
+    `argmax` returns the first column of the maximum.
     """
     if k == 0:
         return logits_CV[:, :0], logits_CV.new_zeros(len(logits_CV), 0, dtype=torch.int64)
@@ -178,7 +182,7 @@ def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
     for columns in slabs(logits_CV.shape[1]):
         contenders_C += (logits_CV[:, columns] >= values_CK[:, -1:]).sum(1)
     tied = (contenders_C > k).nonzero().squeeze(1)
-    for rows in tied.split(max(1, len(logits_CV) * SLAB // logits_CV.shape[1])):  # the copy is no larger than a slab
+    for rows in tied.split(max(1, len(logits_CV) * SLAB // logits_CV.shape[1])):  # a copy no larger than a slab
         rest_CV = logits_CV[rows]
         for place in range(k):
             first_C = rest_CV.argmax(1)
@@ -188,7 +192,7 @@ def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
 
 
 def _ordered(values_CK: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both by value, largest first, and of equal values by id."""
+    """Values and ids, sorted by descending value; equal values are sorted by ascending id."""
     by_id = ids_CK.argsort(dim=1)
     values_CK, ids_CK = values_CK.gather(1, by_id), ids_CK.gather(1, by_id)
     by_value = values_CK.argsort(dim=1, descending=True, stable=True)

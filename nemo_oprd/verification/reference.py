@@ -1,7 +1,8 @@
 """The paper's equations on plain Hugging Face models in one process, for checking an installation.
 
-Shares nothing with the Megatron path but the configuration and the file of rollouts: no packing, no layouts, no row
-table; sequences go through one by one. Slow on purpose, and meant to be read against the paper.
+Shares nothing with the Megatron path but the configuration, the file of rollouts and a row loss of the user's: no
+packing, no layouts, no row table; sequences go through one by one. The built-in losses are defined here once more.
+Slow on purpose, and meant to be read against the paper.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from safetensors.torch import load_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.full_width import FULL_WIDTH, draw_projector
-from nemo_oprd.config.schema import Config, RepresentationLossConfig, TeacherSource
+from nemo_oprd.config.schema import Config, OutputLossConfig, RepresentationLossConfig, TeacherSource
 from nemo_oprd.losses.layer_mapping import layer_map
+from nemo_oprd.losses.registry import resolve_row_loss
+from nemo_oprd.losses.representation import RowLoss
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -30,6 +33,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     # a teacher that is the student has its weights, in the first update
     teachers = [_load(str(source.hf_path), dtype) for source in config.teacher_sources]
     loss = config.loss.representation
+    distance = row_loss(loss)
     layers = _layers(loss.layers, student.config.num_hidden_layers)
     supervised = [_tokens(rollout, loss) for rollout in rollouts]
     weight_of_layers, weight_of_output = _first_weight(loss.weight), _first_weight(config.loss.output.weight)
@@ -59,7 +63,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
         for layer in layers:
             teacher_layer, of_student, of_teacher = maps[number][layer]
             compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][there])
-            term = weight * _distance(*compared, loss).sum()
+            term = weight * distance(*compared, loss.dim_reduction).sum()
             per_layer[layer] += float(term.detach())
             total = total + weight_of_layers * shares[layer] * term
         total = total + weight_of_output * output.term(student, teacher, rollout, times)
@@ -182,14 +186,8 @@ class _Output:
             reverse = self.config.support_weight == "student"
             a, b = (log_p, log_q) if reverse else (log_q, log_p)
             value = (a.exp() * (a - b) * inside).sum(-1)
-        elif self.config.kind == "jsd":
-            beta = self.config.jsd_beta
-            log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
-            of_teacher, of_student = ((x.exp() * (x - log_m)).sum(-1) for x in (log_q, log_p))
-            value = beta * of_teacher + (1 - beta) * of_student
         else:
-            a, b = (log_p, log_q) if self.config.kind == "full_vocab" else (log_q, log_p)
-            value = (a.exp() * (a - b)).sum(-1)
+            value = WHOLE_VOCABULARY[self.config.kind](log_p, log_q, self.config)
         return value, value
 
     def _on_support(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -231,7 +229,7 @@ def _load(path: str, dtype: torch.dtype) -> Any:
 
 
 def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[int, torch.Tensor]:
-    """Layer (1-based) -> [prompt + response, H]."""
+    """Layer (1-based) -> [prompt + response, D]."""
     before_norm: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
@@ -291,11 +289,38 @@ def _shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, floa
     return {layer: w / sum(weights.values()) for layer, w in weights.items()}
 
 
-def _distance(ours: torch.Tensor, theirs: torch.Tensor, loss: RepresentationLossConfig) -> torch.Tensor:
-    """[n, D] x 2 -> [n]."""
-    if loss.kind == "cosine":
-        return 1 - (ours * theirs).sum(-1) / (ours.norm(dim=-1) * theirs.norm(dim=-1))
-    if loss.kind == "normalized_mse":
-        ours, theirs = ours / ours.norm(dim=-1, keepdim=True), theirs / theirs.norm(dim=-1, keepdim=True)
+def row_loss(loss: RepresentationLossConfig) -> RowLoss:
+    """The distance [n, D] x 2 -> [n]: this module's own definition of a built-in kind, or the user's function."""
+    return DISTANCES.get(loss.kind) or resolve_row_loss(loss.kind, loss.kind_args)
+
+
+def _mse(ours: torch.Tensor, theirs: torch.Tensor, dim_reduction: str) -> torch.Tensor:
     squares = (ours - theirs) ** 2
-    return squares.sum(-1) if loss.dim_reduction == "sum" else squares.mean(-1)
+    return squares.sum(-1) if dim_reduction == "sum" else squares.mean(-1)
+
+
+def _normalized_mse(ours: torch.Tensor, theirs: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    return _mse(ours / ours.norm(dim=-1, keepdim=True), theirs / theirs.norm(dim=-1, keepdim=True), dim_reduction)
+
+
+def _cosine(ours: torch.Tensor, theirs: torch.Tensor, dim_reduction: str) -> torch.Tensor:
+    return 1 - (ours * theirs).sum(-1) / (ours.norm(dim=-1) * theirs.norm(dim=-1))
+
+
+def _kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
+    return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+
+def _jsd(log_p: torch.Tensor, log_q: torch.Tensor, loss: OutputLossConfig) -> torch.Tensor:
+    beta = loss.jsd_beta
+    log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+
+
+# the built-in kinds of loss.representation, and those of loss.output that compare whole distributions [n, V] -> [n]
+DISTANCES: dict[str, RowLoss] = {"mse": _mse, "normalized_mse": _normalized_mse, "cosine": _cosine}
+WHOLE_VOCABULARY: dict[str, Callable[[torch.Tensor, torch.Tensor, OutputLossConfig], torch.Tensor]] = {
+    "full_vocab": lambda log_p, log_q, loss: _kl(log_p, log_q),
+    "forward_kl": lambda log_p, log_q, loss: _kl(log_q, log_p),
+    "jsd": _jsd,
+}

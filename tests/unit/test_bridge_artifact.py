@@ -23,7 +23,7 @@ from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.full_width import draw_projector, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.losses.layer_mapping import layer_map
-from nemo_oprd.losses.representation import ROW_LOSSES
+from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.rollout.replay import read_rollouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -266,7 +266,7 @@ def test_golden_bridge_losses(golden_states: tuple[Any, Any], case: str, tmp_pat
     for layer, teacher_layer in layers.items():
         ours = bridge.project_student(layer, states["student"][layer])
         theirs = bridge.project_teacher(layer, states["wide_teacher"][teacher_layer])
-        row_N = ROW_LOSSES[options["kind"]](ours, theirs, options["dim_reduction"])
+        row_N = resolve_row_loss(options["kind"], {})(ours, theirs, options["dim_reduction"])
         losses[str(layer)] = float((row_N * torch.from_numpy(table.weight)).sum())
     assert losses == pytest.approx(expected["rep/loss_per_layer"], rel=1e-9)
     assert sum(losses.values()) / 3 == pytest.approx(expected["rep/loss"], rel=1e-9)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nemo_oprd.losses.adaptive import LEAST, GapFactors
-from nemo_oprd.losses.layer_mapping import layer_map
-from nemo_oprd.losses.representation import ROW_LOSSES, supervised_layers
+from nemo_oprd.losses.layer_mapping import layer_map, supervised_layers
+from nemo_oprd.losses.registry import resolve_row_loss
 
 A = np.random.default_rng(0).normal(size=(5, 7))
 B = np.random.default_rng(1).normal(size=(5, 7))
@@ -33,7 +33,7 @@ def unit(x: np.ndarray) -> np.ndarray:
     ],
 )
 def test_row_losses(kind: str, reduction: str, expected: np.ndarray) -> None:
-    value = ROW_LOSSES[kind](torch.from_numpy(A), torch.from_numpy(B), reduction)
+    value = resolve_row_loss(kind, {})(torch.from_numpy(A), torch.from_numpy(B), reduction)
     assert value.numpy() == pytest.approx(expected, rel=1e-12)
 
 

@@ -1,0 +1,209 @@
+"""The losses by name. This table is known without importing torch; the functions are imported when a run needs them.
+
+A name of a built-in loss stands for a function of this package. `MODULE:FUNCTION` names a function of the user's, which
+is imported from Python's path or from the working directory. docs/losses.md says what such a function looks like and
+how a built-in one is added.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from nemo_oprd.losses.representation import RowLoss
+
+
+@dataclass(frozen=True)
+class RowLossEntry:
+    """A built-in distance between hidden states: where its function is, and the keys that `kind_args` may hold."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DivergenceEntry:
+    """A built-in divergence between next-token distributions: where its function is, and what the function needs.
+
+    `needs_distribution`: the teacher's logits; without it the teacher's log-probabilities of the sampled tokens
+    suffice. `needs_support`: the top sets of `OutputLoss.k` ids.
+    """
+
+    path: str
+    needs_distribution: bool = True
+    needs_support: bool = False
+
+
+ROW_LOSSES: dict[str, RowLossEntry] = {
+    "mse": RowLossEntry("nemo_oprd.losses.representation:mse"),
+    "normalized_mse": RowLossEntry("nemo_oprd.losses.representation:normalized_mse"),
+    "cosine": RowLossEntry("nemo_oprd.losses.representation:cosine"),
+}
+DIVERGENCES: dict[str, DivergenceEntry] = {
+    "sampled_token": DivergenceEntry("nemo_oprd.losses.divergences:sampled_token", needs_distribution=False),
+    "top_k": DivergenceEntry("nemo_oprd.losses.divergences:top_k", needs_support=True),
+    "full_vocab": DivergenceEntry("nemo_oprd.losses.divergences:full_vocab"),
+    "forward_kl": DivergenceEntry("nemo_oprd.losses.divergences:forward_kl"),
+    "jsd": DivergenceEntry("nemo_oprd.losses.divergences:jsd"),
+}
+
+# rows of the trial: one would hide a result that has lost its row dimension
+_TRIAL_ROWS = 3
+# float32 products of one and of three rows may be rounded differently; a mean over the rows differs by far more
+_TRIAL_TOLERANCE = 1e-4
+
+
+def check_row_loss(kind: str, kind_args: Mapping[str, Any]) -> None:
+    """Checks what `loss.representation` says by itself; nothing is imported.
+
+    Raises:
+        ValueError: `kind` is neither a built-in loss nor MODULE:FUNCTION, or a built-in one has no such argument.
+    """
+    if _is_import_path(kind):
+        return
+    own = ", or MODULE:FUNCTION for a function of your own (docs/losses.md)"
+    _check_name("loss.representation.kind", kind, ROW_LOSSES, own)
+    arguments = ROW_LOSSES[kind].arguments
+    unknown = sorted(set(kind_args) - set(arguments))
+    if unknown:
+        raise ValueError(
+            f"loss.representation.kind_args.{unknown[0]}={kind_args[unknown[0]]!r} with loss.representation.kind="
+            f"{kind}: expected {'one of ' + ', '.join(arguments) if arguments else 'no arguments'}; remove it"
+        )
+
+
+def check_divergence(kind: str) -> None:
+    """Raises ValueError unless `loss.output.kind` is "none" or a built-in divergence."""
+    _check_name("loss.output.kind", kind, ["none", *DIVERGENCES])
+
+
+def resolve_row_loss(
+    kind: str, kind_args: Mapping[str, Any], dim_reduction: str = "mean", width: int | None = None
+) -> RowLoss:
+    """The function of `loss.representation.kind`, with `kind_args` filled in.
+
+    Args:
+        width: the D of the rows that the run compares. The function is tried once on random rows [3, D], so that a
+            mistake ends the run before models are loaded; None leaves the trial out.
+
+    Raises:
+        ValueError: there is no such function, its signature is another one, or its result is not one differentiable
+            value per row.
+    """
+    check_row_loss(kind, kind_args)
+    if kind not in ROW_LOSSES and not {"", os.getcwd()} & set(sys.path):
+        # `python -m` and torchrun's -m put the working directory first; the command nemo-oprd does not
+        sys.path.insert(0, os.getcwd())
+    function = _import(ROW_LOSSES[kind].path if kind in ROW_LOSSES else kind)
+    _check_signature(kind, function, kind_args)
+    row_loss = partial(function, **kind_args)
+    if width is not None:
+        _try_row_loss(kind, row_loss, dim_reduction, width)
+    return row_loss
+
+
+@cache
+def resolve_divergence(kind: str) -> Callable[..., torch.Tensor]:
+    """The function of a built-in divergence, a `divergences.Divergence`."""
+    return _import(DIVERGENCES[kind].path)
+
+
+def _is_import_path(kind: str) -> bool:
+    module, _, function = kind.partition(":")
+    return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def _check_name(key: str, kind: str, names: Iterable[str], own: str = "") -> None:
+    if kind in names:
+        return
+    near = difflib.get_close_matches(kind, names, n=1, cutoff=0.5)
+    fix = f"did you mean {near[0]!r}?" if near else "choose one"
+    raise ValueError(f"{key}={kind!r}: expected one of {', '.join(names)}{own}; {fix}")
+
+
+def _import(path: str) -> Callable[..., Any]:
+    """The object that MODULE:FUNCTION names; an error inside the user's module keeps its own traceback."""
+    module_name, _, name = path.partition(":")
+    key = f"loss.representation.kind={path}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists and imports one that does not
+        raise ValueError(
+            f"{key}: no module {error.name!r}; expected one on Python's path or in the working directory: correct the "
+            "name, start in the directory that holds it, or set PYTHONPATH"
+        ) from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "correct the name"
+        raise ValueError(f"{key}: module {module_name!r} has no {name!r}; expected a function in it: {hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ValueError(f"{key} is {type(function).__name__}, expected a function; name one (docs/losses.md)")
+    return function
+
+
+def _check_signature(kind: str, function: Callable[..., Any], kind_args: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind("student_ND", "teacher_ND", "mean", **kind_args)
+    except (TypeError, ValueError) as error:  # ValueError: some functions written in C have no signature
+        raise ValueError(
+            f"loss.representation.kind={kind} can't be called with loss.representation.kind_args={dict(kind_args)} "
+            f"({error}); expected a function(student_ND, teacher_ND, dim_reduction, **kind_args): correct the function "
+            "or the arguments"
+        ) from error
+
+
+def _try_row_loss(kind: str, row_loss: RowLoss, dim_reduction: str, width: int) -> None:
+    """Calls a row loss on random rows. Raises ValueError unless it gives one differentiable value per row."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    rows_2ND = torch.randn(2, _TRIAL_ROWS, width, generator=draw, dtype=torch.float32)
+    student_ND, teacher_ND = rows_2ND[0].clone().requires_grad_(), rows_2ND[1].clone()
+    key = f"loss.representation.kind={kind}"
+    with torch.enable_grad():
+        value_N = row_loss(student_ND, teacher_ND, dim_reduction)
+        found = _describe(value_N)
+        if found != f"float32 [{_TRIAL_ROWS}]":
+            raise ValueError(
+                f"{key} returned {found} for rows [{_TRIAL_ROWS}, {width}]; expected float32 [{_TRIAL_ROWS}], one "
+                "value per row in the rows' dtype: reduce the last dimension only"
+            )
+        gradient_ND = None
+        if value_N.requires_grad:
+            (gradient_ND,) = torch.autograd.grad(value_N.sum(), student_ND, allow_unused=True)
+        if gradient_ND is None:
+            raise ValueError(
+                f"{key} returned values without a gradient; expected ones that autograd can differentiate with respect "
+                "to student_ND: use torch operations, without detach(), item(), numpy or no_grad()"
+            )
+        alone_N = row_loss(rows_2ND[0, :1].clone(), rows_2ND[1, :1].clone(), dim_reduction)
+    if not torch.equal(teacher_ND, rows_2ND[1]):
+        raise ValueError(f"{key} changes teacher_ND; expected unchanged rows: use operations that are not in place")
+    if not torch.allclose(alone_N, value_N[:1], rtol=_TRIAL_TOLERANCE, atol=_TRIAL_TOLERANCE):
+        raise ValueError(
+            f"{key} returned {float(value_N[0].detach()):.6g} for a row among others and {float(alone_N[0]):.6g} for "
+            "the same row alone; expected one value, because the rows are split over microbatches and ranks: use no "
+            "statistics over rows, and nothing random"
+        )
+
+
+def _describe(value: Any) -> str:
+    """A dtype and shape such as "float32 [3]", or what else it is."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
