@@ -1,0 +1,131 @@
+"""The rollouts that `fit-bridge` runs both models over: recorded ones, or sampled ones that an interrupted fit keeps.
+
+Sampled rollouts are written to `output/rollouts`, one file per step of `train.prompts_per_step` prompts, beside
+`about.json`, which says how they were sampled. The command started again reads the files that exist.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.checkpointing.directory import write_atomically
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.prompts import prompt_order
+from nemo_oprd.distillation.step import System
+from nemo_oprd.evaluation.sample import TRAINING_STREAM
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.megatron_engine import MegatronEngine
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.setup.data import check_teacher_prompts, encode_prompts, make_teacher_inputs, recorded_rollouts
+from nemo_oprd.setup.models import check_vocabulary, model_directory
+from nemo_oprd.tokenization.tokenizer import Tokenizer
+
+DIRECTORY = "rollouts"
+
+
+class RolloutSource:
+    """Batches of rollouts: recorded ones from one file, or rollouts that are sampled step by step and kept.
+
+    Attributes:
+        count: responses in all batches together.
+        student_tokenizer, teacher_tokenizer: fingerprints; None with recorded rollouts, which need no tokenizer.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.student = config, model_directory(config.student)
+        self.spec = read_model_spec(self.student)
+        self.recorded = recorded_rollouts(config)
+        self.student_tokenizer: str | None = None
+        self.teacher_tokenizer: str | None = None
+        if self.recorded is not None:
+            self.count = len(self.recorded)
+            return
+        if config.data.train is None:
+            raise ValueError(
+                "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
+            )
+        self.tokenizer = Tokenizer.load(self.student)
+        check_vocabulary(self.tokenizer, self.spec, self.student)
+        self.reader = make_teacher_inputs(config, self.tokenizer)[0]
+        self.student_tokenizer = self.tokenizer.fingerprint()
+        self.teacher_tokenizer = (self.reader.teacher if self.reader else self.tokenizer).fingerprint()
+        self.prompts = encode_prompts(config, self.tokenizer, self.spec.max_positions)
+        check_teacher_prompts(config, [self.reader], self.prompts)
+        self.count = config.bridge.prompts * config.rollout.per_prompt
+
+    def batches(self, system: System) -> Iterator[list[Rollout]]:
+        """All rollouts, `train.prompts_per_step` prompts at a time; the same on every rank."""
+        size = self.config.train.prompts_per_step * self.config.rollout.per_prompt
+        if self.recorded is not None:
+            yield from (self.recorded[start : start + size] for start in range(0, self.count, size))
+            return
+        layout = system.student.role.layout
+        engine = MegatronEngine(self.config, self.spec, layout, self.tokenizer.eos_ids, system.objective.vocab_limit)
+        self._claim_directory()
+        engine_has_weights = False
+        for step, start in enumerate(range(0, self.count, size)):
+            file = Path(self.config.output) / DIRECTORY / f"step_{step + 1:07d}.jsonl"
+            requests = self._requests(start, min(size, self.count - start))
+            rollouts = _read_kept(file, requests, self.spec.vocab_size)
+            if rollouts is None:
+                if not engine_has_weights:
+                    engine.update_weights(system.student)
+                    engine_has_weights = True
+                rollouts = engine.generate(requests, self._sampling(step))
+                if dist.get_rank() == 0:
+                    write_rollouts(file, rollouts)
+            yield rollouts if self.reader is None else self.reader.read(rollouts, requests)
+
+    def _sampling(self, step: int) -> SamplingParams:
+        rollout, key = self.config.rollout, (self.config.seed, TRAINING_STREAM, step)
+        return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
+
+    def _claim_directory(self) -> None:
+        """Records in `rollouts/about.json` how the rollouts are sampled.
+
+        Raises:
+            ValueError: the directory holds rollouts that were sampled in another way.
+        """
+        file, settings = Path(self.config.output) / DIRECTORY / "about.json", self.config.rollout
+        about = {
+            "student": str(self.student),
+            "precision": self.config.precision,
+            "seed": self.config.seed,
+            "per_prompt": settings.per_prompt,
+            "sampling": [settings.temperature, settings.top_p, settings.max_new_tokens],
+        }
+        problem: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.exists() and json.loads(file.read_text()) != about:
+                problem[0] = (
+                    f"{file.parent} holds rollouts that were sampled with {file.read_text().strip()}, expected "
+                    f"{json.dumps(about)}; remove that directory, or choose another output"
+                )
+            else:
+                write_atomically(file, json.dumps(about) + "\n")
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise ValueError(problem[0])
+
+    def _requests(self, start: int, count: int) -> list[Request]:
+        per_prompt = self.config.rollout.per_prompt
+        chosen = prompt_order(len(self.prompts), self.config.seed, start // per_prompt, count // per_prompt)
+        return [self.prompts[index] for index in chosen for _ in range(per_prompt)]
+
+
+def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
+    """The rollouts of these requests that an earlier start kept in `file`, or None; the same on every rank."""
+    answer: list[list[Rollout] | None] = [None]
+    if dist.get_rank() == 0 and file.is_file():
+        rollouts = read_rollouts(file, vocab_size)
+        if [r.prompt_ids for r in rollouts] == [request.prompt_ids for request in requests]:
+            answer[0] = rollouts
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
