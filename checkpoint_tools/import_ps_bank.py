@@ -41,7 +41,7 @@ def main() -> None:
         )
         bridge = import_ps_bank(options.ps_bank, student, teacher)
         save_bridge(bridge, output)
-        print(f"{output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs (from 1) of {options.ps_bank}")
+        print(f"{output}: rank {bridge.rank}, layer pairs {' '.join(pair.key for pair in sorted(bridge.pairs))}")
         return 0
 
     run(convert)
