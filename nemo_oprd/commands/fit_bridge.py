@@ -22,7 +22,7 @@ from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.maps import Bridge, CapturePoint
 from nemo_oprd.bridge.sampling import assign_parts
-from nemo_oprd.commands.fit_bridge_rollouts import DIRECTORY, RolloutSource
+from nemo_oprd.commands.fit_bridge_rollouts import DIRECTORY, RecordedRollouts, SampledRollouts, rollout_source
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.gradient_injection import row_chunks
 from nemo_oprd.distillation.objective import model_identity
@@ -34,6 +34,7 @@ from nemo_oprd.setup.models import make_plan, make_system
 
 # what a directory may hold that fit-bridge writes to
 BRIDGE_FILES = {TENSORS, MANIFEST, DIRECTORY}
+RolloutSource = RecordedRollouts | SampledRollouts
 Say = Callable[[str], None]
 
 
@@ -51,7 +52,7 @@ def fit_bridge(config: Config) -> None:
     output = Path(config.output)
     _check_request(config, output)
     config = _without_sequence_parallelism(config)
-    source = RolloutSource(config)
+    source = rollout_source(config)
     plan = make_plan(config, fitting=True)
     narrower = min(plan.objective.student.hidden_size, plan.objective.teacher.hidden_size)
     if config.bridge.rank != "auto" and config.bridge.rank > narrower:

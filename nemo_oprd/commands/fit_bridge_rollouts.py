@@ -29,23 +29,36 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 DIRECTORY = "rollouts"
 
 
-class RolloutSource:
-    """Batches of rollouts: recorded ones from one file, or rollouts that are sampled step by step and kept.
+class RecordedRollouts:
+    """The rollouts of `rollout.replay`.
 
     Attributes:
         count: responses in all batches together.
-        student_tokenizer, teacher_tokenizer: fingerprints; None with recorded rollouts, which need no tokenizer.
+        student_tokenizer, teacher_tokenizer: None, because recorded rollouts need no tokenizer.
+    """
+
+    student_tokenizer = teacher_tokenizer = None
+
+    def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
+        self.config, self.rollouts, self.count = config, rollouts, len(rollouts)
+
+    def batches(self, system: System) -> Iterator[list[Rollout]]:
+        """All rollouts, as many at a time as `SampledRollouts` samples in a step."""
+        size = _batch_size(self.config)
+        yield from (self.rollouts[start : start + size] for start in range(0, self.count, size))
+
+
+class SampledRollouts:
+    """The student's responses to the prompts of `data.train`, sampled step by step and kept.
+
+    Attributes:
+        count: responses in all batches together.
+        student_tokenizer, teacher_tokenizer: fingerprints.
     """
 
     def __init__(self, config: Config) -> None:
         self.config, self.student = config, model_directory(config.student)
         self.spec = read_model_spec(self.student)
-        self.recorded = recorded_rollouts(config)
-        self.student_tokenizer: str | None = None
-        self.teacher_tokenizer: str | None = None
-        if self.recorded is not None:
-            self.count = len(self.recorded)
-            return
         if config.data.train is None:
             raise ValueError(
                 "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
@@ -61,14 +74,10 @@ class RolloutSource:
 
     def batches(self, system: System) -> Iterator[list[Rollout]]:
         """All rollouts, `train.prompts_per_step` prompts at a time; the same on every rank."""
-        size = self.config.train.prompts_per_step * self.config.rollout.per_prompt
-        if self.recorded is not None:
-            yield from (self.recorded[start : start + size] for start in range(0, self.count, size))
-            return
         layout = system.student.role.layout
         engine = MegatronEngine(self.config, self.spec, layout, self.tokenizer.eos_ids, system.objective.vocab_limit)
         self._claim_directory()
-        engine_has_weights = False
+        size, engine_has_weights = _batch_size(self.config), False
         for step, start in enumerate(range(0, self.count, size)):
             file = Path(self.config.output) / DIRECTORY / f"step_{step + 1:07d}.jsonl"
             requests = self._requests(start, min(size, self.count - start))
@@ -118,6 +127,20 @@ class RolloutSource:
         per_prompt = self.config.rollout.per_prompt
         chosen = prompt_order(len(self.prompts), self.config.seed, start // per_prompt, count // per_prompt)
         return [self.prompts[index] for index in chosen for _ in range(per_prompt)]
+
+
+def rollout_source(config: Config) -> RecordedRollouts | SampledRollouts:
+    """The rollouts that the configuration asks for.
+
+    Raises:
+        ValueError: the recorded rollouts, the prompts, the tokenizers or `data.train` are wrong.
+    """
+    recorded = recorded_rollouts(config)
+    return SampledRollouts(config) if recorded is None else RecordedRollouts(config, recorded)
+
+
+def _batch_size(config: Config) -> int:
+    return config.train.prompts_per_step * config.rollout.per_prompt
 
 
 def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,18 +42,29 @@ def write_bank(file: Path, **changes: object) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def import_bank(file: Path, output: Path) -> subprocess.CompletedProcess[str]:
+Command = Callable[[Path, Path], tuple[int, str, str]]
+
+
+@pytest.fixture
+def import_bank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`import_bank(file, output)` runs the command in this process; its exit code, stdout and stderr."""
+    monkeypatch.syspath_prepend(ROOT / "checkpoint_tools")
     models = [argument for role, path in MODELS.items() for argument in (f"--{role}", str(path))]
-    command = [sys.executable, str(ROOT / "checkpoint_tools" / "import_ps_bank.py"), "--ps-bank", str(file)]
-    return subprocess.run([*command, *models, "--output", str(output)], capture_output=True, text=True)
+
+    def run(file: Path, output: Path) -> tuple[int, str, str]:
+        arguments = ["--ps-bank", str(file), *models, "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", ["import_ps_bank", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module("import_ps_bank").main()
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    return run
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_imported_bridge_is_used(pools: Pools, tmp_path: Path, ranks: int) -> None:
+def test_an_imported_bridge_is_used(pools: Pools, tmp_path: Path, import_bank: Command) -> None:
     expected_tensors, bridge = write_bank(tmp_path / "ps_bank.pt"), tmp_path / "bridge"
     result = import_bank(tmp_path / "ps_bank.pt", bridge)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == f"{bridge}: rank 3, layer pairs s1.t1 s2.t3 s3.t5\n"
+    assert result == (0, f"{bridge}: rank 3, layer pairs s1.t1 s2.t3 s3.t5\n", "")
     tensors = load_file(bridge / "bridge.safetensors")
     assert set(tensors) == set(expected_tensors)
     assert all(torch.equal(tensors[name], value) for name, value in expected_tensors.items())
@@ -60,10 +72,10 @@ def test_an_imported_bridge_is_used(pools: Pools, tmp_path: Path, ranks: int) ->
     assert (manifest["rank"], manifest["layer_pairs"]) == (3, [list(pair) for pair in PAIRS])
     assert manifest["capture"] == {"position": "token", "final_norm": True}
 
-    layout = ["student.parallel.pipeline=2", "teacher.parallel.tensor=2"] if ranks == 2 else []
+    layout = ["student.parallel.pipeline=2", "teacher.parallel.tensor=2"]
     settings = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"bridge.path={bridge}", *layout]
     overrides = [*settings, f"rollout.replay={GOLDEN / 'rollouts.jsonl'}", f"output={tmp_path / 'out'}"]
-    pools[ranks].run("cases:run_verify", overrides=overrides)
+    pools[2].run("cases:run_verify", overrides=overrides)
     losses, gradients = read_result(tmp_path / "out")
     expected = reference(load_config("verify", overrides), read_rollouts(GOLDEN / "rollouts.jsonl", 61))
     assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=1e-5)
@@ -80,17 +92,15 @@ class Surprise:
         return Path.touch, (self.file,)
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, import_bank: Command) -> None:
     output, proof = tmp_path / "bridge", tmp_path / "code_ran"
     write_bank(tmp_path / "code.pt", args=Surprise(proof))
-    result = import_bank(tmp_path / "code.pt", output)
-    assert result.returncode == 2 and not proof.exists() and not output.exists()
-    assert result.stderr.startswith(f"error: {tmp_path / 'code.pt'}: not readable as tensors and plain values")
+    code, _, message = import_bank(tmp_path / "code.pt", output)
+    assert code == 2 and not proof.exists() and not output.exists()
+    assert message.startswith(f"error: {tmp_path / 'code.pt'}: not readable as tensors and plain values")
     output.mkdir()
     (output / "notes.txt").write_text("mine")
     write_bank(tmp_path / "ps_bank.pt")
-    result = import_bank(tmp_path / "ps_bank.pt", output)
-    assert result.returncode == 2 and [file.name for file in output.iterdir()] == ["notes.txt"]
-    assert result.stderr == (
-        f"error: {output} exists and is not an empty directory; choose another output or remove it\n"
-    )
+    code, _, message = import_bank(tmp_path / "ps_bank.pt", output)
+    assert code == 2 and [file.name for file in output.iterdir()] == ["notes.txt"]
+    assert message == f"error: {output} exists and is not an empty directory; choose another output or remove it\n"
