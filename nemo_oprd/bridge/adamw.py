@@ -41,7 +41,7 @@ def fit_adamw(
         progress: called after every epoch with the epoch's number, from 1, and the selection cosine.
 
     Raises:
-        ValueError: the pair can't have this rank, or no sampled row belongs to the training or selection part.
+        ValueError: the pair cannot have this rank, or no sampled row belongs to the training or selection part.
     """
     ridge.check_rank(rank)
     head = ridge.projection.head(rank)

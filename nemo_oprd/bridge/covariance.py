@@ -154,7 +154,7 @@ class PairStatistics:
             part_N: the part that each row's response belongs to (`sampling.assign_parts`).
 
         Raises:
-            ValueError: the shapes don't fit, a value is not finite, or a row was fed before.
+            ValueError: the shapes do not fit, a value is not finite, or a row was fed before.
         """
         self._check(teacher_NDt, student_NDs, len(response_N))
         self.reservoir.update(teacher_NDt, student_NDs, response_N, token_N, part_N)

@@ -1,4 +1,4 @@
-"""What the pool's workers run for the bridge: each rank feeds some of the same synthetic rows."""
+"""Functions that the pool's workers run for the bridge: each rank feeds some of the same synthetic rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def owner(split: str, ranks: int) -> np.ndarray:
 
 
 def collect(split: str, capacity: int, rank: int, ranks: int) -> PairStatistics:
-    """What one rank has seen, in chunks of 64 rows."""
+    """The statistics of one rank's rows, fed in chunks of 64."""
     teacher_NDt, student_NDs, response_N, token_N = all_rows()
     part = assign_parts(range(RESPONSES), 0.1)
     statistics = PairStatistics(LayerPair(1, 2), TEACHER_WIDTH, STUDENT_WIDTH, reservoir_rows=capacity)
@@ -65,7 +65,7 @@ def summary(statistics: PairStatistics) -> dict[str, Any]:
 
 
 def reduced(split: str, capacity: int) -> dict[str, Any]:
-    """The summary after merging; every rank must have come to the same."""
+    """The summary after merging, which must be equal on all ranks."""
     import torch.distributed as dist
 
     from nemo_oprd.megatron.parallel import init_distributed
@@ -106,7 +106,7 @@ def nobody_has_rows() -> int:
 
 
 def alone() -> dict[str, Any]:
-    """Each rank is a group of its own and holds all rows: nothing changes but the order of the sample's slots."""
+    """Each rank is a group of its own and holds all rows; merging changes only the order of the sample's slots."""
     import torch.distributed as dist
 
     from nemo_oprd.megatron.parallel import init_distributed

@@ -1,4 +1,4 @@
-"""The artifact: what is written is what is read, what doesn't fit is refused, and the golden bridge losses."""
+"""The artifact: saved bridges load unchanged, bridges that do not fit are refused; the golden bridge losses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def full_width() -> Bridge:
 
 
 def test_full_width(tmp_path: Path) -> None:
-    """The student's side alone, of more dimensions than the student has; the teacher's states stay as they are."""
+    """The student's maps alone, with more dimensions than the student has; the teacher's states are not projected."""
     made = full_width()
     save_bridge(made, tmp_path)
     assert set(load_file(tmp_path / "bridge.safetensors")) == {f"s{n}.t{n}.student_projector" for n in (1, 2)}
@@ -131,7 +131,7 @@ def test_layers_of_a_run(saved: Path) -> None:
 
 
 def test_unknown_identity_is_not_compared(saved: Path) -> None:
-    """Other vocabularies and names are no obstacle where the run doesn't know or doesn't care."""
+    """Names are not compared, nor are properties that the run does not know."""
     load_bridge(saved, student=ModelIdentity("qwen3", 2, 4, name="elsewhere"), teacher=ModelIdentity("qwen3", 3, 6))
 
 
@@ -285,7 +285,7 @@ def identity(name: str) -> ModelIdentity:
 
 @pytest.fixture(scope="module")
 def golden_states() -> tuple[Any, dict[str, dict[int, torch.Tensor]]]:
-    """Supervised rows, and role -> layer -> [N, d] float64 hidden states at them."""
+    """Supervised rows, and role -> layer -> [N, D] float64 hidden states at them."""
     rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
     table = make_rows(rollouts, positions="last_k", k=4, position="token", aggregation="sequence_mean")
     states: dict[str, dict[int, torch.Tensor]] = {}

@@ -54,7 +54,7 @@ def test_moments_in_pieces(offset: float, tolerance: float) -> None:
 
 
 def test_moments_of_growing_means() -> None:
-    """Every batch has another mean: what is left to the merge formula."""
+    """Every batch has another mean, so the update of the common mean matters."""
     parts = [rows(50, offset=10.0**k, seed=k) for k in range(5)]
     moments = Moments(TEACHER_WIDTH, STUDENT_WIDTH)
     for teacher_NDt, student_NDs in parts:
@@ -98,7 +98,7 @@ def test_parts_refuse(ids: list[int], held_out: float, message: str) -> None:
 
 
 def test_hash_is_fixed() -> None:
-    """An artifact made again on another machine, or by a later version, comes from the same split and sample."""
+    """Another machine or a later version must choose the same split and the same sample."""
     first = hash_ids(0, np.array([1, 2]), np.array([3, 4]))
     assert first.tolist() == [0x86D6FD953217AE03, 0xDF54701EBC7A7BE9]
     assert len(np.unique(hash_ids(1, np.repeat(np.arange(300), 300), np.tile(np.arange(300), 300)))) == 90000
@@ -139,7 +139,7 @@ def test_reservoir_is_the_same_for_any_order(capacity: int) -> None:
 
 
 def test_reservoir_is_uniform() -> None:
-    """Which rows are kept has nothing to do with where they are: 1000 of 10,000, a tenth of every tenth."""
+    """1000 of 10,000 rows are kept, about a tenth of each tenth of the rows."""
     reservoir = fill(Reservoir(TEACHER_WIDTH, STUDENT_WIDTH, 1000), np.arange(10000), 2500)
     counts = np.bincount(row_numbers(reservoir) // 1000, minlength=10)
     assert counts.min() > 60 and counts.max() < 140

@@ -1,4 +1,4 @@
-"""The file of the paper's own code: read where it fits, refused where it doesn't, and no code run from it."""
+"""The file of the paper's own code: it is read if it fits, refused if not, and no code from it is run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_ps_bank(tmp_path: Path, plain_pairs: bool) -> None:
 
 
 class Surprise:
-    """Something that unpickling would have to run code for."""
+    """An object whose unpickling would run code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("code ran",)
