@@ -1,9 +1,10 @@
-"""The curves over the rank that a bridge's report holds, as a figure: rank-cosine with its baselines, and E(r).
+"""The curves in a bridge's report as a figure: mean cosine over ranks, with its baselines, and E(r).
 
     python -m benchmarks.bridge_figure BRIDGE --output bridge.svg
 
-One column per layer pair. Left axis of the upper row: held-out cosine between the projections of both models; of the
-lower row: E(r), and the optimal rank that `fit-bridge` reports.
+There is one column per layer pair. The upper row shows the held-out cosine between the projections of both models, the
+lower row E(r) and the optimal rank that `fit-bridge` reports. Baselines are drawn where the report has them
+(`bridge.baselines=true`).
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ STYLES = {
 
 
 def layers_of(bridge: Path) -> dict[str, Any]:
-    """Layer pair -> what its fit reports.
+    """Layer pair -> the report of its fit.
 
     Raises:
-        ValueError: the bridge was not fitted here, so it has no report.
+        ValueError: the bridge has no report, because `fit-bridge` did not make it.
     """
     manifest = json.loads((bridge / "bridge.json").read_text())
     layers: dict[str, Any] = manifest.get("report", {}).get("layers", {})
     if not layers:
         raise ValueError(f"{bridge}/bridge.json has no report; expected a bridge that `nemo-oprd fit-bridge` made")
     return layers
+
+
+def has_baselines(layers: dict[str, Any]) -> bool:
+    """Whether the bridge was fitted with `bridge.baselines=true`."""
+    return all(set(report["curves"]) > {"bridge"} for report in layers.values())
 
 
 def draw(layers: dict[str, Any], file: Path) -> None:
@@ -80,7 +86,10 @@ def main() -> None:
     parser.add_argument("bridge", type=Path)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
-    draw(layers_of(options.bridge), options.output)
+    layers = layers_of(options.bridge)
+    draw(layers, options.output)
+    if not has_baselines(layers):
+        print(f"{options.bridge}/bridge.json has no baselines, none is drawn; fit again with bridge.baselines=true")
 
 
 if __name__ == "__main__":

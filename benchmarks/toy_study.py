@@ -183,6 +183,7 @@ class Study:
         if not (widest / "bridge.json").is_file():
             settings = [
                 *self._common(seed), f"output={widest}", f"bridge.rank={max(RANKS)}", "bridge.prompts=512",
+                "bridge.baselines=true",
             ]  # fmt: skip
             self._command("fit-bridge", settings, widest)
         whole = load_bridge(widest)

@@ -1,9 +1,19 @@
-"""OPRD-Bridge, the parts that are pure arithmetic: statistics of paired hidden states, the fit, and the artifact.
+"""OPRD-Bridge without Megatron: statistics of paired hidden states, the fit, and the artifact.
 
-`sampling` says which responses train, select and test, and keeps a bounded sample of rows; `covariance` accumulates
-second moments; `fit` turns them into a teacher basis and a student projector; `rank` says how many dimensions to keep
-and compares with baselines; `adamw` is the paper's own training; `maps` is the result in memory, `artifact` saves and
-loads it; `ps_bank` reads the paper's files;
-`build` puts it together. Nothing here knows Megatron: each rank feeds the rows that it holds, in any
-order.
+`sampling` assigns responses to the training, selection and test parts and keeps a bounded sample of rows.
+`covariance` accumulates second moments. `fit` computes a teacher basis and a student projector from them; `adamw` is
+the paper's own training of that projector. `rank` chooses how many dimensions to keep and computes the baselines.
+`build` combines these modules into a bridge. `maps` defines the bridge in memory, `artifact` saves and loads it,
+`ps_bank` imports the files of the paper's code, `full_width` is the bridge that needs no fit.
+
+Dimension letters in this package:
+
+    N   rows (supervised tokens)           Dt  hidden size of the teacher
+    B   responses                          Ds  hidden size of the student
+    R   coordinates of a projection: the bridge's rank, or all Dt before a rank is chosen
+    G   candidates that are compared: penalties of the grid, or ranks
+    C   capacity of the sample of rows     D   Dt or Ds, where a function serves either model
+
+Names carry them: `student_NDs` is [N, Ds], `basis_RDt` [R, Dt], `sigma_DtDt` [Dt, Dt]. In equations the subscripts T
+and S name the models: h_T, h_S are hidden states, P_T, P_S the projections, mu_T, mu_S training means.
 """

@@ -1,13 +1,13 @@
-"""The paper's training of the student projector: 20 epochs of AdamW on sampled rows, best epoch kept.
+"""The paper's training of the student projector (`bridge.fit=adamw`): 20 epochs of AdamW on sampled rows.
 
-Kept to compare the closed form with, and for objectives that have none (cosine). One rank at a time.
+It exists to compare the closed form (`fit.fit_ridge`) with. It trains a projector of one rank at a time, and keeps that
+of the best epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch.nn.functional import cosine_similarity
@@ -16,79 +16,74 @@ from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PairFit, evaluated
 from nemo_oprd.bridge.sampling import PARTS, SELECTION, TRAIN
 
+# the paper's; it does not give a batch size
+EPOCHS, LEARNING_RATE = 20, 1e-4
+BATCH_ROWS = 256
+
 
 def fit_adamw(
     statistics: PairStatistics,
     ridge: PairFit,
     rank: int,
     *,
-    objective: Literal["mse", "cosine"] = "mse",
-    epochs: int = 20,
-    lr: float = 1e-4,
-    batch_rows: int = 256,
+    lr: float = LEARNING_RATE,
     seed: int = 0,
     progress: Callable[[int, float], None] | None = None,
 ) -> PairFit:
-    """Trains P_S [rank, d_S] on the sampled training rows; basis, means and centring are those of `ridge`.
+    """Trains P_S [R, Ds], R = `rank`, on the sampled training rows; basis, means and centring are those of `ridge`.
 
-    "mse" is the paper's eq. bridge_train as a mean over rows, "cosine" 1 - cos. The epoch with the best mean cosine on
-    the sampled selection rows is kept, as the paper's code does. There is no bias during training; with
-    `ridge.center_student` the student's training mean is subtracted first, which is stored as the bias. Runs in
-    float32 on the moments' device. The batch size is ours (the paper doesn't give one).
+    The loss is the paper's eq. bridge_train as a mean over rows. As in the paper's code, the result is the projector
+    of the epoch with the best mean cosine on the sampled selection rows. No bias is trained; with
+    `ridge.center_student` the student's training mean is subtracted first and stored as the bias. The training runs in
+    float32 on the moments' device.
 
     Args:
-        progress: called after every epoch with its number, from 1, and the selection cosine.
+        progress: called after every epoch with the epoch's number, from 1, and the selection cosine.
 
     Raises:
-        ValueError: a rank that the pair can't have, or no sampled rows of a part.
+        ValueError: the pair cannot have this rank, or no sampled row belongs to the training or selection part.
     """
     ridge.check_rank(rank)
     head = ridge.projection.head(rank)
-    mean_S = statistics.moments[TRAIN].mean_S
+    mean_Ds = statistics.moments[TRAIN].mean_Ds
     data = []
     for part in (TRAIN, SELECTION):
-        teacher_ND, student_ND = statistics.reservoir.rows(part)
-        if not len(teacher_ND):
+        teacher_NDt, student_NDs = statistics.reservoir.rows(part)
+        if not len(teacher_NDt):
             raise ValueError(
-                f"layer pair {ridge.pair.key}: none of the {len(statistics.reservoir)} sampled rows is of the "
-                f"{PARTS[part]} part; raise the reservoir's size ({statistics.reservoir.capacity}) or use more rollouts"
+                f"layer pair {ridge.pair.key}: none of the {len(statistics.reservoir)} sampled rows belongs to the "
+                f"{PARTS[part]} part, expected at least one; use more rollouts or change bridge.held_out"
             )
-        student_ND = student_ND.to(mean_S)
-        centred_ND = student_ND - mean_S if ridge.center_student else student_ND
-        data.append((centred_ND.float(), head.teacher(teacher_ND).float()))
-    (train_ND, train_NR), (selection_ND, selection_NR) = data
+        student_NDs = student_NDs.to(mean_Ds)
+        centred_NDs = student_NDs - mean_Ds if ridge.center_student else student_NDs
+        data.append((centred_NDs.float(), head.teacher(teacher_NDt).float()))
+    (train_NDs, train_NR), (selection_NDs, selection_NR) = data
     generator = torch.Generator().manual_seed(seed)
-    projector_RS = _initial(rank, len(mean_S), generator).to(train_ND.device).requires_grad_()
-    optimizer = torch.optim.AdamW([projector_RS], lr=lr)
-    best, kept_RS = -2.0, projector_RS.detach().clone()
-    for epoch in range(1, epochs + 1):
-        for index in torch.randperm(len(train_ND), generator=generator).to(train_ND.device).split(batch_rows):
+    projector_RDs = _initial(rank, len(mean_Ds), generator).to(train_NDs.device).requires_grad_()
+    optimizer = torch.optim.AdamW([projector_RDs], lr=lr)
+    best_cosine, best_RDs = -2.0, projector_RDs.detach().clone()
+    for epoch in range(1, EPOCHS + 1):
+        for index in torch.randperm(len(train_NDs), generator=generator).to(train_NDs.device).split(BATCH_ROWS):
             optimizer.zero_grad()
-            _loss(train_ND[index] @ projector_RS.T, train_NR[index], objective).backward()
+            (train_NDs[index] @ projector_RDs.T - train_NR[index]).square().sum(1).mean().backward()
             optimizer.step()
         with torch.no_grad():
-            cosine = float(cosine_similarity(selection_ND @ projector_RS.T, selection_NR).mean())
-        if cosine > best:
-            best, kept_RS = cosine, projector_RS.detach().clone()
+            cosine = float(cosine_similarity(selection_NDs @ projector_RDs.T, selection_NR).mean())
+        if cosine > best_cosine:
+            best_cosine, best_RDs = cosine, projector_RDs.detach().clone()
         if progress is not None:
             progress(epoch, cosine)
-    final_RS = kept_RS.to(head.basis_KT)
-    bias_R = -final_RS @ mean_S if ridge.center_student else None
+    final_RDs = best_RDs.to(head.basis_RDt)
+    bias_R = -final_RDs @ mean_Ds if ridge.center_student else None
     return evaluated(
         statistics,
-        replace(head, projector_KS=final_RS, bias_K=bias_R),
-        ridge.eigenvalues_T,
-        penalty_K=None,
+        replace(head, projector_RDs=final_RDs, bias_R=bias_R),
+        ridge.eigenvalues_Dt,
+        penalty_R=None,
         center_student=ridge.center_student,
     )
 
 
 def _initial(rank: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """torch.nn.Linear's own: uniform in +-1/sqrt(width)."""
+    """[R, Ds] uniform in +-1/sqrt(Ds), as torch.nn.Linear starts."""
     return (2 * torch.rand(rank, width, generator=generator) - 1) / width**0.5
-
-
-def _loss(predicted_NR: torch.Tensor, target_NR: torch.Tensor, objective: str) -> torch.Tensor:
-    if objective == "cosine":
-        return 1 - cosine_similarity(predicted_NR, target_NR).mean()
-    return (predicted_NR - target_NR).square().sum(1).mean()

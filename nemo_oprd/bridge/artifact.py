@@ -1,12 +1,13 @@
-"""The bridge as two files in a directory: `bridge.safetensors` (the maps) and `bridge.json` (what they are for).
+"""The bridge as two files in a directory: `bridge.safetensors` holds the maps, `bridge.json` describes them.
 
-Tensors per layer pair, 1-based and absolute (DESIGN, "Bridge artifact"): `s{l_S}.t{l_T}.teacher_mean` [d_T],
-`.teacher_basis` [r, d_T], `.student_projector` [r, d_S], `.student_bias` [r] where there is one. A full-width bridge
-(r = d_T, `"full_width": true` in the manifest) has the student's side alone.
+The tensors of a layer pair are `s{i}.t{j}.teacher_mean` [Dt], `s{i}.t{j}.teacher_basis` [R, Dt],
+`s{i}.t{j}.student_projector` [R, Ds] and, where there is one, `s{i}.t{j}.student_bias` [R]. The student layer i and the
+teacher layer j count from 1 over the whole model. A full-width bridge (R = Dt, `"full_width": true` in the manifest)
+has the student's tensors only.
 
-Loading checks everything that can be checked, because a bridge of other models, layers or positions gives a loss that
-falls and teaches nothing. The manifest carries the hash of the tensors: the two files are replaced one after the other,
-and a directory in which only one of them was is refused.
+Loading compares everything that the files say with the run, because the loss also falls with a bridge of other models,
+layers or positions, but teaches nothing. The manifest holds the hash of the tensors: the two files are replaced one
+after the other, and a directory in which only one of them was replaced is refused.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ FORMAT = 1
 
 
 def save_bridge(bridge: Bridge, directory: str | Path) -> None:
-    """Writes both files; each appears complete or not at all. Other files there are left alone.
+    """Writes both files; each appears complete or not at all. Other files in the directory are kept.
 
     Raises:
-        ValueError: the tensors don't fit the bridge's own description.
+        ValueError: the tensors contradict the bridge's own description.
     """
     tensors = {name: value.detach().cpu().float().contiguous() for name, value in bridge.tensors().items()}
     models = bridge.student, bridge.teacher
@@ -47,7 +48,7 @@ def save_bridge(bridge: Bridge, directory: str | Path) -> None:
 
 
 def write_manifest(bridge: Bridge, directory: str | Path) -> None:
-    """Writes `bridge.json` for the `bridge.safetensors` that is there already and holds the tensors of `bridge`."""
+    """Writes `bridge.json` beside the existing `bridge.safetensors`, which must hold the tensors of `bridge`."""
     directory = Path(directory)
     manifest = {
         "format": FORMAT,
@@ -64,11 +65,12 @@ def write_manifest(bridge: Bridge, directory: str | Path) -> None:
 
 
 def describe_tensors(
-    directory: str | Path, student: ModelIdentity, teacher: ModelIdentity, capture: CapturePoint | None = None
+    directory: str | Path, student: ModelIdentity, teacher: ModelIdentity, capture: CapturePoint
 ) -> Bridge:
-    """A bridge from `bridge.safetensors` alone: layer pairs and rank are read off the names and shapes.
+    """A bridge from `bridge.safetensors` alone: names and shapes of the tensors give the layer pairs and the rank.
 
-    For tensors made elsewhere; `write_manifest(describe_tensors(...), directory)` makes them an artifact.
+    It serves tensors that another program made; `write_manifest(describe_tensors(...), directory)` turns them into an
+    artifact.
 
     Raises:
         ValueError: as `load_bridge`.
@@ -81,7 +83,7 @@ def describe_tensors(
             pairs.append(_pair(name.removesuffix(".teacher_basis"), file))
             rank = value.shape[0]
     maps = checked_pairs(tensors, pairs, rank, student, teacher, str(file))
-    return Bridge(rank, maps, student, teacher, capture or CapturePoint())
+    return Bridge(rank, maps, student, teacher, capture)
 
 
 def open_bridge(
@@ -92,20 +94,20 @@ def open_bridge(
     layers: Sequence[int],
     capture: CapturePoint,
 ) -> Bridge:
-    """The bridge of a run, with the layer map that is in it.
+    """The bridge of a run; the layer map is that of the bridge.
 
-    Tensors without a manifest were made elsewhere: all that can be checked about them are names, shapes and values, and
-    a warning says so.
+    Tensors without a manifest were made by another program. Only their names, shapes and values can be checked, and a
+    warning says so.
 
     Args:
-        layers: the supervised student layers; each must be there.
+        layers: the supervised student layers, each of which the bridge must have.
 
     Raises:
-        ValueError: as `load_bridge`.
+        ValueError: as `load_bridge`, or the bridge lacks a layer.
     """
     if (directory / TENSORS).is_file() and not (directory / MANIFEST).is_file():
         warnings.warn(
-            f"{directory}: no {MANIFEST} beside {TENSORS}, so nobody knows which models and positions it is for; "
+            f"{directory}: no {MANIFEST} beside {TENSORS} says which models and positions the bridge was made for; "
             "only shapes are checked",
             stacklevel=2,
         )
@@ -114,7 +116,10 @@ def open_bridge(
         bridge = load_bridge(directory, student=student, teacher=teacher, capture=capture)
     for layer in layers:
         if layer not in bridge.layers:
-            _check_layers(bridge, {layer: 0}, str(directory))
+            raise ValueError(
+                f"{directory}: no maps for student layer {layer}, the bridge has student layers "
+                f"{sorted(bridge.layers)}; change loss.representation.layers, or fit again with this layer"
+            )
     return bridge
 
 
@@ -123,20 +128,17 @@ def load_bridge(
     *,
     student: ModelIdentity | None = None,
     teacher: ModelIdentity | None = None,
-    layers: Mapping[int, int] | None = None,
     capture: CapturePoint | None = None,
-    rank: int | None = None,
 ) -> Bridge:
     """Reads and checks a bridge.
 
     Args:
-        student, teacher: the models of this run; fields that are None on either side are not compared.
-        layers: student layer -> teacher layer of this run: each must be there. Others may be there too.
-        capture, rank: what this run expects.
+        student, teacher: the models of this run; None is not compared, nor are fields that are None on either side.
+        capture: the hidden states of this run; None is not compared.
 
     Raises:
         ValueError: a file is missing or damaged, a tensor is missing, superfluous, of the wrong shape or not finite, or
-            anything differs from what this run expects.
+            the bridge was made for another model or other hidden states than those of this run.
     """
     directory = Path(directory)
     tensors, digest = _read_tensors(directory / TENSORS)
@@ -145,7 +147,7 @@ def load_bridge(
     if manifest["sha256"] != digest:
         raise ValueError(
             f"{where}: {MANIFEST} belongs to tensors with sha256 {manifest['sha256'][:12]}.., {TENSORS} has "
-            f"{digest[:12]}..; the two are of different fits, copy both again or rerun fit-bridge"
+            f"{digest[:12]}..; the two files belong to different fits: copy both again, or rerun fit-bridge"
         )
     try:
         pairs = [LayerPair(int(s), int(t)) for s, t in manifest["layer_pairs"]]
@@ -158,17 +160,12 @@ def load_bridge(
     maps = checked_pairs(tensors, pairs, made_rank, *models, where, full_width=full_width)
     bridge = Bridge(made_rank, maps, made_for["student"], made_for["teacher"], taken, manifest["report"])
     _check_models(bridge, {"student": student, "teacher": teacher}, where)
-    if rank is not None and rank != bridge.rank:
-        raise ValueError(
-            f"{where}: rank {bridge.rank}, bridge.rank={rank} is asked for; fit again or change bridge.rank"
-        )
     for key, value in asdict(capture).items() if capture else ():
         if getattr(taken, key) != value:
             raise ValueError(
                 f"{where}: made from hidden states with {key}={getattr(taken, key)}, this run has "
-                f"loss.representation.{key}={value}; set it to {getattr(taken, key)} or fit again"
+                f"loss.representation.{key}={value}; set it to {getattr(taken, key)}, or fit again"
             )
-    _check_layers(bridge, layers or {}, where)
     return bridge
 
 
@@ -184,21 +181,6 @@ def _check_models(bridge: Bridge, expected: Mapping[str, ModelIdentity | None], 
                 )
 
 
-def _check_layers(bridge: Bridge, layers: Mapping[int, int], where: str) -> None:
-    for student_layer, teacher_layer in layers.items():
-        made = bridge.layers.get(student_layer)
-        if made is None:
-            raise ValueError(
-                f"{where}: no maps for student layer {student_layer}; it has student layers {sorted(bridge.layers)}: "
-                "change loss.representation.layers or fit again with it"
-            )
-        if made != teacher_layer:
-            raise ValueError(
-                f"{where}: student layer {student_layer} is bridged to teacher layer {made}, this run's layer map says "
-                f"{teacher_layer}; use the same map or fit again"
-            )
-
-
 def checked_pairs(
     tensors: Mapping[str, torch.Tensor],
     pairs: list[LayerPair],
@@ -209,10 +191,15 @@ def checked_pairs(
     *,
     full_width: bool = False,
 ) -> dict[LayerPair, LayerBridge]:
-    """Tensors by full name -> maps per pair, float32; raises ValueError unless they are exactly what `pairs` needs."""
+    """The maps of every pair, float32, from tensors by their names in the file.
+
+    Raises:
+        ValueError: a tensor is missing, superfluous, of the wrong shape or not finite, or `pairs` or `rank` do not fit
+            the models.
+    """
     if not pairs or len({pair.student for pair in pairs}) != len(pairs):
         raise ValueError(
-            f"{where}: layer pairs {[tuple(p) for p in pairs]}; expected at least one, each student layer once"
+            f"{where}: layer pairs {[tuple(p) for p in pairs]}; expected at least one, and each student layer once"
         )
     limit = min(student.hidden_size, teacher.hidden_size)
     if full_width and rank != teacher.hidden_size:
@@ -247,7 +234,8 @@ def checked_pairs(
             if tuple(value.shape) != shape:
                 raise ValueError(
                     f"{where}: {pair.key}.{name} is {list(value.shape)}, expected {list(shape)} (rank {rank}, student "
-                    f"width {student.hidden_size}, teacher width {teacher.hidden_size}); it is of another bridge"
+                    f"width {student.hidden_size}, teacher width {teacher.hidden_size}); the tensor belongs to another "
+                    "bridge: copy the files again, or fit again"
                 )
             if bad := int((~torch.isfinite(value)).sum()):
                 raise ValueError(

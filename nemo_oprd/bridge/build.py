@@ -1,16 +1,15 @@
-"""From the statistics of all layer pairs to a bridge: the fit, the choice of the rank, the report."""
+"""From the statistics of all layer pairs to a bridge: the fits, the choice of the rank, and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from nemo_oprd.bridge.adamw import fit_adamw
-from nemo_oprd.bridge.covariance import PairStatistics
+from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import PairFit, fit_ridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
-from nemo_oprd.bridge.rank import choose_rank, crossing_rank, layer_report, normalized_curve, optimal_rank
+from nemo_oprd.bridge.rank import choose_rank, layer_report, normalized_curve
 
 
 def build_bridge(
@@ -20,57 +19,52 @@ def build_bridge(
     capture: CapturePoint,
     *,
     rank: int | Literal["auto"],
-    fit: Literal["ridge", "adamw"] = "ridge",
-    center_student: bool = False,
-    seed: int = 0,
-    progress: Callable[[str], None] | None = None,
+    fit: Literal["ridge", "adamw"],
+    center_student: bool,
+    baselines: bool,
+    seed: int,
+    gather: Callable[[Any], list[Any]],
+    say: Callable[[str], None],
 ) -> Bridge:
-    """Fits every pair; `save_bridge` writes the result.
+    """Fits every layer pair; the result is the same on every process.
 
     Args:
-        statistics: one per layer pair, reduced over all ranks.
-        rank: "auto" takes `rank.choose_rank`, from the ridge fits whatever `fit` says.
-        progress: called with a line of text after each pair and, with AdamW, after each epoch.
+        statistics: the layer pairs that this process fits, one `PairStatistics` each, reduced over all ranks. Every
+            pair belongs to one process; a process may have none.
+        rank: "auto" takes `rank.choose_rank` of the ridge fits, whatever `fit` is.
+        baselines: whether the report has the baselines of `rank.compare`.
+        gather: the values of all processes for the value of this one, such as `all_gather_object`; with one process,
+            `lambda value: [value]`. Every process calls it equally often.
+        say: called with a line of text after each pair and, with AdamW, after each epoch.
 
     Raises:
-        ValueError: a rank that some pair can't have (all are looked at before any AdamW runs), parts without rows,
-            states that don't vary.
+        ValueError: a pair cannot have the rank (this is checked before any AdamW runs), a part has no rows, or states
+            do not vary.
     """
-
-    def say(line: str) -> None:
-        if progress is not None:
-            progress(line)
-
-    ridge = [fit_ridge(stats, center_student=center_student) for stats in statistics]
-    for each in ridge:
-        say(f"{each.pair.key}: r* {optimal_rank(each)}, rho^2 crosses 1/2 after {crossing_rank(each)}")
-    chosen = choose_rank([normalized_curve(each) for each in ridge]) if rank == "auto" else rank
-    for each in ridge:
+    ridge_fits = [fit_ridge(stats, center_student=center_student) for stats in statistics]
+    curves = _union(gather({each.pair: normalized_curve(each).cpu() for each in ridge_fits}))
+    chosen = choose_rank([curves[pair] for pair in sorted(curves)]) if rank == "auto" else rank
+    for each in ridge_fits:
         each.check_rank(chosen)
-    pairs, layers = {}, {}
-    for stats, whole in zip(statistics, ridge, strict=True):
-        pairs[stats.pair], layers[stats.pair.key] = finish_pair(stats, whole, chosen, fit=fit, seed=seed, say=say)
+    pairs: dict[LayerPair, LayerBridge] = {}
+    reports: dict[LayerPair, dict[str, Any]] = {}
+    for stats, ridge in zip(statistics, ridge_fits, strict=True):
+        final = ridge if fit == "ridge" else _trained(stats, ridge, chosen, seed, say)
+        report = layer_report(final, ridge, stats, chosen, baselines=baselines, seed=seed)
+        pairs[stats.pair], reports[stats.pair] = final.bridge(chosen), report
+        say(f"{stats.pair.key}: rank {chosen}, held-out cosine {report['held_out_cosine']:.4f}")
+    pairs, reports = _union(gather(pairs)), _union(gather(reports))
+    layers = {pair.key: reports[pair] for pair in sorted(reports)}
     report = {"fit": fit, "center_student": center_student, "rank_asked_for": rank, "layers": layers}
-    return Bridge(chosen, pairs, student, teacher, capture, report)
+    return Bridge(chosen, dict(sorted(pairs.items())), student, teacher, capture, report)
 
 
-def finish_pair(
-    statistics: PairStatistics,
-    ridge: PairFit,
-    rank: int,
-    *,
-    fit: Literal["ridge", "adamw"],
-    seed: int,
-    say: Callable[[str], None],
-) -> tuple[LayerBridge, dict[str, Any]]:
-    """The maps of one layer pair at the chosen rank, and what the manifest says of them."""
-    key, final = statistics.pair.key, ridge
-    if fit == "adamw":
-        final = fit_adamw(statistics, ridge, rank, seed=seed, progress=partial(_say_epoch, say, key))
-    report = layer_report(final, ridge, statistics, rank, seed)
-    say(f"{key}: rank {rank}, held-out cosine {report['held_out_cosine']:.4f}")
-    return final.bridge(rank), report
+def _trained(statistics: PairStatistics, ridge: PairFit, rank: int, seed: int, say: Callable[[str], None]) -> PairFit:
+    def say_epoch(epoch: int, cosine: float) -> None:
+        say(f"{ridge.pair.key}: epoch {epoch}, selection cosine {cosine:.4f}")
+
+    return fit_adamw(statistics, ridge, rank, seed=seed, progress=say_epoch)
 
 
-def _say_epoch(say: Callable[[str], None], key: str, epoch: int, cosine: float) -> None:
-    say(f"{key}: epoch {epoch}, selection cosine {cosine:.4f}")
+def _union(parts: Sequence[dict[LayerPair, Any]]) -> dict[LayerPair, Any]:
+    return {pair: value for part in parts for pair, value in part.items()}

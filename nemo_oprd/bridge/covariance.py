@@ -1,15 +1,15 @@
-"""Streaming second moments of paired hidden states: what the fit needs of any number of tokens, in bounded memory.
+"""Streaming second moments of paired hidden states: all that the fit needs, in memory that no token count enlarges.
 
-Moments are kept centred and merged pairwise (Chan, Golub, LeVeque 1979), never as sums of raw products: massive
+Moments are centred and updated batch by batch (Chan, Golub, LeVeque 1979), never kept as sums of raw products: massive
 activations put means of thousands beside variances of one, and E[x^2] - E[x]^2 would cancel every digit.
 
 Each rank feeds the rows that it holds, each row once, in any order. `all_reduce` then gives every rank of a group the
-moments of all rows; a rank that has none of a layer's rows takes part all the same.
+moments of all rows. A rank without any rows of a layer must call it as well.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from nemo_oprd.bridge.sampling import PARTS, RESERVOIR_ROWS, Reservoir, communic
 
 
 class LayerPair(NamedTuple):
-    """A student layer and the teacher layer that it is matched to, 1-based and absolute."""
+    """A student layer and the teacher layer that it is matched to; both count from 1 over the whole model."""
 
     student: int
     teacher: int
@@ -34,73 +34,55 @@ class Moments:
     """Count, means and centred second moments of the pairs (h_T, h_S).
 
     Attributes:
-        count: rows seen.
-        mean_T, mean_S: [d_T], [d_S].
-        scatter_TT, scatter_SS, scatter_ST: sums of centred products, [d_T, d_T], [d_S, d_S], [d_S, d_T].
+        count: number of rows seen.
+        mean_Dt, mean_Ds: [Dt], [Ds].
+        scatter_DtDt, scatter_DsDs, scatter_DsDt: sums of centred products, [Dt, Dt], [Ds, Ds], [Ds, Dt].
 
-    On `device`; the means in float64, the scatters in `dtype`: d_T^2 + d_S^2 + d_S d_T numbers, whatever the number of
-    rows. float32 halves them and suits devices that are slow in double precision; rows are centred in float64 all the
-    same, so that what is lost is rounding of the sums only.
+    All tensors are float64 on `device`: Dt^2 + Ds^2 + Ds Dt numbers and the means, for any number of rows.
     """
 
-    def __init__(
-        self,
-        teacher_width: int,
-        student_width: int,
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, teacher_width: int, student_width: int, device: torch.device | str = "cpu") -> None:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
         self.count = 0
-        self.mean_T = torch.zeros(teacher_width, dtype=torch.float64, device=device)
-        self.mean_S = torch.zeros(student_width, dtype=torch.float64, device=device)
-        self.scatter_TT = torch.zeros(teacher_width, teacher_width, dtype=dtype, device=device)
-        self.scatter_SS = torch.zeros(student_width, student_width, dtype=dtype, device=device)
-        self.scatter_ST = torch.zeros(student_width, teacher_width, dtype=dtype, device=device)
+        self.mean_Dt, self.mean_Ds = zeros(teacher_width), zeros(student_width)
+        self.scatter_DtDt = zeros(teacher_width, teacher_width)
+        self.scatter_DsDs = zeros(student_width, student_width)
+        self.scatter_DsDt = zeros(student_width, teacher_width)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-
-    def update(self, teacher_ND: torch.Tensor, student_ND: torch.Tensor) -> None:
-        """Adds N rows, [N, d_T] and [N, d_S]."""
-        count = teacher_ND.shape[0]
+    def update(self, teacher_NDt: torch.Tensor, student_NDs: torch.Tensor) -> None:
+        """Adds N rows, [N, Dt] and [N, Ds], of any floating-point dtype."""
+        count = teacher_NDt.shape[0]
         if count == 0:
             return
-        teacher_ND, student_ND = teacher_ND.detach().to(self.mean_T), student_ND.detach().to(self.mean_S)
-        mean_T, mean_S = teacher_ND.mean(0), student_ND.mean(0)
-        teacher_ND, student_ND = ((teacher_ND - mean_T).to(self.scatter_TT), (student_ND - mean_S).to(self.scatter_TT))
-        self.scatter_TT.addmm_(teacher_ND.T, teacher_ND)
-        self.scatter_SS.addmm_(student_ND.T, student_ND)
-        self.scatter_ST.addmm_(student_ND.T, teacher_ND)
-        self._shift_means(count, mean_T, mean_S)
+        teacher_NDt, student_NDs = teacher_NDt.detach().to(self.mean_Dt), student_NDs.detach().to(self.mean_Ds)
+        mean_Dt, mean_Ds = teacher_NDt.mean(0), student_NDs.mean(0)
+        teacher_NDt, student_NDs = teacher_NDt - mean_Dt, student_NDs - mean_Ds
+        self.scatter_DtDt.addmm_(teacher_NDt.T, teacher_NDt)
+        self.scatter_DsDs.addmm_(student_NDs.T, student_NDs)
+        self.scatter_DsDt.addmm_(student_NDs.T, teacher_NDt)
+        self._shift_means(count, mean_Dt, mean_Ds)
 
-    def merge(self, other: Moments) -> None:
-        """Adds the rows that `other` has seen."""
-        if other.count == 0:
-            return
-        for name, scatter in other._tensors().items():
-            if name.startswith("scatter"):
-                getattr(self, name).add_(scatter.to(self.scatter_TT))
-        self._shift_means(other.count, other.mean_T.to(self.mean_T), other.mean_S.to(self.mean_S))
-
-    def _shift_means(self, count: int, mean_T: torch.Tensor, mean_S: torch.Tensor) -> None:
-        """Chan et al.: the scatter about the common mean gains n_a n_b / n of the outer product of the mean shift."""
+    def _shift_means(self, count: int, mean_Dt: torch.Tensor, mean_Ds: torch.Tensor) -> None:
+        """Chan et al.: moving to the common mean adds n_a n_b / n of the outer product of the mean shift."""
         total = self.count + count
-        shift_T, shift_S = mean_T - self.mean_T, mean_S - self.mean_S
-        self._add_outer(shift_T, shift_S, self.count * count / total)
-        self.mean_T += shift_T * (count / total)
-        self.mean_S += shift_S * (count / total)
+        shift_Dt, shift_Ds = mean_Dt - self.mean_Dt, mean_Ds - self.mean_Ds
+        self._add_outer(shift_Dt, shift_Ds, self.count * count / total)
+        self.mean_Dt += shift_Dt * (count / total)
+        self.mean_Ds += shift_Ds * (count / total)
         self.count = total
 
-    def _add_outer(self, shift_T: torch.Tensor, shift_S: torch.Tensor, weight: float) -> None:
-        shift_T, shift_S = shift_T.to(self.scatter_TT), shift_S.to(self.scatter_TT)
-        self.scatter_TT.addr_(shift_T, shift_T, alpha=weight)
-        self.scatter_SS.addr_(shift_S, shift_S, alpha=weight)
-        self.scatter_ST.addr_(shift_S, shift_T, alpha=weight)
+    def _add_outer(self, shift_Dt: torch.Tensor, shift_Ds: torch.Tensor, weight: float) -> None:
+        self.scatter_DtDt.addr_(shift_Dt, shift_Dt, alpha=weight)
+        self.scatter_DsDs.addr_(shift_Ds, shift_Ds, alpha=weight)
+        self.scatter_DsDt.addr_(shift_Ds, shift_Dt, alpha=weight)
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """The exact merge over the ranks of `group`, once, after the last update.
+        """Merges the moments of the ranks of `group`; every rank calls this once, after its last update.
 
-        The common mean comes first; every rank then moves its scatter to that mean, and scatters about one point add.
+        The ranks agree on the common mean first. Each rank then expresses its scatter about that mean, and scatters
+        about one point can be added.
         """
         device = communication_device(group)
 
@@ -109,52 +91,38 @@ class Moments:
             dist.all_reduce(moved, group=group)
             return moved.to(value.device)
 
-        mine = self.count
-        count = int(total(torch.tensor(mine)))
+        own_count = self.count
+        count = int(total(torch.tensor(own_count)))
         if count == 0:
             return
-        mean_T, mean_S = (total(mean * (mine / count)) for mean in (self.mean_T, self.mean_S))
-        self._add_outer(self.mean_T - mean_T, self.mean_S - mean_S, mine)
-        self.scatter_TT, self.scatter_SS, self.scatter_ST = map(
-            total, (self.scatter_TT, self.scatter_SS, self.scatter_ST)
+        mean_Dt, mean_Ds = (total(mean * (own_count / count)) for mean in (self.mean_Dt, self.mean_Ds))
+        self._add_outer(self.mean_Dt - mean_Dt, self.mean_Ds - mean_Ds, own_count)
+        self.scatter_DtDt, self.scatter_DsDs, self.scatter_DsDt = map(
+            total, (self.scatter_DtDt, self.scatter_DsDs, self.scatter_DsDt)
         )
-        self.count, self.mean_T, self.mean_S = count, mean_T, mean_S
+        self.count, self.mean_Dt, self.mean_Ds = count, mean_Dt, mean_Ds
 
     @property
-    def sigma_TT(self) -> torch.Tensor:
-        """[d_T, d_T] covariance, float64, divided by n (the n - 1 of an unbiased estimate changes no basis)."""
-        return self.scatter_TT.double() / max(self.count, 1)
+    def sigma_DtDt(self) -> torch.Tensor:
+        """[Dt, Dt] covariance, divided by the count (dividing by count - 1 would change no basis)."""
+        return self.scatter_DtDt / max(self.count, 1)
 
     @property
-    def sigma_SS(self) -> torch.Tensor:
-        """[d_S, d_S]."""
-        return self.scatter_SS.double() / max(self.count, 1)
+    def sigma_DsDs(self) -> torch.Tensor:
+        """[Ds, Ds] covariance."""
+        return self.scatter_DsDs / max(self.count, 1)
 
     @property
-    def sigma_ST(self) -> torch.Tensor:
-        """[d_S, d_T]."""
-        return self.scatter_ST.double() / max(self.count, 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on; tensors and one integer."""
-        return {"count": self.count, **{name: tensor.clone() for name, tensor in self._tensors().items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where the state is of models of other widths."""
-        for name, tensor in self._tensors().items():
-            if state[name].shape != tensor.shape:
-                raise ValueError(
-                    f"saved statistics: {name} is {list(state[name].shape)}, these models need {list(tensor.shape)}; "
-                    "they were made with other models, start the statistics again"
-                )
-            setattr(self, name, state[name].to(tensor, copy=True))
-        self.count = int(state["count"])
+    def sigma_DsDt(self) -> torch.Tensor:
+        """[Ds, Dt] cross-covariance."""
+        return self.scatter_DsDt / max(self.count, 1)
 
 
 class PairStatistics:
-    """What is known of one layer pair: the moments of each part of the data, and one sample of rows.
+    """The statistics of one layer pair: the moments of each part of the data, and one sample of rows.
 
-    `moments[p]` is that of part p of `sampling.PARTS`. Basis, means and projector come from the training part alone.
+    `moments[p]` belongs to part p of `sampling.PARTS`. Basis, means and projector are computed from the training part
+    alone.
     """
 
     def __init__(
@@ -165,40 +133,40 @@ class PairStatistics:
         *,
         seed: int = 0,
         reservoir_rows: int = RESERVOIR_ROWS,
-        dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
     ) -> None:
         self.pair = pair
-        self.moments = [Moments(teacher_width, student_width, dtype, device) for _ in PARTS]
+        self.moments = [Moments(teacher_width, student_width, device) for _ in PARTS]
         self.reservoir = Reservoir(teacher_width, student_width, reservoir_rows, seed)
 
     def update(
         self,
-        teacher_ND: torch.Tensor,
-        student_ND: torch.Tensor,
+        teacher_NDt: torch.Tensor,
+        student_NDs: torch.Tensor,
         response_N: np.ndarray,
         token_N: np.ndarray,
         part_N: np.ndarray,
     ) -> None:
-        """Adds N rows: hidden states [N, d_T] and [N, d_S] of token `token_N` of response `response_N`.
+        """Adds N rows: hidden states [N, Dt] and [N, Ds] of any floating-point dtype.
 
         Args:
+            response_N, token_N: the response of each row and the token's index in it; together they identify the row.
             part_N: the part that each row's response belongs to (`sampling.assign_parts`).
 
         Raises:
-            ValueError: shapes that don't fit, a value that is not finite, or a row that was fed before.
+            ValueError: the shapes do not fit, a value is not finite, or a row was fed before.
         """
-        self._check(teacher_ND, student_ND, len(response_N))
-        self.reservoir.update(teacher_ND, student_ND, response_N, token_N, part_N)
+        self._check(teacher_NDt, student_NDs, len(response_N))
+        self.reservoir.update(teacher_NDt, student_NDs, response_N, token_N, part_N)
         for part, moments in enumerate(self.moments):
-            index = torch.from_numpy(np.flatnonzero(part_N == part)).to(teacher_ND.device)
-            moments.update(teacher_ND[index], student_ND[index])
+            index = torch.from_numpy(np.flatnonzero(part_N == part)).to(teacher_NDt.device)
+            moments.update(teacher_NDt[index], student_NDs[index])
 
-    def _check(self, teacher_ND: torch.Tensor, student_ND: torch.Tensor, count: int) -> None:
+    def _check(self, teacher_NDt: torch.Tensor, student_NDs: torch.Tensor, count: int) -> None:
         moments = self.moments[0]
         for side, layer, rows_ND, mean in (
-            ("teacher", self.pair.teacher, teacher_ND, moments.mean_T),
-            ("student", self.pair.student, student_ND, moments.mean_S),
+            ("teacher", self.pair.teacher, teacher_NDt, moments.mean_Dt),
+            ("student", self.pair.student, student_NDs, moments.mean_Ds),
         ):
             if rows_ND.shape != (count, len(mean)):
                 raise ValueError(
@@ -208,37 +176,12 @@ class PairStatistics:
             bad = int((~torch.isfinite(rows_ND)).any(-1).sum())
             if bad:
                 raise ValueError(
-                    f"{side} layer {layer}: {bad} of {count} rows have values that are not finite; check the "
-                    f"{side}'s weights and precision (bf16 instead of fp16)"
+                    f"{side} layer {layer}: {bad} of {count} rows have non-finite values; expected finite "
+                    f"hidden states: check the {side}'s weights and its precision"
                 )
 
-    def merge(self, other: PairStatistics) -> None:
-        """Adds what `other` has seen, e.g. a rank of an interrupted run that had more ranks than this one."""
-        self.reservoir.merge(other.reservoir)
-        for mine, theirs in zip(self.moments, other.moments, strict=True):
-            mine.merge(theirs)
-
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Merges over the ranks of `group`, all of which call this for the same pair, once, after the last update."""
+        """Merges the statistics of the ranks of `group`; every rank calls this once per pair, after its last update."""
         self.reservoir.all_reduce(group)
         for moments in self.moments:
             moments.all_reduce(group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For `torch.save`; loads with `weights_only=True`."""
-        return {
-            "pair": list(self.pair),
-            "moments": [moments.state_dict() for moments in self.moments],
-            "reservoir": self.reservoir.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where the state is of another pair, other widths or another sample."""
-        if list(state["pair"]) != list(self.pair):
-            raise ValueError(
-                f"saved statistics are of layer pair {LayerPair(*state['pair']).key}, expected {self.pair.key}; "
-                "the layer map changed, start the statistics again"
-            )
-        for moments, saved in zip(self.moments, state["moments"], strict=True):
-            moments.load_state_dict(saved)
-        self.reservoir.load_state_dict(state["reservoir"])

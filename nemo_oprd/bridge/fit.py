@@ -1,15 +1,17 @@
 """The bridge of one layer pair in closed form: teacher basis by PCA, student projector by ridge regression.
 
-Teacher coordinates are z = V (h_T - mu_T), the rows of V being all eigenvectors of Sigma_TT in descending order
-(paper, eq. teacher_pca; the rank-r basis is a slice). The student projector minimises, over the training part,
+Teacher coordinates are z = V (h_T - mu_T). The rows of V are the eigenvectors of Sigma_TT in descending order of their
+eigenvalues (paper, eq. teacher_pca); the basis of rank r is the first r rows. The student projector minimises, over the
+training part,
 
     sum_i [ mean (p_i . h_S + b_i - z_i)^2 + penalty_i ||p_i||^2 ]                   (paper, eq. bridge_train, + ridge)
 
-whose rows p_i are independent of each other: a projector of rank r is a slice as well, and each teacher coordinate has
-the penalty that suits it. One for all would be set by the many trailing coordinates; at 9 training rows per student
-dimension that cost 5 % of the error at rank 8, and AdamW with early stopping did better. Two variants:
-`center_student`: b is free and not penalised, p_i = (Sigma_SS + penalty_i I)^-1 Sigma_ST v_i, b_i = -p_i . mu_S;
-otherwise (the paper): no b, and E[h_S h_S^T] = Sigma_SS + mu_S mu_S^T takes the place of Sigma_SS.
+The rows p_i are independent of each other, so the projector of rank r is the first r rows as well, and each teacher
+coordinate has its own penalty. A common penalty would be set by the many trailing coordinates; at 9 training rows per
+student dimension that cost 5 % of the error at rank 8, and AdamW with early stopping did better.
+
+With `center_student`, b is free and not penalised: p_i = (Sigma_SS + penalty_i I)^-1 Sigma_ST v_i, b_i = -p_i . mu_S.
+Without it (the paper's form) there is no b, and E[h_S h_S^T] = Sigma_SS + mu_S mu_S^T replaces Sigma_SS.
 """
 
 from __future__ import annotations
@@ -23,39 +25,47 @@ from nemo_oprd.bridge.covariance import LayerPair, Moments, PairStatistics
 from nemo_oprd.bridge.maps import LayerBridge
 from nemo_oprd.bridge.sampling import PARTS, SELECTION, TEST, TRAIN
 
-# Candidate penalties in units of the mean eigenvalue of Sigma_SS: two per decade, from "none" in double precision to
-# "predict almost nothing". Wide downwards because a few massive activations raise that mean by orders of magnitude.
+# Candidate penalties in units of the mean eigenvalue of Sigma_SS: two per decade, from no effect in double precision to
+# a prediction of almost zero. The grid reaches far down because a few massive activations raise the mean eigenvalue by
+# orders of magnitude.
 PENALTY_GRID = tuple(10.0 ** (k / 2) for k in range(-20, 5))
-# Of penalties that differ by less than this in selection error the largest is taken: directions in which the student
-# hardly varies are free to fit now, and the ones that its states move along once it trains.
+# Of the penalties whose selection error is within this factor of the smallest, the largest is chosen. The error hardly
+# depends on directions in which the student's states do not vary, but once the student trains, its states move along
+# them; a larger penalty keeps the projector small there.
 PENALTY_SLACK = 1e-3
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Teacher coordinates and the student's prediction of them: K rows each, any rank up to K is a slice.
+    """R teacher coordinates and the student's prediction of them; the first r rows are the projection of rank r.
 
-    `basis_KT` [K, d_T], `projector_KS` [K, d_S], `bias_K` [K] or None; float64, on the moments' device.
+    Attributes:
+        mean_Dt: [Dt] the teacher's training mean.
+        basis_RDt: [R, Dt] orthonormal rows.
+        projector_RDs: [R, Ds].
+        bias_R: [R] or None.
+
+    All are float64 on the moments' device.
     """
 
-    mean_T: torch.Tensor
-    basis_KT: torch.Tensor
-    projector_KS: torch.Tensor
-    bias_K: torch.Tensor | None
+    mean_Dt: torch.Tensor
+    basis_RDt: torch.Tensor
+    projector_RDs: torch.Tensor
+    bias_R: torch.Tensor | None
 
-    def teacher(self, teacher_ND: torch.Tensor) -> torch.Tensor:
-        """[n, d_T] -> [n, K]."""
-        return (teacher_ND.to(self.mean_T) - self.mean_T) @ self.basis_KT.T
+    def teacher(self, teacher_NDt: torch.Tensor) -> torch.Tensor:
+        """P_T (h_T - mu_T): [N, Dt] -> [N, R], float64."""
+        return (teacher_NDt.to(self.mean_Dt) - self.mean_Dt) @ self.basis_RDt.T
 
-    def student(self, student_ND: torch.Tensor) -> torch.Tensor:
-        """[n, d_S] -> [n, K]."""
-        projected_NK = student_ND.to(self.mean_T) @ self.projector_KS.T
-        return projected_NK if self.bias_K is None else projected_NK + self.bias_K
+    def student(self, student_NDs: torch.Tensor) -> torch.Tensor:
+        """P_S h_S + b: [N, Ds] -> [N, R], float64."""
+        projected_NR = student_NDs.to(self.mean_Dt) @ self.projector_RDs.T
+        return projected_NR if self.bias_R is None else projected_NR + self.bias_R
 
     def head(self, rank: int) -> Projection:
-        """The first `rank` coordinates."""
-        bias = None if self.bias_K is None else self.bias_K[:rank]
-        return replace(self, basis_KT=self.basis_KT[:rank], projector_KS=self.projector_KS[:rank], bias_K=bias)
+        """The projection on the first `rank` coordinates."""
+        bias = None if self.bias_R is None else self.bias_R[:rank]
+        return replace(self, basis_RDt=self.basis_RDt[:rank], projector_RDs=self.projector_RDs[:rank], bias_R=bias)
 
 
 @dataclass(frozen=True)
@@ -63,50 +73,49 @@ class PairFit:
     """A fitted layer pair.
 
     Attributes:
-        eigenvalues_T: [d_T] of the training part's Sigma_TT, descending.
-        penalty_K: [K] chosen ones, in units of the mean eigenvalue of Sigma_SS; None where there was no choice (AdamW).
-        signal_K: [K] test mean of z_i^2, the error of predicting the training mean.
-        error_K: [K] test mean of the squared prediction error of z_i.
-        rows: of each part.
-        largest_rank: what the widths and the number of training rows allow.
+        eigenvalues_Dt: [Dt] eigenvalues of the training part's Sigma_TT, in descending order.
+        penalty_R: [R] the chosen penalties in units of the mean eigenvalue of Sigma_SS; None for AdamW, which has none.
+        signal_R: [R] mean of z_i^2 over the test part, which is the error of predicting the training mean.
+        error_R: [R] mean over the test part of the squared prediction error of z_i.
+        rows: number of rows of the training, selection and test parts.
     """
 
     pair: LayerPair
     projection: Projection
-    eigenvalues_T: torch.Tensor
-    penalty_K: torch.Tensor | None
-    signal_K: torch.Tensor
-    error_K: torch.Tensor
+    eigenvalues_Dt: torch.Tensor
+    penalty_R: torch.Tensor | None
+    signal_R: torch.Tensor
+    error_R: torch.Tensor
     rows: tuple[int, int, int]
     center_student: bool
 
     @property
     def largest_rank(self) -> int:
-        """No more coordinates than either width, than centred training rows can span, than were fitted."""
+        """The largest possible rank: at most either width, the span of the centred training rows, and R."""
         projection = self.projection
-        return min(*projection.projector_KS.shape, projection.basis_KT.shape[1], self.rows[TRAIN] - 1)
+        return min(*projection.projector_RDs.shape, projection.basis_RDt.shape[1], self.rows[TRAIN] - 1)
 
     @property
-    def rho2_K(self) -> torch.Tensor:
-        """[K] rho_i^2 = 1 - error_i / signal_i: what the student explains of coordinate i on the test part.
+    def rho2_R(self) -> torch.Tensor:
+        """[R] rho_i^2 = 1 - error_i / signal_i: the share of coordinate i on the test part that the student explains.
 
-        Measured against the training mean as predictor, so it is negative where the projector does worse than that;
-        0 for a coordinate that never varies.
+        The reference is the training mean as predictor: rho_i^2 is negative where the projector predicts worse than
+        this mean, and 0 for a coordinate that never varies.
         """
-        return torch.where(self.signal_K > 0, 1 - self.error_K / self.signal_K.clamp_min(1e-300), 0.0)
+        return torch.where(self.signal_R > 0, 1 - self.error_R / self.signal_R.clamp_min(1e-300), 0.0)
 
     def check_rank(self, rank: int) -> None:
-        """Raises ValueError for a rank that this pair can't have."""
+        """Raises ValueError unless `rank` is in 1..largest_rank."""
         if not 1 <= rank <= self.largest_rank:
-            _, d_S = self.projection.projector_KS.shape
+            _, student_width = self.projection.projector_RDs.shape
             raise ValueError(
                 f"bridge.rank={rank}: layer pair {self.pair.key} allows 1..{self.largest_rank} (teacher width "
-                f"{len(self.projection.mean_T)}, student width {d_S}, {self.rows[TRAIN]} training rows, one of "
-                "them spent on the mean); lower the rank or use more rollouts"
+                f"{len(self.projection.mean_Dt)}, student width {student_width}, {self.rows[TRAIN]} training rows, "
+                "one of them spent on the mean); lower the rank or use more rollouts"
             )
 
     def bridge(self, rank: int) -> LayerBridge:
-        """The pair's part of the artifact: rank `rank`, float32, on the CPU.
+        """The maps of this pair in the artifact: R = `rank`, float32, on the CPU.
 
         Raises:
             ValueError: the rank is not in 1..largest_rank.
@@ -118,41 +127,41 @@ class PairFit:
             return value.detach().to("cpu", torch.float32, copy=True).contiguous()
 
         return LayerBridge(
-            plain(head.mean_T),
-            plain(head.basis_KT),
-            plain(head.projector_KS),
-            None if head.bias_K is None else plain(head.bias_K),
+            plain(head.mean_Dt),
+            plain(head.basis_RDt),
+            plain(head.projector_RDs),
+            None if head.bias_R is None else plain(head.bias_R),
         )
 
     def report(self, rank: int) -> dict[str, Any]:
-        """What the artifact's manifest says of this pair: plain numbers."""
-        total = float(self.eigenvalues_T.sum())
+        """The fit's part of the pair's report in the manifest: plain numbers, for the first `rank` coordinates."""
+        total = float(self.eigenvalues_Dt.sum())
         return {
             "rows": dict(zip(PARTS, self.rows, strict=True)),
-            "penalty": None if self.penalty_K is None else self.penalty_K[:rank].tolist(),
-            "explained_variance": float(self.eigenvalues_T[:rank].sum()) / total,
-            "held_out_rho2": self.rho2_K[:rank].tolist(),
-            "held_out_error": float(self.error_K[:rank].sum() / self.signal_K[:rank].sum().clamp_min(1e-300)),
+            "penalty": None if self.penalty_R is None else self.penalty_R[:rank].tolist(),
+            "explained_variance": float(self.eigenvalues_Dt[:rank].sum()) / total,
+            "held_out_rho2": self.rho2_R[:rank].tolist(),
+            "held_out_error": float(self.error_R[:rank].sum() / self.signal_R[:rank].sum().clamp_min(1e-300)),
         }
 
 
 def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> PairFit:
-    """Fits one layer pair from its reduced statistics; every rank at once.
+    """Fits all R = Dt coordinates of one layer pair from the statistics of all rows.
 
     The penalty of a teacher coordinate is the largest of `PENALTY_GRID` whose error in that coordinate on the selection
-    part is within `PENALTY_SLACK` of the smallest. It doesn't depend on the rank.
+    part is within `PENALTY_SLACK` of the smallest. The penalty does not depend on the rank.
 
     Raises:
-        ValueError: a part without rows, fewer than two training rows, or states that don't vary.
+        ValueError: a part has no rows, there are fewer than two training rows, or the states do not vary.
     """
     train, selection = statistics.moments[TRAIN], statistics.moments[SELECTION]
     _check_rows(statistics)
-    eigenvalues_T, basis_TT = principal_directions(train.sigma_TT)
-    cross_TS = basis_TT @ train.sigma_ST.T
-    second_SS = train.sigma_SS
-    unit = float(second_SS.diagonal().mean())
+    eigenvalues_Dt, basis_DtDt = principal_directions(train.sigma_DtDt)
+    cross_DtDs = basis_DtDt @ train.sigma_DsDt.T
+    gram_DsDs = train.sigma_DsDs
+    unit = float(gram_DsDs.diagonal().mean())
     for side, layer, variance in (
-        ("teacher", statistics.pair.teacher, float(eigenvalues_T[0])),
+        ("teacher", statistics.pair.teacher, float(eigenvalues_Dt[0])),
         ("student", statistics.pair.student, unit),
     ):
         if not variance > 0:
@@ -161,35 +170,36 @@ def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> Pa
                 "check the rollouts and the checkpoint"
             )
     if not center_student:
-        second_SS = second_SS + torch.outer(train.mean_S, train.mean_S)
-    scale_S, rotation_SS = torch.linalg.eigh(second_SS)
-    rotated_TS = cross_TS @ rotation_SS
+        gram_DsDs = gram_DsDs + torch.outer(train.mean_Ds, train.mean_Ds)
+    scale_Ds, rotation_DsDs = torch.linalg.eigh(gram_DsDs)
+    rotated_cross_DtDs = cross_DtDs @ rotation_DsDs
 
-    def solve(penalty_T1: torch.Tensor) -> torch.Tensor:
-        return rotated_TS / (scale_S.clamp_min(0) + penalty_T1 * unit)
+    def solve(penalty_Dt1: torch.Tensor) -> torch.Tensor:
+        return rotated_cross_DtDs / (scale_Ds.clamp_min(0) + penalty_Dt1 * unit)
 
-    # everything the selection error needs, once, in the coordinates in which each penalty is a rescaling of columns
-    rotated = _Second.from_moments(selection, train.mean_T, basis_TT, rotation_SS)
-    shift_S = (selection.mean_S - train.mean_S if center_student else selection.mean_S) @ rotation_SS
-    grid_G = torch.tensor(PENALTY_GRID, dtype=scale_S.dtype, device=scale_S.device)
-    error_GT = torch.stack([rotated.error(solve(penalty), shift_S) for penalty in grid_G])
-    good_GT = error_GT <= (1 + PENALTY_SLACK) * error_GT.amin(0)
-    penalty_T = torch.where(good_GT, grid_G[:, None], 0.0).amax(0)
-    projector_TS = solve(penalty_T[:, None]) @ rotation_SS.T
-    bias_T = -projector_TS @ train.mean_S if center_student else None
+    # in these coordinates each penalty only rescales columns, so the selection moments are rotated once for all of them
+    rotated = _CentredMoments.from_moments(selection, train.mean_Dt, basis_DtDt, rotation_DsDs)
+    shift_Ds = (selection.mean_Ds - train.mean_Ds if center_student else selection.mean_Ds) @ rotation_DsDs
+    grid_G = torch.tensor(PENALTY_GRID, dtype=scale_Ds.dtype, device=scale_Ds.device)
+    candidates = (solve(penalty) for penalty in grid_G)
+    error_GDt = torch.stack([rotated.error(rotated_DtDs, rotated_DtDs @ shift_Ds) for rotated_DtDs in candidates])
+    good_GDt = error_GDt <= (1 + PENALTY_SLACK) * error_GDt.amin(0)
+    penalty_Dt = torch.where(good_GDt, grid_G[:, None], 0.0).amax(0)
+    projector_DtDs = solve(penalty_Dt[:, None]) @ rotation_DsDs.T
+    bias_Dt = -projector_DtDs @ train.mean_Ds if center_student else None
     return evaluated(
         statistics,
-        Projection(train.mean_T, basis_TT, projector_TS, bias_T),
-        eigenvalues_T,
-        penalty_K=penalty_T,
+        Projection(train.mean_Dt, basis_DtDt, projector_DtDs, bias_Dt),
+        eigenvalues_Dt,
+        penalty_R=penalty_Dt,
         center_student=center_student,
     )
 
 
 def principal_directions(sigma_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues [D], descending and not below 0, and eigenvectors as rows [D, D] of a covariance.
+    """Eigenvalues [D] of a covariance, descending and clamped at 0, and its eigenvectors as rows [D, D].
 
-    The entry of largest magnitude of each eigenvector is positive, which fixes its sign.
+    The entry of largest magnitude of each eigenvector is made positive, which fixes the sign.
     """
     values_D, vectors_DD = torch.linalg.eigh(sigma_DD)
     basis_DD = vectors_DD.flip(1).T.contiguous()
@@ -200,69 +210,70 @@ def principal_directions(sigma_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def evaluated(
     statistics: PairStatistics,
     projection: Projection,
-    eigenvalues_T: torch.Tensor,
+    eigenvalues_Dt: torch.Tensor,
     *,
-    penalty_K: torch.Tensor | None,
+    penalty_R: torch.Tensor | None,
     center_student: bool,
 ) -> PairFit:
-    """A `PairFit` of any projection, with its errors on the test part."""
-    signal_K, error_K = projection_error(statistics.moments[TEST], projection)
+    """The `PairFit` of a projection, with its errors on the test part."""
+    signal_R, error_R = projection_error(statistics.moments[TEST], projection)
     train, selection, test = (moments.count for moments in statistics.moments)
     return PairFit(
         statistics.pair,
         projection,
-        eigenvalues_T,
-        penalty_K,
-        signal_K,
-        error_K,
+        eigenvalues_Dt,
+        penalty_R,
+        signal_R,
+        error_R,
         (train, selection, test),
         center_student,
     )
 
 
 def projection_error(moments: Moments, projection: Projection) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean of z_i^2 [K], and of the squared error of its prediction [K], over the rows of `moments`: exact."""
-    second = _Second.from_moments(moments, projection.mean_T, projection.basis_KT, None)
-    # the prediction at the mean student state is P (mean_S + c) for the c that b stands for; only its value matters
-    at_mean_K = projection.student(moments.mean_S[None])[0]
-    return second.signal(), second.error(projection.projector_KS, None, at_mean_K)
+    """The means of z_i^2 [R] and of the squared error of its prediction [R] over all rows of `moments`, exactly."""
+    second = _CentredMoments.from_moments(moments, projection.mean_Dt, projection.basis_RDt, None)
+    at_mean_R = projection.student(moments.mean_Ds[None])[0]
+    return second.signal(), second.error(projection.projector_RDs, at_mean_R)
 
 
 @dataclass(frozen=True)
-class _Second:
-    """Centred second moments of teacher coordinates and student states, and the mean of the former.
+class _CentredMoments:
+    """Centred second moments of teacher coordinates z and student states, and the mean of z.
 
-    Errors are a centred quadratic form plus the square of a mean: both are sums of like terms, so that means of
-    thousands don't cancel against each other.
+    An error is a centred quadratic form plus the square of a mean. Means of thousands therefore never cancel against
+    each other.
+
+    Attributes:
+        variance_R: [R] of z.
+        cross_RDs: [R, Ds] covariance of z and h_S.
+        student_DsDs: [Ds, Ds] covariance of h_S.
+        mean_R: [R] of z.
     """
 
-    zz_K: torch.Tensor
-    zs_KS: torch.Tensor
-    ss_SS: torch.Tensor
-    mean_K: torch.Tensor
+    variance_R: torch.Tensor
+    cross_RDs: torch.Tensor
+    student_DsDs: torch.Tensor
+    mean_R: torch.Tensor
 
     @staticmethod
     def from_moments(
-        moments: Moments, mean_T: torch.Tensor, basis_KT: torch.Tensor, rotation_SS: torch.Tensor | None
-    ) -> _Second:
-        zs_KS, ss_SS = basis_KT @ moments.sigma_ST.T, moments.sigma_SS
-        if rotation_SS is not None:
-            zs_KS, ss_SS = zs_KS @ rotation_SS, rotation_SS.T @ ss_SS @ rotation_SS
-        zz_K = ((basis_KT @ moments.sigma_TT) * basis_KT).sum(1)
-        return _Second(zz_K, zs_KS, ss_SS, basis_KT @ (moments.mean_T - mean_T))
+        moments: Moments, mean_Dt: torch.Tensor, basis_RDt: torch.Tensor, rotation_DsDs: torch.Tensor | None
+    ) -> _CentredMoments:
+        cross_RDs, student_DsDs = basis_RDt @ moments.sigma_DsDt.T, moments.sigma_DsDs
+        if rotation_DsDs is not None:
+            cross_RDs, student_DsDs = cross_RDs @ rotation_DsDs, rotation_DsDs.T @ student_DsDs @ rotation_DsDs
+        variance_R = ((basis_RDt @ moments.sigma_DtDt) * basis_RDt).sum(1)
+        return _CentredMoments(variance_R, cross_RDs, student_DsDs, basis_RDt @ (moments.mean_Dt - mean_Dt))
 
     def signal(self) -> torch.Tensor:
-        return self.zz_K.clamp_min(0) + self.mean_K.square()
+        return self.variance_R.clamp_min(0) + self.mean_R.square()
 
-    def error(
-        self, projector_KS: torch.Tensor, at_S: torch.Tensor | None, at_mean_K: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[K]; the prediction at the mean student state is given, or is P times `at_S`."""
-        if at_mean_K is None:
-            at_mean_K = projector_KS @ at_S
-        quadratic_K = ((projector_KS @ self.ss_SS) * projector_KS).sum(1)
-        varying_K = self.zz_K - 2 * (projector_KS * self.zs_KS).sum(1) + quadratic_K
-        return varying_K.clamp_min(0) + (at_mean_K - self.mean_K).square()
+    def error(self, projector_RDs: torch.Tensor, at_mean_R: torch.Tensor) -> torch.Tensor:
+        """[R] mean squared error of a prediction whose value at the mean student state is `at_mean_R`."""
+        quadratic_R = ((projector_RDs @ self.student_DsDs) * projector_RDs).sum(1)
+        varying_R = self.variance_R - 2 * (projector_RDs * self.cross_RDs).sum(1) + quadratic_R
+        return varying_R.clamp_min(0) + (at_mean_R - self.mean_R).square()
 
 
 def _check_rows(statistics: PairStatistics) -> None:

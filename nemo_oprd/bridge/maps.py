@@ -1,4 +1,4 @@
-"""A bridge in memory: the maps of every layer pair, and the models and hidden states that they are for."""
+"""A bridge in memory: the maps of every layer pair, and the models and hidden states that they were made for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from nemo_oprd.bridge.covariance import LayerPair
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What of a model must agree for a bridge to fit it. None is not compared.
+    """The properties of a model that must agree with those of the model that a bridge was made for.
 
-    `name` says where the model came from and is for people. `tokenizer` is `Tokenizer.fingerprint()`; `weights` any
-    hash of the weights, useful for the frozen teacher (a student's change as it learns).
+    None stands for unknown and is not compared. `name` says where the model came from; it is for people and is not
+    compared either. `tokenizer` is `Tokenizer.fingerprint()`. `weights` is any hash of the weights; it is useful for a
+    frozen teacher, whereas a student's weights change in training.
     """
 
     model_type: str
@@ -29,7 +30,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class CapturePoint:
-    """Where hidden states were taken: `loss.representation.position` and `.final_norm`."""
+    """The hidden states that were taken: `loss.representation.position` and `loss.representation.final_norm`."""
 
     position: str = "token"
     final_norm: bool = True
@@ -37,10 +38,12 @@ class CapturePoint:
 
 @dataclass(frozen=True)
 class LayerBridge:
-    """The maps of one layer pair: float32 [d_T], [r, d_T], [r, d_S], [r] or None.
+    """The maps of one layer pair, float32.
 
-    At full width the teacher's side is the identity, and mean and basis are None; so is a projector that has yet to be
-    drawn.
+    Attributes:
+        teacher_mean, teacher_basis: [Dt], [R, Dt]; None in a full-width bridge, whose teacher side is the identity.
+        student_projector: [R, Ds]; None in a full-width bridge before the projector is drawn from the seed.
+        student_bias: [R], or None for a bridge without bias.
     """
 
     teacher_mean: torch.Tensor | None = None
@@ -49,7 +52,7 @@ class LayerBridge:
     student_bias: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The ones that are there, by their name in the file."""
+        """The maps that are not None, by their name in the file."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -57,8 +60,8 @@ class LayerBridge:
 class Bridge:
     """A pair of linear maps per supervised layer into one space of `rank` dimensions.
 
-    Layers are named by the student's (a student layer has one teacher layer; a teacher layer may serve several).
-    `report` is what the fit has to say: anything that JSON can hold.
+    A student layer has one teacher layer, so the student layer identifies the pair; a teacher layer may have several
+    student layers. `report` is the report of the fit, made of plain JSON values.
     """
 
     rank: int
@@ -75,29 +78,29 @@ class Bridge:
 
     @property
     def full_width(self) -> bool:
-        """Whether the teacher's states are compared as they are."""
+        """Whether the teacher's hidden states are compared without a projection."""
         return all(maps.teacher_basis is None for maps in self.pairs.values())
 
     def for_layer(self, layer: int) -> LayerBridge:
         """The maps of a student layer."""
         return self.pairs[LayerPair(layer, self.layers[layer])]
 
-    def project_teacher(self, layer: int, teacher_ND: torch.Tensor) -> torch.Tensor:
-        """P_T (h_T - mu_T) for student layer `layer`: [n, d_T] -> [n, r], in float32 or, if given that, float64."""
+    def project_teacher(self, layer: int, teacher_NDt: torch.Tensor) -> torch.Tensor:
+        """P_T (h_T - mu_T) for student layer `layer`: [N, Dt] -> [N, R]; float64 for float64 states, else float32."""
         at = self.for_layer(layer)
-        teacher_ND = _at_least_float32(teacher_ND)
+        teacher_NDt = _at_least_float32(teacher_NDt)
         if at.teacher_mean is None or at.teacher_basis is None:
-            return teacher_ND
-        return (teacher_ND - at.teacher_mean.to(teacher_ND)) @ at.teacher_basis.to(teacher_ND).T
+            return teacher_NDt
+        return (teacher_NDt - at.teacher_mean.to(teacher_NDt)) @ at.teacher_basis.to(teacher_NDt).T
 
-    def project_student(self, layer: int, student_ND: torch.Tensor) -> torch.Tensor:
-        """P_S h_S + b: [n, d_S] -> [n, r], differentiable in h_S; precision as above."""
+    def project_student(self, layer: int, student_NDs: torch.Tensor) -> torch.Tensor:
+        """P_S h_S + b: [N, Ds] -> [N, R], differentiable in h_S, with the dtypes of `project_teacher`."""
         at = self.for_layer(layer)
         assert at.student_projector is not None, "the projector was not drawn yet"
-        return apply_projector(at.student_projector, at.student_bias, student_ND)
+        return apply_projector(at.student_projector, at.student_bias, student_NDs)
 
     def to(self, device: torch.device | str, *, student: bool = True) -> Bridge:
-        """The same bridge with its tensors on `device`; without `student`, only the teacher's side of it."""
+        """The same bridge with its tensors on `device`; without `student`, only the teacher's maps are moved."""
         moved = {
             pair: LayerBridge(
                 **{
@@ -110,7 +113,7 @@ class Bridge:
         return Bridge(self.rank, moved, self.student, self.teacher, self.capture, self.report)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its full name, e.g. to keep them as buffers of a run."""
+        """Every tensor by its name in the file, such as "s2.t3.teacher_basis"."""
         return {
             f"{pair.key}.{name}": value
             for pair, maps in sorted(self.pairs.items())
@@ -118,11 +121,11 @@ class Bridge:
         }
 
 
-def apply_projector(projector: torch.Tensor, bias: torch.Tensor | None, student_ND: torch.Tensor) -> torch.Tensor:
-    """P_S h_S + b: [r, d_S], [r] or None, [n, d_S] -> [n, r]; differentiable in all of them."""
-    student_ND = _at_least_float32(student_ND)
-    projected_NR = student_ND @ projector.to(student_ND).T
-    return projected_NR if bias is None else projected_NR + bias.to(student_ND)
+def apply_projector(projector: torch.Tensor, bias: torch.Tensor | None, student_NDs: torch.Tensor) -> torch.Tensor:
+    """P_S h_S + b from P_S [R, Ds], b [R] or None and h_S [N, Ds]: [N, R], differentiable in all three."""
+    student_NDs = _at_least_float32(student_NDs)
+    projected_NR = student_NDs @ projector.to(student_NDs).T
+    return projected_NR if bias is None else projected_NR + bias.to(student_NDs)
 
 
 def _at_least_float32(states_ND: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Reads a bridge made by the paper's own code (`ps_bank.pt`), and refuses what would mean something else here.
+"""Imports a bridge that the paper's own code made (`ps_bank.pt`); reached by `checkpoint_tools/import_ps_bank.py`.
 
-The file is a pickle; it is opened with `weights_only=True`, which runs no code from it. Layers are 0-based there.
-Hidden states were taken at the response token, the last layer's after the final norm; the student was not centred.
+The file is a pickle. It is opened with `weights_only=True`, which runs no code from it. Its layers count from 0, ours
+from 1. Its hidden states were taken at the response token, those of the last layer after the final norm. The student
+was not centred, so the maps have no bias. Files whose maps are not frozen and linear are refused.
 """
 
 from __future__ import annotations
@@ -15,36 +16,41 @@ from nemo_oprd.bridge.artifact import checked_pairs
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 
-# optional settings of the file, and the only value of each that gives frozen linear maps
-ONLY = {"projector_type": "linear", "subspace_mode": "full"}
+# optional settings of the file, each with the only value that gives frozen linear maps
+REQUIRED_SETTINGS = {"projector_type": "linear", "subspace_mode": "full"}
 
 
 def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdentity) -> Bridge:
-    """The bridge in `path` for these two models; `save_bridge` makes it an artifact.
+    """The bridge in the file `path` for these two models; `save_bridge` writes it as an artifact.
 
-    Expects `rank`, `layer_pairs` (pairs, or {"student_layer", "teacher_layer"}), `state_dict` with
-    "projectors.s{i}_t{j}.weight" [r, d_S], and `frozen_pt_weights` [r, d_T] and `frozen_pt_means` [d_T] by "s{i}_t{j}".
+    The file is expected to hold `rank`, `layer_pairs` (pairs, or {"student_layer", "teacher_layer"}), `state_dict` with
+    "projectors.s{i}_t{j}.weight" [R, Ds], and under the keys "s{i}_t{j}" `frozen_pt_weights` [R, Dt] and
+    `frozen_pt_means` [Dt].
 
     Raises:
-        ValueError: the file holds something else, or maps of other shapes than these models need.
+        ValueError: the file holds something else, or its maps have other shapes than these models need.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; expected the ps_bank.pt of the paper's pre-experiment")
+        raise ValueError(f"{path}: no such file; expected the ps_bank.pt that the paper's code wrote")
     try:
         bank = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever damaged or foreign bytes give
+    except Exception as error:  # damaged bytes make torch.load raise many types
         raise ValueError(
-            f"{path}: not readable as tensors and plain values ({type(error).__name__}); nothing else is unpickled"
+            f"{path}: not readable as tensors and plain values ({type(error).__name__}); expected nothing else in "
+            "the file, because no code from it is run: copy it again, or save it again without other objects"
         ) from error
     needed = ("rank", "layer_pairs", "state_dict", "frozen_pt_weights", "frozen_pt_means")
     missing = [key for key in needed if not isinstance(bank, dict) or key not in bank]
     if missing:
-        raise ValueError(f"{path}: {missing} are missing; expected a ps_bank.pt with {list(needed)}")
-    for key, only in ONLY.items():
+        raise ValueError(
+            f"{path}: {missing} are missing; expected a ps_bank.pt with {list(needed)}: name the right file"
+        )
+    for key, only in REQUIRED_SETTINGS.items():
         if bank.get(key, only) != only:
             raise ValueError(
-                f"{path}: {key}={bank[key]!r}, only {only!r} can be imported: the others are not frozen linear maps"
+                f"{path}: {key}={bank[key]!r}, expected {only!r}: other values do not stand for frozen linear maps and "
+                "cannot be imported; make the bridge with fit-bridge"
             )
     tensors: dict[str, Any] = {}
     pairs = []
@@ -59,17 +65,19 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
         ):
             value = bank[group].get(key)
             if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{path}: {group}[{key!r}] is {type(value).__name__}, expected a tensor")
+                raise ValueError(
+                    f"{path}: {group}[{key!r}] is {type(value).__name__}, expected a tensor; copy the file again"
+                )
             tensors[f"{pair.key}.{name}"] = value
     used = {f"projectors.s{s - 1}_t{t - 1}.weight" for s, t in pairs}
     if unused := sorted(set(bank["state_dict"]) - used):
         raise ValueError(
-            f"{path}: state_dict has {unused[:4]}, which no layer pair uses; a bias or a projector of several layers "
-            "can't be imported"
+            f"{path}: state_dict has {unused[:4]}, which no layer pair uses; expected one weight per layer pair: a "
+            "bias or a projector of several layers cannot be imported, make the bridge with fit-bridge"
         )
     rank = bank["rank"]
     if type(rank) is not int:
-        raise ValueError(f"{path}: rank is {rank!r}, expected an integer")
+        raise ValueError(f"{path}: rank is {rank!r}, expected an integer; correct the file")
     maps = checked_pairs(tensors, pairs, rank, student, teacher, str(path))
     return Bridge(rank, maps, student, teacher, CapturePoint("token", True), {"imported_from": path.name})
 
@@ -77,5 +85,5 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
 def _zero_based(entry: Any, path: Path) -> tuple[int, int]:
     values = (entry.get("student_layer"), entry.get("teacher_layer")) if isinstance(entry, dict) else tuple(entry)
     if len(values) != 2 or not all(type(value) is int for value in values):
-        raise ValueError(f"{path}: layer pair {entry!r}, expected two layer numbers")
+        raise ValueError(f"{path}: layer pair {entry!r}, expected two layer numbers such as (0, 2); correct the file")
     return values

@@ -1,13 +1,12 @@
-"""Which responses belong to which part of the data, and a bounded sample of rows that no layout can change.
+"""The split of the responses into parts, and a bounded sample of rows; both are the same at every layout.
 
-Both are decided by a hash of (seed, response, token), never by a random number generator: whoever holds a row, whenever
-it arrives, the decision about it is the same.
+A hash of (seed, response, token) decides, not a random number generator: the decision about a row depends neither on
+the rank that holds the row nor on the order in which rows arrive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 TRAIN, SELECTION, TEST = 0, 1, 2
 PARTS = ("training", "selection", "test")
-# rows per layer pair; the paper's number
+# sampled rows per layer pair: the paper's number
 RESERVOIR_ROWS = 16384
 
 _PART_SALT, _ROW_SALT = 1, 2
@@ -37,22 +36,22 @@ def hash_ids(seed: int, *ids_N: np.ndarray) -> np.ndarray:
 def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> dict[int, int]:
     """Response id -> TRAIN, SELECTION or TEST.
 
-    Responses are ordered by a hash of (seed, id); the first `held_out` of them, rounded, at least one, are the test
-    part, as many after them the selection part, the rest is for training. Whole responses, because the tokens of one
-    are far from independent; exact fractions, because a few dozen responses may be all there is.
+    Responses are ordered by a hash of (seed, id). The first `held_out` of them (rounded, at least one) are the test
+    part, the next as many are the selection part, and the rest is for training. Responses are not divided, because
+    their tokens are far from independent. The fractions are exact, because a few dozen responses may be all there is.
 
     Args:
-        responses: distinct ids of the responses that have rows; any order.
+        responses: distinct ids of the responses that have rows, in any order.
         held_out: `bridge.held_out`.
 
     Raises:
-        ValueError: `held_out` outside (0, 0.5), repeated ids, or fewer than three responses.
+        ValueError: `held_out` is outside (0, 0.5), an id is repeated, or there are fewer than three responses.
     """
     ids_B = np.fromiter(responses, dtype=np.int64)
     if not 0 < held_out < 0.5:
         raise ValueError(
-            f"bridge.held_out={held_out}: expected a number in (0, 0.5); this fraction goes to the test part "
-            "and the same again to the selection part"
+            f"bridge.held_out={held_out}: expected a number in (0, 0.5), the share of the responses in the test part "
+            "and again in the selection part; change it"
         )
     if len(np.unique(ids_B)) != len(ids_B):
         raise ValueError(
@@ -60,8 +59,8 @@ def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> di
         )
     if len(ids_B) < 3:
         raise ValueError(
-            f"{len(ids_B)} response(s) with supervised tokens: a bridge needs at least 3, one each to train, to select "
-            "the regulariser and to test; use more rollouts"
+            f"{len(ids_B)} response(s) with supervised tokens: expected at least 3, one each to train, to select the "
+            "penalty and to test; use more rollouts"
         )
     hash_B = hash_ids(seed, np.full_like(ids_B, _PART_SALT), ids_B)
     ordered_B = ids_B[np.lexsort((ids_B, hash_B))]
@@ -71,7 +70,7 @@ def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> di
 
 
 def communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors must be for a collective of `group`."""
+    """The device that a collective of `group` needs its tensors on."""
     return (
         torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
     )
@@ -80,23 +79,15 @@ def communication_device(group: dist.ProcessGroup | None) -> torch.device:
 class Reservoir:
     """The rows with the smallest hash of (seed, response, token), at most `capacity` of them.
 
-    A uniform sample without replacement that depends only on which rows exist: any split over ranks, any order of
-    arrival and any number of interruptions end in the same rows. Rows are kept on the CPU in `dtype`; float32 holds
-    bf16 states exactly. Memory: capacity * (d_T + d_S) numbers.
+    This is a uniform sample without replacement that depends only on which rows exist: any split over ranks and any
+    order of arrival give the same rows. Rows are kept on the CPU in float32, which holds bf16 states exactly. Memory:
+    capacity * (Dt + Ds) numbers.
     """
 
-    def __init__(
-        self,
-        teacher_width: int,
-        student_width: int,
-        capacity: int = RESERVOIR_ROWS,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, teacher_width: int, student_width: int, capacity: int = RESERVOIR_ROWS, seed: int = 0) -> None:
         self.capacity, self.seed = capacity, seed
-        self._rows = {"teacher": torch.zeros(0, teacher_width, dtype=dtype)}
-        self._rows["student"] = torch.zeros(0, student_width, dtype=dtype)
-        # hash, response, token, part of the row in each slot; slots are in no order
+        self._rows = {"teacher": torch.zeros(0, teacher_width), "student": torch.zeros(0, student_width)}
+        # hash, response, token and part of the row in each slot; slots are in no order
         self._keys_4N = np.zeros((4, 0), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -104,28 +95,28 @@ class Reservoir:
 
     def update(
         self,
-        teacher_ND: torch.Tensor,
-        student_ND: torch.Tensor,
+        teacher_NDt: torch.Tensor,
+        student_NDs: torch.Tensor,
         response_N: np.ndarray,
         token_N: np.ndarray,
         part_N: np.ndarray,
     ) -> None:
-        """Offers N rows; only those that enter are copied.
+        """Offers N rows, [N, Dt] and [N, Ds]; only those that enter the sample are copied.
 
         Raises:
-            ValueError: a row (response, token) that is here already.
+            ValueError: a row (response, token) is in the sample already.
         """
         salt_N = np.full(len(response_N), _ROW_SALT)
         hash_N = hash_ids(self.seed, salt_N, response_N, token_N).view(np.int64)
         new_4N = np.stack([hash_N, response_N, token_N, part_N]).astype(np.int64)
-        held = len(self)
+        stored = len(self)
         keep = _smallest(np.concatenate([self._keys_4N, new_4N], axis=1), self.capacity)
-        entering = np.sort(keep[keep >= held] - held)
-        # the first free slots: those past the end while there is room, then those of rows that leave
-        slots = np.setdiff1d(np.arange(min(self.capacity, held + len(entering))), keep[keep < held])
+        entering = np.sort(keep[keep >= stored] - stored)
+        # the first free slots: those past the end while there is room, then those of the rows that leave
+        slots = np.setdiff1d(np.arange(min(self.capacity, stored + len(entering))), keep[keep < stored])
         self._grow(len(keep))
         self._keys_4N[:, slots] = new_4N[:, entering]
-        for side, rows_ND in (("teacher", teacher_ND), ("student", student_ND)):
+        for side, rows_ND in (("teacher", teacher_NDt), ("student", student_NDs)):
             index = torch.from_numpy(entering).to(rows_ND.device)
             stored_ND = self._rows[side]
             stored_ND[torch.from_numpy(slots)] = rows_ND.detach()[index].to(stored_ND)
@@ -137,34 +128,30 @@ class Reservoir:
             for side, rows_ND in self._rows.items():
                 self._rows[side] = torch.cat([rows_ND, rows_ND.new_zeros(missing, rows_ND.shape[1])])
 
-    def merge(self, other: Reservoir) -> None:
-        """Offers all rows of `other`, a sample with the same seed and capacity."""
-        self.update(*other.rows(), *other.ids())
-
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Makes every rank of `group` hold the sample of all their rows.
+        """Gives every rank of `group` the sample of the rows of all ranks.
 
-        What is sent does not grow with the data: an all-gather of 4 * capacity integers per rank says who holds which
-        of the chosen rows, then each rank puts its own into a [capacity, d] buffer of zeros and the buffers are summed,
-        which is exact.
+        The traffic does not grow with the data: an all-gather of 5 * capacity integers per rank says which rank holds
+        which of the chosen rows. Each rank then copies its chosen rows into a [C, D] buffer of zeros, and the buffers
+        are summed, which is exact.
 
         Raises:
             ValueError: two ranks were fed the same row (tensor-parallel copies: feed each row on one rank only).
         """
         device = communication_device(group)
-        ranks, me = dist.get_world_size(group), dist.get_rank(group)
-        mine_5C = torch.zeros(5, self.capacity, dtype=torch.int64)
-        mine_5C[:4, : len(self)] = torch.from_numpy(self._keys_4N)
-        mine_5C[4, : len(self)] = 1
-        gathered = [torch.empty_like(mine_5C, device=device) for _ in range(ranks)]
-        dist.all_gather(gathered, mine_5C.to(device), group=group)
+        ranks, own_rank = dist.get_world_size(group), dist.get_rank(group)
+        own_5C = torch.zeros(5, self.capacity, dtype=torch.int64)
+        own_5C[:4, : len(self)] = torch.from_numpy(self._keys_4N)
+        own_5C[4, : len(self)] = 1  # marks a used slot
+        gathered = [torch.empty_like(own_5C, device=device) for _ in range(ranks)]
+        dist.all_gather(gathered, own_5C.to(device), group=group)
         all_5N = torch.cat(gathered, dim=1).cpu().numpy()
         used = np.flatnonzero(all_5N[4])
         keep = used[_smallest(all_5N[:4, used], self.capacity)]
-        here = np.flatnonzero(keep // self.capacity == me)
+        own = np.flatnonzero(keep // self.capacity == own_rank)
         for side, rows_ND in self._rows.items():
             merged_ND = torch.zeros(len(keep), rows_ND.shape[1], dtype=rows_ND.dtype)
-            merged_ND[torch.from_numpy(here)] = rows_ND[torch.from_numpy(keep[here] % self.capacity)]
+            merged_ND[torch.from_numpy(own)] = rows_ND[torch.from_numpy(keep[own] % self.capacity)]
             merged_ND = merged_ND.to(device)
             if len(keep):
                 dist.all_reduce(merged_ND, group=group)
@@ -172,40 +159,20 @@ class Reservoir:
         self._keys_4N = all_5N[:4, keep]
 
     def rows(self, part: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Teacher [n, d_T] and student [n, d_S] rows of one part (None: of all), in ascending order of their hash."""
+        """Teacher [N, Dt] and student [N, Ds] rows of one part (None: of all parts), in ascending order of hash."""
         order = _smallest(self._keys_4N, len(self))
         if part is not None:
             order = order[self._keys_4N[3, order] == part]
         index = torch.from_numpy(order)
         return self._rows["teacher"][index], self._rows["student"][index]
 
-    def ids(self) -> np.ndarray:
-        """(response, token, part) [3, n] of the rows, in the order of `rows()`."""
-        return self._keys_4N[1:, _smallest(self._keys_4N, len(self))]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on; tensors and integers only."""
-        return {
-            "keys": torch.from_numpy(self._keys_4N.copy()),
-            "seed": self.seed,
-            "capacity": self.capacity,
-            **{side: rows_ND.clone() for side, rows_ND in self._rows.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where the state was made with another seed or capacity: it would mix two samples."""
-        for name in ("seed", "capacity"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"saved statistics have reservoir {name}={state[name]}, this run has {getattr(self, name)}; "
-                    "resume with the same value or start the statistics again"
-                )
-        self._keys_4N = state["keys"].numpy().copy()
-        self._rows = {side: state[side].to(self._rows[side].dtype).clone() for side in self._rows}
-
 
 def _smallest(keys_4N: np.ndarray, count: int) -> np.ndarray:
-    """Columns with the `count` smallest (hash, response, token), ascending by them."""
+    """The columns with the `count` smallest (hash, response, token), in ascending order.
+
+    Raises:
+        ValueError: two columns are the same row.
+    """
     hash_N = np.ascontiguousarray(keys_4N[0]).view(np.uint64)
     order = np.lexsort((keys_4N[2], keys_4N[1], hash_N))
     ordered_3N = keys_4N[:3, order]
@@ -213,8 +180,7 @@ def _smallest(keys_4N: np.ndarray, count: int) -> np.ndarray:
     if len(same):
         _, response, token = ordered_3N[:, same[0]].tolist()
         raise ValueError(
-            f"row (response {response}, token {token}) was fed more than once; expected every row once: under plain "
-            "tensor parallelism only one of the ranks that hold a row feeds it, and a resumed pass skips the responses "
-            "that it has seen"
+            f"row (response {response}, token {token}) was fed more than once; expected every row once: where "
+            "several ranks hold copies of a row, let only one of them feed it"
         )
     return order[:count]

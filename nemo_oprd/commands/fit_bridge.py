@@ -1,293 +1,182 @@
-"""`fit-bridge`: stage 1 of OPRD-Bridge. The student's rollouts, one pass of both models over them, a closed form.
+"""`fit-bridge`: stage 1 of OPRD-Bridge. Both models run over the student's rollouts once; a fit gives the projectors.
 
-Both models keep their own layouts, but for the student's sequence parallelism, which is for training. Teacher states
-travel to the student rank that has the same rows, which adds both to running moments in float64; nothing grows with the
-number of tokens. A stage's layer pairs are shared out over its tensor ranks, which all have all rows. At the end the
-moments are summed over data and context parallel ranks, on which different pairs are then fitted.
+Both models keep their own layouts, except that the student's sequence parallelism, which only training needs, is off.
+The teacher's hidden states travel to the student rank that has the same rows. That rank adds the states of both models
+to running float64 moments, whose size does not depend on the number of tokens. All tensor ranks of a pipeline stage
+have all rows, so the stage's layer pairs are divided among them. At the end the moments are summed over data and
+context parallel ranks, and the pairs are divided among those ranks for the fit (`bridge.build.build_bridge`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import MANIFEST, TENSORS, save_bridge
-from nemo_oprd.bridge.build import finish_pair
+from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
-from nemo_oprd.bridge.fit import fit_ridge
-from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
-from nemo_oprd.bridge.rank import choose_rank, crossing_rank, normalized_curve, optimal_rank
+from nemo_oprd.bridge.maps import Bridge, CapturePoint
 from nemo_oprd.bridge.sampling import assign_parts
-from nemo_oprd.checkpointing.directory import write_atomically
+from nemo_oprd.commands.fit_bridge_rollouts import DIRECTORY, RecordedRollouts, SampledRollouts, rollout_source
 from nemo_oprd.config.schema import Config
-from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.distillation.gradient_injection import row_chunks
-from nemo_oprd.distillation.objective import Objective, model_identity
-from nemo_oprd.distillation.step import System
-from nemo_oprd.evaluation.sample import TRAINING_STREAM
+from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.objective import model_identity
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
-from nemo_oprd.models import read_model_spec
-from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.megatron_engine import MegatronEngine
-from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.setup.data import check_teacher_prompts, encode_prompts, make_teacher_inputs, recorded_rollouts
-from nemo_oprd.setup.models import check_vocabulary, make_plan, make_system, model_directory
-from nemo_oprd.tokenization.tokenizer import Tokenizer
+from nemo_oprd.setup.models import RunFiles, build_models, make_plan
 
-OURS = {TENSORS, MANIFEST, "rollouts"}
+# what a directory may hold that fit-bridge writes to
+BRIDGE_FILES = {TENSORS, MANIFEST, DIRECTORY}
+RolloutSource = RecordedRollouts | SampledRollouts
+Say = Callable[[str], None]
 
 
 def fit_bridge(config: Config) -> None:
     """Writes the bridge between `config.student` and `config.teacher` into the directory `config.output`.
 
-    The rollouts are sampled from `data.train`, or recorded ones (`rollout.replay`). Sampled ones are kept in
-    `output/rollouts`: started again, the command takes up those that are there.
+    The rollouts are sampled from `data.train`, or recorded ones (`rollout.replay`). Sampled rollouts are kept in
+    `output/rollouts`; when the command is started again, it reads them instead of sampling them again.
 
     Raises:
-        ValueError: bad configuration, models or data, states that are not finite, fewer rows than the rank needs.
-        Stopped: the process was asked to stop by a signal; the same command goes on with the rollouts that are there.
+        ValueError: the configuration, a model or the data are wrong, hidden states are not finite, or there are fewer
+            rows than the rank needs.
+        Stopped: a signal asked the process to stop; the same command resumes with the rollouts that were kept.
     """
     output = Path(config.output)
-    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= OURS):
-        raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
-    check_output(output)
-    if config.teachers or config.teacher.weights != "own":
-        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
-        raise ValueError(f"fit-bridge with {given}: a bridge is to one model; expected one: name it in teacher.hf_path")
-    config = _with_whole_rows(config)
-    source = _Rollouts(config)
-    plan = make_plan(config, fitting=True)
-    narrow = min(plan.objective.student.hidden_size, plan.objective.teacher.hidden_size)
-    if config.bridge.rank != "auto" and config.bridge.rank > narrow:
+    _check_request(config, output)
+    config = _without_sequence_parallelism(config)
+    files = RunFiles(config)
+    source = rollout_source(config, files)
+    plan = make_plan(config, files, fitting=True)
+    narrower = min(files.student.spec.hidden_size, files.teachers[0].spec.hidden_size)
+    if config.bridge.rank != "auto" and config.bridge.rank > narrower:
         raise ValueError(
-            f"bridge.rank={config.bridge.rank}: expected at most {narrow}, the narrower model's width; lower it"
+            f"bridge.rank={config.bridge.rank}: expected at most {narrower}, the narrower model's width; lower it"
         )
-    system = make_system(config, plan, trainable=False)
-    say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
+    models = build_models(config, plan, trainable=False)
+    say: Say = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
     with Signals() as signals:
-        statistics = _collect(config, system, source, signals, say)
-        # a signal from here on finds little left to do: the fit ends, and is written
-        tokenizers = source.fingerprint, source.teacher_fingerprint
-        bridge = _fit(config, system, statistics, tokenizers, say)
-        if bridge is not None:
+        statistics = _collect_statistics(config, models, source, signals, say)
+        # a signal that arrives from here on is ignored: the remaining work is short
+        bridge = _fit(config, models, statistics, source, say)
+        if dist.get_rank() == 0:
+            say(_rank_table(bridge.report["layers"]))
             save_bridge(bridge, output)
             say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
         dist.barrier()
 
 
-def _with_whole_rows(config: Config) -> Config:
-    """Without the student's sequence parallelism: a tensor rank then has all rows, and needs moments of few layers."""
+def _check_request(config: Config, output: Path) -> None:
+    """Raises ValueError where `output` holds something else or the configuration has no single teacher."""
+    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= BRIDGE_FILES):
+        raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
+    check_output(output)
+    if config.teachers or config.teacher.weights != "own":
+        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
+        raise ValueError(
+            f"fit-bridge with {given}: a bridge belongs to one teacher; expected one: name it in teacher.hf_path"
+        )
+
+
+def _without_sequence_parallelism(config: Config) -> Config:
+    """Every tensor rank of the student then has all rows, and the layer pairs can be divided among tensor ranks."""
     student = config.student
     return replace(config, student=replace(student, parallel=replace(student.parallel, sequence=False)))
 
 
-class _Rollouts:
-    """Batches of rollouts: recorded ones in one file, or sampled step by step."""
+def _collect_statistics(
+    config: Config, models: Models, source: RolloutSource, signals: Signals, say: Say
+) -> list[PairStatistics]:
+    """Runs both models over all rollouts once.
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.source = config, model_directory(config.student)
-        self.spec = read_model_spec(self.source)
-        self.recorded = recorded_rollouts(config)
-        # of the tokenizers, which recorded rollouts don't need
-        self.fingerprint: str | None = None
-        self.teacher_fingerprint: str | None = None
-        if self.recorded is not None:
-            self.count = len(self.recorded)
-            return
-        if config.data.train is None:
-            raise ValueError(
-                "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
-            )
-        self.tokenizer = Tokenizer.load(self.source)
-        self.fingerprint = self.tokenizer.fingerprint()
-        check_vocabulary(self.tokenizer, self.spec, self.source)
-        self.reader = make_teacher_inputs(config, self.tokenizer)[0]
-        self.teacher_fingerprint = self.fingerprint if self.reader is None else self.reader.teacher.fingerprint()
-        self.prompts = encode_prompts(config, self.tokenizer, self.spec.max_positions)
-        check_teacher_prompts(config, [self.reader], self.prompts)
-        self.count = config.bridge.prompts * config.rollout.per_prompt
-
-    def batches(self, system: System) -> Iterator[list[Rollout]]:
-        """All of them, `train.prompts_per_step` prompts at a time; the same on every rank."""
-        size = self.config.train.prompts_per_step * self.config.rollout.per_prompt
-        if self.recorded is not None:
-            yield from (self.recorded[start : start + size] for start in range(0, self.count, size))
-            return
-        layout = system.student.role.layout
-        engine = MegatronEngine(self.config, self.spec, layout, self.tokenizer.eos_ids, system.objective.vocab_limit)
-        self._claim_directory()
-        loaded = False
-        for step, start in enumerate(range(0, self.count, size)):
-            file = Path(self.config.output) / "rollouts" / f"step_{step + 1:07d}.jsonl"
-            requests = self._requests(start, min(size, self.count - start))
-            kept = _kept(file, requests, self.spec.vocab_size)
-            if kept is None:
-                if not loaded:
-                    engine.update_weights(system.student)
-                    loaded = True
-                rollout = self.config.rollout
-                key = (self.config.seed, TRAINING_STREAM, step)
-                kept = engine.generate(
-                    requests, SamplingParams(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
-                )
-                if dist.get_rank() == 0:
-                    write_rollouts(file, kept)
-            yield kept if self.reader is None else self.reader.read(kept, requests)
-
-    def _claim_directory(self) -> None:
-        """Says in `rollouts/about.json` of what the rollouts there are; what is there of something else is refused."""
-        file, settings = Path(self.config.output) / "rollouts" / "about.json", self.config.rollout
-        about = {
-            "student": str(self.source),
-            "precision": self.config.precision,
-            "seed": self.config.seed,
-            "per_prompt": settings.per_prompt,
-            "sampling": [settings.temperature, settings.top_p, settings.max_new_tokens],
-        }
-        problem: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if file.exists() and json.loads(file.read_text()) != about:
-                problem[0] = (
-                    f"{file.parent} holds rollouts of {file.read_text().strip()}, this run's are of "
-                    f"{json.dumps(about)}; remove that directory, or choose another output"
-                )
-            else:
-                write_atomically(file, json.dumps(about) + "\n")
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise ValueError(problem[0])
-
-    def _requests(self, start: int, count: int) -> list[Request]:
-        per_prompt = self.config.rollout.per_prompt
-        chosen = prompt_order(len(self.prompts), self.config.seed, start // per_prompt, count // per_prompt)
-        return [self.prompts[index] for index in chosen for _ in range(per_prompt)]
-
-
-def _kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
-    """The rollouts that an interrupted fit had sampled; the same answer on every rank."""
-    answer: list[list[Rollout] | None] = [None]
-    if dist.get_rank() == 0 and file.is_file():
-        rollouts = read_rollouts(file, vocab_size)
-        if [r.prompt_ids for r in rollouts] == [request.prompt_ids for request in requests]:
-            answer[0] = rollouts
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
-
-
-def _collect(
-    config: Config, system: System, source: _Rollouts, signals: Signals, say: Callable[[str], None]
-) -> dict[int, PairStatistics]:
-    """One pass; student layer -> statistics of all rows, on the tensor rank that has this layer's."""
+    Returns:
+        The statistics of all rows, for the layer pairs that this rank collects (the same on its data and context
+        parallel peers).
+    """
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
-    student, objective = system.student, system.objective
-    at, statistics, first, rows = student.role.coords, dict[int, PairStatistics](), 0, 0
-    if at is not None:
-        layout = student.role.layout
-        owned = layout.owned_layers(at.pipeline, objective.student.num_layers)
-        for layer in [layer for layer in owned if layer in objective.layers][at.tensor :: layout.tensor]:
-            pair = LayerPair(layer, objective.layers[layer])
-            widths = objective.teacher.hidden_size, objective.student.hidden_size
-            statistics[layer] = PairStatistics(pair, *widths, seed=config.seed, device=device())
-    for rollouts in source.batches(system):
-        plan = system.plan(rollouts)
-        for wave in plan.microbatch_groups(config.teacher.resident_microbatches):
-            targets, held = system.teach(rollouts, wave).get(0), wave.hidden
-            states = student.hidden_states(rollouts, held)
-            if at is None or targets is None:
+    student, objective = models.student, models.objective_of(None)
+    coords, statistics, first, rows = student.role.coords, _empty_statistics(config, models), 0, 0
+    for rollouts in source.batches(models):
+        batch = models.batch(rollouts, objective)
+        for group in batch.groups:
+            targets, hidden_plan = models.targets(batch, group).get(0), group.hidden
+            states = student.hidden_states(rollouts, hidden_plan)
+            if coords is None or targets is None:
                 continue
-            row = np.concatenate([microbatch.row for microbatch in held.local_rows(at)])
-            response = held.table.response[row] + first
-            part = np.array([parts[i] for i in response.tolist()], dtype=np.int64)
-            for layer, stats in statistics.items():
-                for rows_at in row_chunks(len(row)):  # float64 copies of a part at a time
-                    here = targets.hidden[layer][rows_at], states[layer][rows_at]
-                    stats.update(*here, response[rows_at], held.table.token[row][rows_at], part[rows_at])
+            row_N = np.concatenate([microbatch.row for microbatch in hidden_plan.local_rows(coords)])
+            response_N, token_N = hidden_plan.table.response[row_N] + first, hidden_plan.table.token[row_N]
+            part_N = np.array([parts[response] for response in response_N.tolist()], dtype=np.int64)
+            for stats in statistics:
+                teacher_NDt, student_NDs = targets.hidden[stats.pair.student], states[stats.pair.student]
+                for chunk in row_chunks(len(row_N)):  # bounds the float64 copies
+                    stats.update(
+                        teacher_NDt[chunk], student_NDs[chunk], response_N[chunk], token_N[chunk], part_N[chunk]
+                    )
         first += len(rollouts)
-        rows += len(plan.hidden.table)
+        rows += len(batch.plan.hidden.table)
         say(f"{first}/{source.count} responses, {rows} rows")
         (stop,) = agree(device(), signals.received is not None)
         if stop and first < source.count:
             raise Stopped(
                 f"stopped by {signals.received or 'a signal to another rank'} after {first} of {source.count} "
-                "responses; the same command goes on with those that it sampled"
+                "responses; the same command resumes with the sampled rollouts"
             )
-    for stats in statistics.values():
+    for stats in statistics:
         stats.all_reduce(student.role.member_groups.dp_cp)
     return statistics
 
 
-def _fit(
-    config: Config,
-    system: System,
-    statistics: dict[int, PairStatistics],
-    tokenizers: tuple[str | None, str | None],
-    say: Callable[[str], None],
-) -> Bridge | None:
-    """The bridge on rank 0; each rank fits some of the layer pairs that it has statistics of."""
-    settings, role, objective = config.bridge, system.student.role, system.objective
-    group = role.member_groups.dp_cp if role.is_member else None
-    mine = list(statistics.values())[dist.get_rank(group) :: dist.get_world_size(group)] if role.is_member else []
-    ridge = [fit_ridge(stats, center_student=settings.center_student) for stats in mine]
-    curves = {fit.pair: normalized_curve(fit).cpu() for fit in ridge}
-    everywhere: dict[LayerPair, torch.Tensor] = {}
-    for part in _everyone(curves):
-        everywhere.update(part)
-    ordered = [everywhere[pair] for pair in sorted(everywhere)]
-    rank = choose_rank(ordered) if settings.rank == "auto" else settings.rank
-    pairs: dict[LayerPair, LayerBridge] = {}
-    layers: dict[str, Any] = {}
-    for stats, fit in zip(mine, ridge, strict=True):
-        fit.check_rank(rank)
-        pairs[stats.pair], layers[stats.pair.key] = finish_pair(
-            stats, fit, rank, fit=settings.fit, seed=config.seed, say=say
-        )
-        layers[stats.pair.key] |= {"optimal_rank": optimal_rank(fit), "crossing_rank": crossing_rank(fit)}
-    for other_pairs, other_layers in _everyone((pairs, layers)):
-        pairs.update(other_pairs)
-        layers.update(other_layers)
-    if dist.get_rank() != 0:
-        return None
-    layers = {pair.key: layers[pair.key] for pair in sorted(pairs)}
-    say(_table(layers))
-    report = {
-        "fit": settings.fit,
-        "center_student": settings.center_student,
-        "rank_asked_for": settings.rank,
-        "layers": layers,
-    }
-    student, teacher = _identities(config, objective, *tokenizers)
-    capture = CapturePoint(objective.position, objective.final_norm)
-    return Bridge(rank, dict(sorted(pairs.items())), student, teacher, capture, report)
+def _empty_statistics(config: Config, models: Models) -> list[PairStatistics]:
+    """The layer pairs that this rank collects: its share of those of its pipeline stage."""
+    role, student, match = models.student.role, models.student.spec, models.objective.teachers[0]
+    if role.coords is None:
+        return []
+    owned = role.layout.owned_layers(role.coords.pipeline, student.num_layers)
+    supervised = [layer for layer in owned if layer in match.layers]
+    widths = match.spec.hidden_size, student.hidden_size
+    return [
+        PairStatistics(LayerPair(layer, match.layers[layer]), *widths, seed=config.seed, device=device())
+        for layer in supervised[role.coords.tensor :: role.layout.tensor]
+    ]
 
 
-def _everyone(mine: Any) -> list[Any]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    return parts
-
-
-def _identities(
-    config: Config, objective: Objective, of_student: str | None, of_teacher: str | None
-) -> tuple[ModelIdentity, ModelIdentity]:
-    student, teacher = config.student, config.teacher
-    return (
-        model_identity(objective.student, student.path, of_student),
-        model_identity(objective.teacher, teacher.path, of_teacher),
+def _fit(config: Config, models: Models, statistics: list[PairStatistics], source: RolloutSource, say: Say) -> Bridge:
+    """Divides this rank's pairs among its data and context parallel peers and fits them; the same on every rank."""
+    settings, role, objective = config.bridge, models.student.role, models.objective
+    own: list[PairStatistics] = []
+    if role.is_member:
+        peers = role.member_groups.dp_cp
+        own = statistics[dist.get_rank(peers) :: dist.get_world_size(peers)]
+    return build_bridge(
+        own,
+        model_identity(objective.student, config.student.path, source.student_tokenizer),
+        model_identity(objective.teachers[0].spec, config.teacher.path, source.teacher_tokenizer),
+        CapturePoint(objective.position, objective.final_norm),
+        rank=settings.rank,
+        fit=settings.fit,
+        center_student=settings.center_student,
+        baselines=settings.baselines,
+        seed=config.seed,
+        gather=_all_gather,
+        say=say,
     )
 
 
-def _table(layers: dict[str, Any]) -> str:
+def _all_gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _rank_table(layers: dict[str, Any]) -> str:
+    """One line per layer pair: the ranks that the pair alone would choose, and its cosine at the chosen rank."""
     lines = ["pair        r*  crossing  held-out cosine"]
     for key, report in layers.items():
         cosine = report["held_out_cosine"]

@@ -214,7 +214,7 @@ class BridgeConfig:
     the student, who is then compared with the teacher's whole states (`train: true`). See docs/bridge.md.
 
     The others are for fit-bridge: `prompts` are sampled (each `rollout.per_prompt` times), of whose responses
-    `held_out` is kept for testing and as much for choices.
+    `held_out` is kept for testing and as much for choices. `baselines` adds the baselines to the report in bridge.json.
     """
 
     path: str = "none"
@@ -224,6 +224,7 @@ class BridgeConfig:
     center_student: bool = False
     held_out: float = 0.1
     prompts: int = 512
+    baselines: bool = False
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pool import Pools
 
 from nemo_oprd.bridge.sampling import assign_parts
 
-EXACT = {"ids", "teacher rows", "student rows"}
+EXACT = {"teacher rows", "student rows"}
 
 
 def check(result: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -34,14 +34,14 @@ ONE = {capacity: summary(collect("one rank has nothing", capacity, 0, 1)) for ca
 
 
 def test_one_process_is_numpy() -> None:
-    teacher_NT, student_NS, response_N, _ = all_rows()
+    teacher_NDt, student_NDs, response_N, _ = all_rows()
     part = assign_parts(range(30), 0.1)
     part_N = np.array([part[r] for r in response_N.tolist()])
     for p in range(3):
-        t, s = (side.double().numpy()[part_N == p] for side in (teacher_NT, student_NS))
+        t, s = (side.double().numpy()[part_N == p] for side in (teacher_NDt, student_NDs))
         expected = (s - s.mean(0)).T @ (t - t.mean(0))
-        np.testing.assert_allclose(ONE[50][f"{p}.scatter_ST"], expected, atol=1e-9 * np.abs(expected).max())
-        np.testing.assert_allclose(ONE[50][f"{p}.mean_T"], t.mean(0), rtol=1e-14)
+        np.testing.assert_allclose(ONE[50][f"{p}.scatter_DsDt"], expected, atol=1e-9 * np.abs(expected).max())
+        np.testing.assert_allclose(ONE[50][f"{p}.mean_Dt"], t.mean(0), rtol=1e-14)
 
 
 def test_copies_fed_by_two_ranks_are_noticed(pools: Pools) -> None:

@@ -1,10 +1,13 @@
-"""`fit-bridge` under different layouts of both models: its tensors against numpy and plain Hugging Face models, and the
-bridge it makes used by `verify`."""
+"""`fit-bridge` at different layouts of both models.
+
+Its tensors are compared with numpy and plain Hugging Face models, and `verify` uses the bridge that it writes.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,8 @@ from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.sampling import TRAIN, assign_parts
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.rollout.replay import write_rollouts
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.toy.task import write_tokenizer
 from nemo_oprd.verification.reference import agreement, reference
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -108,12 +112,12 @@ def test_tensors(
         statistics.update(teacher, student, response, token, part)
         expected = fit_ridge(statistics, center_student=True).bridge(RANK)
         for name, value in expected.tensors().items():
-            # states in fp32 against float64, and a regression that is little regularised
+            # fp32 states against float64 ones, and a regression with small penalties
             torch.testing.assert_close(tensors[f"{key}.{name}"], value, rtol=1e-2, atol=1e-3, msg=f"{key}.{name}")
 
 
 def test_pairs_of_ones_own(pools: Pools, tmp_path: Path, rollouts: Path) -> None:
-    """Fitted and used between other layers than the paper's rule gives; another map than the bridge's is refused."""
+    """A bridge between layers that the paper's rule does not pair; a run with another layer map is refused."""
     base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
     bridge, chosen = (
         tmp_path / "bridge",
@@ -136,7 +140,7 @@ def test_pairs_of_ones_own(pools: Pools, tmp_path: Path, rollouts: Path) -> None
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_bridge_is_used(pools: Pools, tmp_path: Path, rollouts: Path, ranks: int) -> None:
-    """`verify` with it: losses and gradients equal the plain computation with the same tensors."""
+    """Losses and gradients of `verify` equal the plain computation with the same tensors."""
     base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
     bridge = tmp_path / "bridge"
     pools[ranks].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={bridge}"])
@@ -152,6 +156,35 @@ def test_the_bridge_is_used(pools: Pools, tmp_path: Path, rollouts: Path, ranks:
     assert max(agreement(gradients, expected["gradients"]).values()) < 1e-5
 
 
+def test_sampled_rollouts_are_kept(pools: Pools, tmp_path: Path) -> None:
+    """An interrupted command reads the steps that it sampled, samples the others, and refuses other settings."""
+    for role, path in MODELS.items():
+        shutil.copytree(path, tmp_path / role)
+        write_tokenizer(tmp_path / role)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(12)))
+    overrides = [*(f"{role}.hf_path={tmp_path / role}" for role in MODELS), f"data.train={prompts}", "bridge.rank=2"]
+    overrides += ["bridge.prompts=12", "train.prompts_per_step=4", "rollout.per_prompt=1", "rollout.max_new_tokens=8"]
+    output = tmp_path / "bridge"
+    overrides.append(f"output={output}")
+    pools[2].run("cases:run_fit_bridge", overrides=overrides)
+    steps = [output / "rollouts" / f"step_{number:07d}.jsonl" for number in (1, 2, 3)]
+    assert sorted((output / "rollouts").iterdir()) == [output / "rollouts" / "about.json", *steps]
+    first = [file.read_bytes() for file in steps]
+    tensors = load_file(output / "bridge.safetensors")
+
+    # other responses of the same prompts show that the file is read
+    write_rollouts(steps[1], [Rollout(r.prompt_ids, [5, 6, 7]) for r in read_rollouts(steps[1], 61)])
+    changed = steps[1].read_bytes()
+    steps[2].unlink()
+    pools[2].run("cases:run_fit_bridge", overrides=overrides)
+    assert [file.read_bytes() for file in steps] == [first[0], changed, first[2]]
+    again = load_file(output / "bridge.safetensors")
+    assert any(not torch.equal(again[name], value) for name, value in tensors.items())
+    with pytest.raises(WorkerError, match=r"rollouts holds rollouts that were sampled with .* remove that directory"):
+        pools[2].run("cases:run_fit_bridge", overrides=[*overrides, "rollout.temperature=0.5"])
+
+
 SPREAD = [
     (2, ["student.parallel.tensor=2"], [2, 1]),
     (2, ["student.parallel.tensor=2", "student.parallel.sequence=true"], [2, 1]),
@@ -164,7 +197,7 @@ SPREAD = [
 def test_moments_are_spread_over_tensor_ranks(
     pools: Pools, tmp_path: Path, rollouts: Path, ranks: int, layout: list[str], expected: list[int]
 ) -> None:
-    """Layer pairs with moments per rank: they are what a fit needs memory for."""
+    """The number of layer pairs whose moments each rank holds, which decides its memory."""
     base = [*(f"{role}.hf_path={path}" for role, path in MODELS.items()), f"rollout.replay={rollouts}"]
     overrides = [*base, f"bridge.rank={RANK}", *layout, f"output={tmp_path / 'bridge'}"]
     assert pools[ranks].run("cases:pairs_with_moments", overrides=overrides) == expected
