@@ -286,7 +286,7 @@ class Run:
 
     def _keep_spikes(self, done: int, rollouts: list[Rollout], measured: StepMetrics) -> None:
         """Keeps the rollouts of a step that stands out, those that contribute most first."""
-        what = self.spikes.see(measured)
+        what = self.spikes.check(measured)
         if what is None:
             return
         share = measured.loss_per_response

@@ -26,7 +26,6 @@ from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.rank import choose_rank, crossing_rank, normalized_curve, optimal_rank
 from nemo_oprd.bridge.sampling import assign_parts
-from nemo_oprd.checkpointing.directory import write_atomically
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.distillation.gradient_injection import row_chunks
@@ -34,6 +33,7 @@ from nemo_oprd.distillation.objective import Objective, model_identity
 from nemo_oprd.distillation.step import System
 from nemo_oprd.evaluation.sample import TRAINING_STREAM
 from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.models import read_model_spec

@@ -20,7 +20,7 @@ from nemo_oprd.rollout.megatron_engine import MegatronEngine
 from nemo_oprd.setup.models import open_model
 
 # in state.json of a checkpoint whose evaluation waits for the next start
-_PUT_OFF = "evaluation is put off"
+_PUT_OFF = "evaluation_deferred"
 
 
 class Validation:

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
 
+from nemo_oprd.fault_tolerance.files import replacing_directory
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.param_names import TE_NAMES
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
@@ -112,16 +113,10 @@ def hf_to_megatron(
     check_source(checkpoint, spec)
     from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
 
-    partial = target.with_name(f".partial_{target.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing_directory(target) as partial:
         _write(checkpoint, spec, layout, partial, progress)
         copy_tokenizer_files(source, partial / "hf")
         shutil.copyfile(source / "config.json", partial / "hf" / "config.json")
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def megatron_to_hf(

@@ -7,7 +7,6 @@ anything shaped like a parameter). Loading a checkpoint, refitting the rollout e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
@@ -49,16 +49,14 @@ class HFCheckpoint:
         index = self.path / "model.safetensors.index.json"
         files = sorted(self.path.glob("*.safetensors"))
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{index}: not a safetensors index ({error!r}), expected an object with weight_map; copy it from "
-                    "its source again"
-                ) from error
-            elsewhere = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+            expected, fix = "an object with weight_map", "copy it from the model's source again"
+            weight_map = read_json(index, expected, fix).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index}: weight_map is {weight_map!r:.80}, expected tensor names and files; {fix}")
+            elsewhere = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
             if elsewhere:
                 raise ValueError(f"{index}: names {elsewhere[0]!r}, expected a file in {self.path}; correct the index")
+            names = sorted(set(weight_map.values()))
             missing = [name for name in names if not (self.path / name).is_file()]
             if missing:
                 raise ValueError(

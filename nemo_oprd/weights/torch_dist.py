@@ -8,7 +8,6 @@ here a chunk is gone as soon as it is written. What the tensors mean, and their 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from math import prod
@@ -92,7 +91,6 @@ class TorchDistWriter(FileSystemWriter):
         """Writes what makes the files a checkpoint: the index, and what Megatron-core's loader wants beside it."""
         for stream in self._files.values():
             stream.flush()
-            os.fsync(stream.fileno())
         self.finish(Metadata(dict(self._entries)), [self._written])
         torch.save({}, self.directory / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(self.directory))
