@@ -1,8 +1,8 @@
 """Moves weights between HF tensors and the shards of a role, one parameter at a time.
 
 `load_hf` fills a role's shards from HF tensors; `gather_hf` yields HF tensors from the shards (of weights, gradients,
-or anything else with the shape of a parameter). Loading a checkpoint, refitting the rollout engine, exporting, and writing
-the gradients of `verify` all use these functions. The memory needed is that of the largest parameter.
+or anything else with the shape of a parameter). Loading a checkpoint, refitting the rollout engine, exporting, and
+writing the gradients of `verify` all use these functions. The memory needed is that of the largest parameter.
 """
 
 from __future__ import annotations
