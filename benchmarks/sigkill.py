@@ -62,10 +62,10 @@ PHASES = (
     Phase("half a log line", "nemo_oprd.observability.metrics_log:MetricsLog.write", "inside"),
     Phase("evaluation", "nemo_oprd.evaluation.sample:Evaluator.evaluate"),
     Phase("save", "nemo_oprd.checkpointing.checkpointer:save_checkpoint"),
-    Phase("save: shards written", "nemo_oprd.checkpointing.training_state:seal", "before"),
+    Phase("save: shards written", "nemo_oprd.checkpointing.training_state:commit_checkpoint", "before"),
     Phase("save: renamed", "nemo_oprd.checkpointing.directory:write_atomically", "before", only="latest_checkpointed"),
     Phase("save: tracker written", "nemo_oprd.checkpointing.training_state:prune", "before"),
-    Phase("save: pruning", "nemo_oprd.checkpointing.directory:_remove", "during"),
+    Phase("save: pruning", "nemo_oprd.checkpointing.directory:_remove_checkpoint", "during"),
     Phase("export", "nemo_oprd.setup.training:export_hf", once="end"),
 )
 

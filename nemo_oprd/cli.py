@@ -146,10 +146,9 @@ def _run(options: argparse.Namespace) -> None:
 
         make_pair(Path(options.output), seed=options.seed)
     elif options.command == "report":
-        from nemo_oprd.observability.report.page import write_report
+        from nemo_oprd.commands.report import report
 
-        runs = [Path(run) for run in options.runs]
-        print(write_report(runs, Path(options.output or runs[0] / "report.html")))
+        report(options.runs, options.output)
     else:
         _run_configured(options)
 

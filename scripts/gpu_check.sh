@@ -4,7 +4,7 @@
 # Runs in the active Python if its torch sees a GPU (PYTHON=... names another), else in the project's own environment.
 # --wheels DIR: install the wheels of DIR for this run only, from a machine with a package index, e.g.
 #   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR megatron-core einops hydra-core omegaconf \
-#     antlr4-python3-runtime
+#     antlr4-python3-runtime filelock
 set -euo pipefail
 arguments=() wheels=
 while [ $# -gt 0 ]; do

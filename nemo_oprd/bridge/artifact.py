@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from safetensors.torch import load, save
 
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
+from nemo_oprd.fault_tolerance.files import read_json, replacing, write_atomically
 
 TENSORS, MANIFEST = "bridge.safetensors", "bridge.json"
 FORMAT = 1
@@ -43,7 +43,8 @@ def save_bridge(bridge: Bridge, directory: str | Path) -> None:
     checked_pairs(tensors, list(bridge.pairs), bridge.rank, *models, "this bridge", full_width=bridge.full_width)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / TENSORS, save(tensors))
+    with replacing(directory / TENSORS) as partial:
+        partial.write_bytes(save(tensors))
     write_manifest(bridge, directory)
 
 
@@ -61,7 +62,7 @@ def write_manifest(bridge: Bridge, directory: str | Path) -> None:
         "sha256": hashlib.sha256((directory / TENSORS).read_bytes()).hexdigest(),
         "report": bridge.report,
     }
-    _replace(directory / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def describe_tensors(
@@ -270,23 +271,11 @@ def _read_manifest(file: Path) -> dict[str, Any]:
             f"{file}: no such file; a bridge is {TENSORS} and {MANIFEST} together. For tensors made elsewhere, "
             "nemo_oprd.bridge.artifact.write_manifest writes it"
         )
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not readable as JSON ({error}); copy it again") from error
+    manifest = read_json(file, "a manifest that fit-bridge wrote", "copy it again")
     needed = ("format", "rank", "layer_pairs", "student", "teacher", "capture", "sha256", "report")
-    missing = [key for key in needed if not isinstance(manifest, dict) or key not in manifest]
+    missing = [key for key in needed if key not in manifest]
     if missing:
         raise ValueError(f"{file}: {missing} are missing; expected a manifest that fit-bridge wrote")
     if manifest["format"] != FORMAT:
         raise ValueError(f"{file}: format {manifest['format']}, this version reads {FORMAT}; fit the bridge again")
     return manifest
-
-
-def _replace(file: Path, data: bytes) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(file)

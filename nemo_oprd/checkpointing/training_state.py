@@ -1,9 +1,10 @@
-"""What is in a training checkpoint: torch_dist shards of model and optimizer, loadable at any TP/PP/DP.
+"""The content of a training checkpoint: torch_dist shards of model and optimizer that load at any TP/PP/DP.
 
-Beside them `state.json` (the step, and what a run must share to go on from it) and `hf/` (config and tokenizer of the
-student's source, so that a checkpoint can be exported by itself). Data order, learning rate and the randomness of
-sampling are pure functions of (seed, step), so the step is all the state they have; training itself draws nothing.
-How a checkpoint is found, kept and recognised as whole is in `checkpointing/directory.py`.
+Beside the shards lie `state.json` (the step, and the settings that a resumed run must share) and `hf/` (config and
+tokenizer of the student's source, so that a checkpoint can be exported by itself). Data order, learning rate and the
+randomness of sampling are pure functions of (seed, step), so the step is all the state they have; training itself draws
+no random numbers. Left out: how a checkpoint is found, kept and recognised as complete, see
+`checkpointing/directory.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import torch.distributed as dist
 
 from nemo_oprd.checkpointing.directory import (
     LATEST,
+    commit_checkpoint,
     iteration_directory,
     partial_directory,
     prune,
     read_state,
     remove_leftovers,
-    seal,
 )
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.objective import Objective
@@ -38,7 +39,7 @@ from nemo_oprd.weights.torch_dist import hf_directory, open_torch_dist
 
 
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
-    """Raises ValueError unless the checkpoint after `step` updates is whole, and of a model of `spec`."""
+    """Raises ValueError unless the checkpoint after `step` updates can be read and holds a model of `spec`."""
     directory = iteration_directory(root, step)
     saved = read_model_spec(hf_directory(directory))
     differing = [f.name for f in fields(ModelSpec) if f.compare and getattr(saved, f.name) != getattr(spec, f.name)]
@@ -46,13 +47,13 @@ def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
         name = differing[0]
         raise ValueError(
             f"{directory} is a checkpoint of another model: {name}={getattr(saved, name)} there, and "
-            f"{getattr(spec, name)} in the student's config.json; expected that of the same student: choose another "
-            "output"
+            f"{getattr(spec, name)} in the student's config.json; expected a checkpoint of the same student: choose "
+            "another output"
         )
     open_torch_dist(directory)
     try:
         torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever damaged bytes give
+    except Exception as error:  # damaged bytes can raise any exception
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{directory / 'common.pt'} can't be read ({reason}); expected plain values and tensors: copy the "
@@ -73,10 +74,13 @@ def save_checkpoint(
     """Writes the checkpoint after `step` updates; every rank of the world calls this.
 
     Args:
-        source: HF directory whose config and tokenizer files are carried along.
-        keep: checkpoints to keep, the newest first; 0 keeps all.
+        source: HF directory whose config and tokenizer files are copied into the checkpoint.
+        keep: number of checkpoints to keep, the newest first; 0 keeps all.
         best: written to best.json if this checkpoint is the best one so far (on the first rank).
-        more: of the run, for state.json.
+        more: further keys of state.json.
+
+    Raises:
+        OSError, RuntimeError: a rank can't write its part; the checkpoint before stays the newest.
     """
     from megatron.core import dist_checkpointing
 
@@ -88,10 +92,10 @@ def save_checkpoint(
         remove_leftovers(root)
         partial.mkdir(parents=True)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # Megatron gathers whole float32 buffers, of sizes that a step has no use for
+        torch.cuda.empty_cache()  # Megatron gathers whole float32 buffers, whose sizes occur in no training step
     dist.barrier()
     try:
-        with naming(partial), in_process_writer(), _as_saved(student):
+        with naming(partial), in_process_writer(), _in_saved_form(student):
             dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
         if dist.get_rank() == 0:
             with naming(partial):
@@ -101,38 +105,38 @@ def save_checkpoint(
                 state = {
                     "step": step,
                     **resume_signature(student.config, student.objective, student.needs),
-                    **_kept(student),
+                    **_restored_state(student),
                     **(more or {}),
                 }
-                seal(root, state, best)
+                commit_checkpoint(root, state, best)
             prune(root, keep, step)
     except Exception:
-        if dist.get_rank() == 0:  # what fills the disk should not also keep the run from starting again
+        if dist.get_rank() == 0:  # on a full disk, the partial checkpoint would keep the run from starting again
             shutil.rmtree(partial, ignore_errors=True)
         raise
     dist.barrier()
 
 
 def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) -> dict[str, Any]:
-    """What a run must share with a checkpoint to go on from it; everything else may change, layouts above all."""
+    """The settings that a resumed run must share with its checkpoint; all others may change, above all the layout."""
     return {
         "seed": config.seed,
         "precision": config.precision,
-        "train.distributed_optimizer": config.train.distributed_optimizer,
+        "distributed_optimizer": config.train.distributed_optimizer,
         # which parameters have optimizer state
-        "deepest trained layer": objective.trained_depth,
-        "final norm is trained": objective.final_layer is not None or objective.trains_head,
-        "head is trained": objective.trains_head,
-        "trained projectors": _trained_projectors(objective),
-        # whose step counts are kept apart
-        "trained in parts": objective.trains_in_parts,
-        # the teacher with teacher.weights=ema
-        "layers of the moving average": needs.teacher_depth(objective, 0) if config.teacher.weights == "ema" else 0,
+        "deepest_trained_layer": objective.trained_depth,
+        "final_norm_trained": objective.final_layer is not None or objective.trains_head,
+        "head_trained": objective.trains_head,
+        "trained_projectors": _trained_projectors(objective),
+        # whether some parameters have a step count of their own, see megatron/partial_training.py
+        "partially_trained": objective.trains_in_parts,
+        # of the teacher, with teacher.weights=ema
+        "moving_average_layers": needs.teacher_depth(objective, 0) if config.teacher.weights == "ema" else 0,
     }
 
 
 def _trained_projectors(objective: Objective) -> str | None:
-    """None where the bridge is frozen, or where there is none."""
+    """Rank and layer pairs of the bridge that is trained; None if the bridge is frozen, or if there is no bridge."""
     match = objective.teachers[0]
     if match.bridge is None or not objective.trains_bridge:
         return None
@@ -140,17 +144,17 @@ def _trained_projectors(objective: Objective) -> str | None:
     return f"rank {match.bridge.rank}, layers {pairs}"
 
 
-def _kept(student: Student) -> dict[str, Any]:
-    """What goes into state.json besides."""
-    kept: dict[str, Any] = {"gaps": student.adaptive.state()}
+def _restored_state(student: Student) -> dict[str, Any]:
+    """The part of state.json that `load_checkpoint` gives back to the student."""
+    state: dict[str, Any] = {"adaptive_gaps": student.adaptive.state()}
     if student.objective.trains_in_parts:
-        kept["partial training"] = student.partial_training.state
-    return kept
+        state["partial_training_updates"] = student.partial_training.state
+    return state
 
 
 @contextmanager
-def _as_saved(student: Student) -> Iterator[None]:
-    """Within, optimizer and moving average are in the form that is saved."""
+def _in_saved_form(student: Student) -> Iterator[None]:
+    """Within the context, optimizer and moving average are in the form in which they are saved."""
     with ExitStack() as forms:
         if student.role.is_member:
             forms.enter_context(student.partial_training.one_count())
@@ -159,19 +163,14 @@ def _as_saved(student: Student) -> Iterator[None]:
         yield
 
 
-# what checkpoints of earlier versions don't say
-_UNSAID = {"trained in parts": False, "layers of the moving average": 0}
-
-
 def check_resume_signature(root: Path, step: int, config: Config, objective: Objective, needs: ModelNeeds) -> None:
-    """Raises ValueError where the run can't go on from the checkpoint after `step` updates."""
+    """Raises ValueError if the run can't resume from the checkpoint after `step` updates."""
     state = read_state(iteration_directory(root, step))
     for name, value in resume_signature(config, objective, needs).items():
-        saved = state.get(name, _UNSAID.get(name))
-        if saved != value:
+        if state.get(name) != value:
             raise ValueError(
-                f"{iteration_directory(root, step)} was made with {name}={saved} and this run has {value}: "
-                "the run could not go on as it began; set it back, or choose another output"
+                f"{iteration_directory(root, step)} was made with {name}={state.get(name)}, this run has {value}; "
+                "expected the same value to resume: set it back, or choose another output"
             )
 
 
@@ -196,33 +195,33 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
         student.optimizer.load_state_dict(loaded["optimizer"])
         separate_adam_steps(student.optimizer)
     saved = read_state(directory)
-    student.adaptive.restore(saved.get("gaps", {}))
+    student.adaptive.restore(saved["adaptive_gaps"])
     if student.objective.trains_in_parts:
-        student.partial_training.restore(saved["partial training"])
+        student.partial_training.restore(saved["partial_training_updates"])
 
 
 def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
-    """Megatron's sharded state; empty on ranks without the role, which only join the collectives."""
+    """Megatron's sharded state; empty on ranks outside the student's role, which only join the collectives."""
     if not student.role.is_member:
         return {}
     metadata = {
         "dp_cp_group": student.role.member_groups.dp_cp,
-        # the one format that can be loaded at another TP and PP
+        # the only format that loads at another TP and PP
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
     model = {**_sharded_model(student, metadata), **_sharded_average(student, metadata)}
     if not any(p.requires_grad for chunk in student.chunks for p in chunk.parameters()):
         return model  # a stage above the deepest supervised layer trains nothing
-    # One key per layer here: a key over all layers may not have holes, and layers above the deepest supervised one have
-    # no optimizer state.
+    # One key per layer for the optimizer: a key over all layers may not have holes, and layers above the deepest
+    # supervised one have no optimizer state.
     by_layer = _sharded_model(student, {**metadata, "non_homogeneous_layers": True})
     optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
     return {**model, "optimizer": optimizer}
 
 
 def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The teacher that is the student's moving average, which may have fewer layers: one key per layer."""
+    """Shards of the student's moving average, which may have fewer layers than the student: one key per layer."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
     parts = {}
@@ -239,10 +238,11 @@ def _sharded_model(student: Student, metadata: dict[str, Any]) -> dict[str, Any]
 
 
 def prepare_adam_for_loading(optimizer: Any) -> None:
-    """Lets Megatron's distributed optimizer load into PyTorch's AdamW (elsewhere it has Apex's or TE's Adam).
+    """Prepares PyTorch's AdamW so that Megatron's distributed optimizer, made for Apex's or TE's Adam, can load it.
 
-    Two gaps: it loads into existing state only, so AdamW gets what a first step would give it; and it copies every
-    entry of that state but never loads "step" (which comes with the parameter groups), so "step" is handed back as is.
+    Megatron loads into existing state only, so AdamW gets the state that a first step would create. Megatron also
+    copies every entry of that state but never loads "step", which comes with the parameter groups, so the copy gets
+    "step" back unchanged.
     """
     for part in optimizer.chained_optimizers:
         if not isinstance(part.optimizer, torch.optim.AdamW):
@@ -260,7 +260,7 @@ def prepare_adam_for_loading(optimizer: Any) -> None:
 def separate_adam_steps(optimizer: Any) -> None:
     """Gives every parameter a step counter of its own after loading.
 
-    Megatron loads one tensor into all of them, and AdamW then counts it up once per parameter and update.
+    Megatron loads one tensor for all parameters, and AdamW would then increment it once per parameter and update.
     """
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):

@@ -1,9 +1,9 @@
 """Lets Megatron write a checkpoint's shards in the rank's own process.
 
-Megatron-core starts two writer processes per rank and save, and a manager process that lives as long as the rank. They
-outlive a rank that is killed: the manager for ever, the writers until they have written into what may by then be the
-directory of the run that was started again. They also inherit the run's lock. Nothing here saves in the background, so
-writing in turn loses nothing but the overlap of two files of a rank, and an error of the disk arrives as it was raised.
+Megatron-core starts two writer processes per rank and save, and a manager process that lives as long as the rank. These
+processes outlive a rank that is killed: the manager for ever, the writers until they have written into a directory that
+may by then belong to the restarted run. Nothing here saves in the background, so writing one file after the other only
+loses the overlap of a rank's two files, and an error of the disk arrives as it was raised.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 @contextmanager
 def in_process_writer() -> Iterator[None]:
-    """Within it, `dist_checkpointing.save` starts no process.
+    """Within the context, `dist_checkpointing.save` starts no process.
 
     Raises:
-        OSError, RuntimeError: what this rank could not write; on other ranks, that another one could not.
+        OSError, RuntimeError: this rank could not write its part; on the other ranks, that another rank could not.
     """
     results: queue.Queue[Any] = queue.Queue()
     failures: list[Exception] = []
 
     def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-        """In place of Megatron's function of this signature."""
+        """Replaces Megatron's function of this signature."""
         answer = _write(transforms, buckets, use_msc)
         if isinstance(answer, Exception):
             failures.append(answer)
@@ -42,14 +42,14 @@ def in_process_writer() -> Iterator[None]:
     ):
         try:
             yield
-        except CheckpointException as error:  # no Exception, and on most ranks without a reason
+        except CheckpointException as error:  # not an Exception, and without a reason on most ranks
             if failures:
                 raise failures[0] from None
             raise RuntimeError(f"another rank could not write its part of the checkpoint: {error}") from error
 
 
 def _write(transforms: list[Any], buckets: list[Any], use_msc: bool) -> dict[int, Any] | Exception:
-    """Bucket by bucket, through Megatron's own code for one bucket; what was written, or why it wasn't."""
+    """Writes one bucket after the other with Megatron's own code; returns what was written per bucket, or the error."""
     written: dict[int, Any] = {}
     for number, bucket in enumerate(buckets):
         answers: queue.Queue[Any] = queue.Queue()

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.checkpointing.directory import write_atomically
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.models import Models
+from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.factory import make_engine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts

@@ -7,7 +7,6 @@ no iterator whose state a checkpoint would have to save.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from nemo_oprd.fault_tolerance.files import parse_json
 
 PROMPT_FIELDS = ("prompt", "problem", "question")
 FIELDS = (*PROMPT_FIELDS, "answer", "hint", "data_source", "reward_model")
@@ -125,11 +126,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{where}: not valid JSON ({error}); write one UTF-8 JSON object per line") from error
-            yield where, row
+            yield where, parse_json(line, where, "a prompt", "write one UTF-8 JSON object per line")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Whether the output can be written: asked before anything expensive, and said in plain words when it fails later."""
+"""Checks before anything expensive starts that the output can be written, and explains errors of the disk later."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# what is written and read back to learn whether there is room at all; a run needs far more
+# size of the probe that shows whether there is any space at all; a run needs far more
 PROBE_BYTES = 1 << 20
 _ABOUT_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 _ABOUT_FILES |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 def check_output(output: str | Path, key: str = "output") -> None:
-    """Raises ValueError, naming the configuration `key`, unless the directory `output` can be made and written to.
+    """Raises ValueError, naming the configuration `key`, unless the directory `output` can be created and written.
 
-    Makes nothing: an unnamed temporary file in the nearest directory that exists shows what is possible.
+    Leaves nothing behind: the probe is an unnamed temporary file in the nearest directory that exists.
     """
     if not str(output).strip():
         raise ValueError(f"{key}={output!r}: expected a directory; name one, e.g. {key}=runs/first")
@@ -35,7 +35,7 @@ def check_output(output: str | Path, key: str = "output") -> None:
 
 
 def describe(error: OSError, path: str | Path | None = None) -> str:
-    """What went wrong, where, and what to do about it."""
+    """One line that says what went wrong with which path, and what to do about it."""
     where = error.filename if path is None and error.filename else path
     fixes = {
         errno.ENOSPC: "free some space, or choose an output on another disk",
@@ -46,12 +46,12 @@ def describe(error: OSError, path: str | Path | None = None) -> str:
     }
     fix = fixes.get(error.errno or 0, "check the path, or choose another")
     place = f"{where}: " if where else ""
-    return f"{place}can't be read or written ({error.strerror or error}), expected files to be possible there; {fix}"
+    return f"{place}can't be read or written ({error.strerror or error}), expected a usable path; {fix}"
 
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Within it, errors of the disk name `path`, where they name nothing; torch's among them become OSErrors."""
+    """Within the context, errors of the disk that name no file get the name `path`; torch's own become OSErrors."""
     try:
         yield
     except OSError as error:
@@ -65,14 +65,15 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def is_about_files(error: BaseException) -> bool:
-    """Whether an error is one of the disk or its paths, as opposed to one of the network or of the program."""
+    """Whether an error comes from the disk or a path, as opposed to the network or the program."""
     return isinstance(error, OSError) and error.errno in _ABOUT_FILES
 
 
 def no_space(error: BaseException) -> bool:
-    """Whether safetensors or torch ran out of disk: they raise errors of their own, with the system's number inside.
+    """Whether safetensors or torch ran out of disk space: both raise exceptions of their own.
 
-    torch.save to a path leaves only that a C++ stream failed, or that less was written than it was given.
+    The text holds the system's error number, or, from torch.save to a path, only that a C++ stream failed or that fewer
+    bytes were written than given.
     """
-    said = r"os error (28|122)\b|No space left|PytorchStreamWriter failed|unexpected pos \d+ vs \d+|iostream error"
-    return re.search(said, str(error)) is not None
+    pattern = r"os error (28|122)\b|No space left|PytorchStreamWriter failed|unexpected pos \d+ vs \d+|iostream error"
+    return re.search(pattern, str(error)) is not None

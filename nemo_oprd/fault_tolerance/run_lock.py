@@ -1,61 +1,70 @@
-"""One run per directory: a lock that the kernel lets go of when its process ends, however it ends."""
+"""One run per directory: a lock that the kernel releases when its process ends, however it ends.
+
+The lock itself is filelock's `FileLock` (flock). Added here, because filelock leaves it to its users: the text that
+names the holder, the messages, and going ahead without a lock, with a warning, on file systems that are mounted without
+locks. filelock's fallback for those (a file that exists while the lock is held) is switched off: such a file stays
+behind after a crash and would refuse the next start.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sys
 from pathlib import Path
 from typing import IO
 
+from filelock import FileLock, Timeout
+
 
 class RunLock:
-    """Held by the world's first rank from before anything is read until its process ends.
+    """Held by the world's first rank from before it reads anything until its process ends.
 
-    A file lock, not a file: one left behind by a crash locks nothing. The file's text only says who holds it.
+    The file `.lock` stays after a crash and locks nothing. Its text only says who holds the lock.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Takes the lock on `directory`, which is made if it isn't there.
+        """Takes the lock on `directory`, which is created if it doesn't exist.
 
         Raises:
-            ValueError: another process holds it, or the directory can't be written.
+            ValueError: another process holds the lock, or the directory can't be written.
         """
         path = directory / ".lock"
-        self._path, self._made = path, not directory.exists()
+        self._path, self._made_directory = path, not directory.exists()
+        self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = path.open("a+")
+            self._text: IO[str] = path.open("a+")
         except OSError as error:
             raise ValueError(
                 f"output={directory} can't be written ({error.strerror}); choose a directory that this user may write"
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
-            self._file.close()
+            self._lock.acquire()
+        except Timeout:
+            self._text.seek(0)
+            holder = self._text.read().strip() or "another process"
+            self._text.close()
             raise ValueError(
                 f"output={directory} is in use by {holder}; wait until it has ended, or choose another output"
             ) from None
         except OSError as error:  # some network file systems are mounted without locks
             print(f"{path} can't be locked ({error.strerror}): start no second run in {directory}", file=sys.stderr)
         job = os.environ.get("SLURM_JOB_ID")
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
-        self._file.flush()
+        self._text.truncate(0)
+        self._text.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
+        self._text.flush()
 
     def undo(self) -> None:
-        """Lets go of it before anything was written: a directory that was made for it alone is removed."""
+        """Releases the lock before anything was written; removes a directory that was created for the lock alone."""
         self.release()
-        if self._made and [*self._path.parent.iterdir()] == [self._path]:
+        if self._made_directory and [*self._path.parent.iterdir()] == [self._path]:
             self._path.unlink()
             self._path.parent.rmdir()
 
     def release(self) -> None:
-        """Lets go of the lock before the process ends."""
-        if not self._file.closed:
-            self._file.truncate(0)
-            self._file.close()
+        """Releases the lock before the process ends; does nothing if it was released before."""
+        if not self._text.closed:
+            self._text.truncate(0)
+            self._text.close()
+            self._lock.release()

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave. Ctrl-C after any of them ends the process at once.
+"""SIGTERM, SIGUSR1 and Ctrl-C make a run finish its step, save and exit. A Ctrl-C after any of them ends it at once.
 
 Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted.
 """
@@ -15,22 +15,25 @@ import torch.distributed as dist
 
 from nemo_oprd.fault_tolerance import watchdog
 
-# what a run that was asked to stop exits with (BSD's EX_TEMPFAIL): nothing is wrong, start the same command again
+# exit code of a run that was asked to stop (BSD's EX_TEMPFAIL): no error; the same command resumes
 STOPPED_EXIT_CODE = 75
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Stopped(Exception):  # noqa: N818 - it is no error
-    """The run was asked to stop, has saved, and can go on from there."""
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The run was asked to stop and has saved; it can resume from there."""
 
 
 class Signals:
-    """Remembers that this process was asked to stop. Use as a context; outside the main thread it does nothing.
+    """Remembers that this process was asked to stop. A context manager; outside the main thread it does nothing.
 
-    Every rank of the world enters it, and goes on once all have: a signal to the job that reaches one rank at work
-    must not end another that isn't ready to answer. On the way out by an exception the signals stay remembered, as long
-    as a watchdog ends the process where it hangs.
+    Every rank of the world enters it and waits there for the others: a signal to the job must not end a rank whose
+    handlers are not installed yet. If the body raises and a watchdog runs, the handlers stay installed; the watchdog
+    then ends the process should it hang.
+
+    Attributes:
+        received: name of the first signal, None before any. Example: "SIGTERM".
     """
 
     def __init__(self) -> None:
@@ -45,22 +48,22 @@ class Signals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        # A launcher asks the others to end as soon as one rank has failed or was stopped: that must neither cut off
-        # what they say of it nor change their exit codes. The watchdog keeps them from staying for ever.
+        # A launcher sends SIGTERM to the other ranks as soon as one rank has failed or stopped. The signal must neither
+        # cut off the messages of those ranks nor change their exit codes. The watchdog ends ranks that hang.
         if kind is None or watchdog.current() is None:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
-        # The next Ctrl-C is the kernel's to answer: Python would wait until the main thread is back from a collective.
+        # The kernel handles the next Ctrl-C: Python would wait until the main thread has returned from a collective.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def agree(device: torch.device, *flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
-    """Per flag, whether any rank of the group (None: of the world) has it set; the same answer on all of them.
+    """Per flag, whether any rank of the group (None: of the world) has set it; the same result on all these ranks.
 
-    Every rank of the group calls this.
+    Every rank of the group must call this.
     """
     merged = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)

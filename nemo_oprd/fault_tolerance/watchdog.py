@@ -1,9 +1,15 @@
-"""Ends all ranks within seconds when one of them dies, and says why once.
+"""Ends all ranks within seconds when one of them dies, and prints the reason once.
 
-A rank that fails leaves the others waiting in a collective: with NCCL until its timeout, hours later. So each rank has
-a thread that talks to the job's key-value store over a connection of its own, and ends the process when another rank
-has failed. A rank that fails says so itself. One that was killed cannot: the kernel tells the ranks of the same machine
-(a file descriptor of its process), and a whole machine that is gone is noticed by its silence.
+A rank that fails leaves the others waiting in a collective; with NCCL, until its timeout, hours later. So each rank has
+a thread that uses the job's key-value store over a connection of its own, and ends the process when another rank has
+failed. A rank that fails reports it in the store. A rank that was killed can't: the kernel tells the ranks of the same
+machine (by a file descriptor of the process), and a whole machine that is gone is noticed by its silence.
+
+Why a launcher isn't enough: torchrun watches the ranks of its own machine only, and leaves those of other machines in
+their collectives. On its own machine, the ranks whose connections break print a traceback each before they are ended.
+`srun` ends the other ranks only with `--kill-on-bad-exit`, with whatever exit codes and half-written messages they
+happen to have. Ranks that are started in another way have no launcher. With the watchdog, one rank prints one reason,
+and exit codes say whether a user's mistake, a stop or an error ended the job.
 """
 
 from __future__ import annotations
@@ -18,18 +24,18 @@ from collections.abc import Callable
 from typing import Any
 
 INTERVAL_S = 1.0
-# A process this silent is taken for dead. The thread needs the interpreter for moments only, so a long computation does
-# not silence it.
+# A process that is silent for this long is taken for dead. The thread needs the interpreter for moments only, so a long
+# computation doesn't silence it.
 SILENT_S = 30.0
 _STORE_GONE = "the process that holds the job's key-value store is gone"
 
-# set by the command line: a process that runs one command and ends may be ended by its watchdog, a test's may not
+# Set by the command line: a process that runs a single command may be ended by its watchdog, a test process may not.
 enabled = False
 _current: Watchdog | None = None
 
 
 def start() -> None:
-    """Starts this process's watchdog where one is wanted and there is somebody to watch; the group is joined."""
+    """Starts this process's watchdog if it is enabled and the job has several ranks. Needs a joined process group."""
     import torch.distributed as dist
 
     global _current
@@ -38,12 +44,16 @@ def start() -> None:
 
 
 def current() -> Watchdog | None:
-    """This process's watchdog."""
+    """This process's watchdog, None if there is none."""
     return _current
 
 
 class Watchdog:
-    """One rank's."""
+    """The watchdog of one rank: a thread that ends the process when another rank has failed or died.
+
+    Args:
+        silent_s: seconds without a sign of life after which a rank is taken for dead.
+    """
 
     def __init__(self, rank: int, world: int, silent_s: float) -> None:
         import datetime
@@ -57,7 +67,7 @@ class Watchdog:
             is_master=False,
             timeout=datetime.timedelta(seconds=silent_s),
         )
-        # a restarted job may meet the store of the attempt before it
+        # a restarted job may find the store of its previous attempt
         self._prefix = f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._ended = threading.Event()
         # rank -> file descriptor of its process, readable once that has ended; the ranks of this machine
@@ -67,18 +77,22 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def fail(self, message: str, say: Callable[[], None]) -> None:
-        """Says why this rank ends, unless another rank has said why it does; then lets the others end.
+        """Calls `say` to print why this rank ends, unless another rank has failed before; then lets the others end.
 
-        Waits until they know of it, some seconds at most: they could take the end of this process for a death.
+        Waits a few seconds at most until the other ranks have read the failure, because they could take the end of this
+        process for a death.
+
+        Args:
+            message: what the other ranks find in the store.
         """
         self._ended.set()
         try:
             if not self._claim():
                 return
-        except RuntimeError:  # torch.distributed's errors: nobody is left to be told
+        except RuntimeError:  # torch.distributed's errors: no other rank is left
             say()
             return
-        say()  # first: a launcher ends this rank as soon as the others have ended
+        say()  # before the others know: a launcher ends this rank as soon as they have ended
         try:
             self._store.set(f"{self._prefix}/failed", f"rank {self.rank}: {message}")
             deadline = time.monotonic() + 3 * INTERVAL_S
@@ -88,7 +102,7 @@ class Watchdog:
             pass
 
     def failure(self, wait_s: float = 0.0) -> str | None:
-        """The job's first failure, in its rank's words; waits for one for up to `wait_s` seconds."""
+        """The message of the job's first failure, None if there is none within `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while True:
             found = self._read("failed")
@@ -97,14 +111,14 @@ class Watchdog:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Stops watching: this rank is done. Others may still be at work."""
+        """Stops watching, because this rank has finished. Other ranks may still be working."""
         if not self._ended.is_set():
             self._ended.set()
             self._store.set(f"{self._prefix}/alive/{self.rank}", "done")
             self._store.add(f"{self._prefix}/closed", 1)
 
     def wait_for_others(self) -> None:
-        """After `close`: keeps the first rank, whose process may hold the store, until all have closed."""
+        """After `close`: the first rank, whose process may hold the store, waits until all ranks have closed."""
         deadline = time.monotonic() + self.silent_s
         while self.rank == 0 and time.monotonic() < deadline:
             if self._store.add(f"{self._prefix}/closed", 0) >= self.world:
@@ -112,7 +126,7 @@ class Watchdog:
             time.sleep(0.02)
 
     def _claim(self) -> bool:
-        """Whether this rank is the one to say what the job ends of: the first that asks is."""
+        """Whether this rank prints why the job ends: the first rank that calls this."""
         return self._store.compare_set(f"{self._prefix}/speaker", "", str(self.rank)).decode() == str(self.rank)
 
     def _read(self, name: str) -> str | None:
@@ -126,11 +140,11 @@ class Watchdog:
         failure, ours = None, False
         try:
             self._find_neighbours()
-            # the first rank listens to all others; they listen to it by the store, which goes when it goes
+            # the first rank watches all others; they watch it by the store, which ends with its process
             heard = {rank: ("", time.monotonic()) for rank in range(1, self.world)} if self.rank == 0 else {}
             beat = 0
             while failure is None and not self._ended.wait(INTERVAL_S):
-                gone = self._gone()  # before asking whether somebody failed: who fails says so, and ends then
+                gone = self._gone()  # read before "failed": a rank that fails reports it first and ends afterwards
                 failure = self._read("failed")
                 if failure is None:
                     beat += 1
@@ -147,13 +161,13 @@ class Watchdog:
             failure = failure or _STORE_GONE
         if failure is None or self._ended.is_set():
             return
-        if failure == _STORE_GONE:  # one rank per machine says so: there is no store to agree by
+        if failure == _STORE_GONE:  # one rank per machine prints it: there is no store to agree on one
             dead = self._dead()
             ours = self.rank == min({self.rank, *self._neighbours} - set(dead))
             failure = _gone_message(dead) if dead else failure
             if ours:
                 self._say(failure)
-        os._exit(1)  # the main thread may hang in a collective for ever: there is nothing to unwind
+        os._exit(1)  # the main thread may hang in a collective for ever, so it can't unwind
 
     def _say(self, failure: str) -> None:
         print(f"error: {failure}; all ranks end", file=sys.stderr, flush=True)
@@ -167,7 +181,7 @@ class Watchdog:
                         self._neighbours[rank] = os.pidfd_open(int(pid))
                     except ProcessLookupError:
                         self._died_early.append(rank)
-                    except OSError:  # a kernel, or a sandbox, without: left to the silence
+                    except OSError:  # a kernel or a sandbox without pidfd: the silence has to do
                         return
 
     def _dead(self) -> list[int]:
@@ -179,26 +193,26 @@ class Watchdog:
         return self._died_early + [rank for rank, descriptor in self._neighbours.items() if descriptor in ready]
 
     def _gone(self) -> str | None:
-        """What to say of neighbours that ended without being done."""
+        """The message about neighbours that ended before they had finished; None if there are none."""
         dead = [rank for rank in self._dead() if self._read(f"alive/{rank}") != "done"]
         return _gone_message(dead) if dead else None
 
     def _silent(self, heard: dict[int, tuple[str, float]]) -> str | None:
-        """Notes who was heard of; what to say if somebody was silent for too long."""
+        """Updates `heard` (rank -> last sign of life, when); the message about a rank that was silent for too long."""
         for rank, (value, since) in heard.items():
             now = self._read(f"alive/{rank}") or ""
             if now not in (value, "done"):
                 heard[rank] = (now, time.monotonic())
             elif now != "done" and time.monotonic() - since > self.silent_s:
-                return f"nothing was heard of rank {rank} for {self.silent_s:.0f} s: it has died"
+                return f"rank {rank} gave no sign of life for {self.silent_s:.0f} s: it has died"
         return None
 
 
 def _gone_message(ranks: list[int]) -> str:
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"{who} on {socket.gethostname()} died without a word (killed, or out of memory?)"
+    return f"{who} on {socket.gethostname()} died without a message (killed, or out of memory?)"
 
 
 def _machine() -> str:
-    """Names the machine and the namespace of process ids in which this process's own has its meaning."""
+    """Names the machine and the PID namespace to which this process's id belongs."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.models.base import Family, ModelSpec, refuse_unknown_code
 from nemo_oprd.models.llama import LLAMA
 from nemo_oprd.models.phi3 import PHI3
@@ -52,8 +52,5 @@ def read_model_spec(path: str | Path) -> ModelSpec:
         megatron = (Path(path) / ".metadata").is_file()
         hint = "; this is a Megatron checkpoint, which goes into checkpoint=" if megatron else ""
         raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
-    try:
-        hf_config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{file}: not valid JSON ({error}); copy the file from the model's source again") from error
+    hf_config = read_json(file, "an object with model_type", "copy the file from the model's source again")
     return parse_model_spec(hf_config, str(file))

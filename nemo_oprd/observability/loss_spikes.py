@@ -1,4 +1,4 @@
-"""Losses that stand out against what they were, and steps whose numbers are not finite."""
+"""Finds steps whose loss is far above its usual size, and steps with a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 
 from nemo_oprd.distillation.step_metrics import StepMetrics
 
-# a term is a spike against the median size of its last WINDOW values, once there are ENOUGH of them
-WINDOW, ENOUGH = 50, 10
+# A term is compared with the median size of its last WINDOW values, once there are MIN_VALUES of them.
+WINDOW, MIN_VALUES = 50, 10
 TERMS = ("rep/loss", "output/loss")
 
 
 class LossSpikeDetector:
-    """Compares each term of the loss with its own past: their weights may follow schedules.
+    """Compares each term of the loss with its own past values, because the weights of the terms may follow schedules.
 
     Args:
-        factor: how many times the usual size is a spike; 0: nothing stands out.
+        factor: a term is a spike if its absolute value exceeds `factor` times the median; 0 switches the detector off.
         history: term -> its values before a resume, the latest last.
     """
 
@@ -25,13 +25,13 @@ class LossSpikeDetector:
         self._factor = factor
         self._recent = {name: list(history.get(name, ()))[-WINDOW:] for name in TERMS}
 
-    def see(self, measured: StepMetrics) -> str | None:
-        """What stands out in this step, in words; None if nothing does."""
+    def check(self, measured: StepMetrics) -> str | None:
+        """Describes the spike or the non-finite loss of a step; None if there is neither. Call once per step."""
         spikes = []
         for name, loss in measured.trained_losses.items():
             recent = self._recent[name]
-            # in size: an estimate of a divergence has either sign
-            usual = statistics.median(map(abs, recent)) if len(recent) >= ENOUGH else None
+            # absolute values: an estimate of a divergence has either sign
+            usual = statistics.median(map(abs, recent)) if len(recent) >= MIN_VALUES else None
             if usual is not None and not abs(loss) <= self._factor * usual:
                 spikes.append(f"{name} is {loss:.4g}; its median size was {usual:.4g}")
             if math.isfinite(loss):

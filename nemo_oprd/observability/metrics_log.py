@@ -1,7 +1,7 @@
-"""A run's record: metrics.jsonl (the source of everything plotted), TensorBoard, W&B if asked for, a progress line.
+"""A run's metrics: metrics.jsonl (the source of every plot), TensorBoard, optionally W&B, and a progress line.
 
-Only the world's first rank writes. `step` counts the updates done: a line of step 5 tells of the fifth
-update, or of an evaluation after it. A resumed run drops the lines it is about to write again.
+Only the world's first rank writes. `step` counts completed updates: a line with step 5 describes the fifth update, or
+an evaluation after it. A resumed run drops the lines of the steps that it is about to repeat.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from nemo_oprd.config.loading import to_yaml
 from nemo_oprd.config.schema import Config
 from nemo_oprd.fault_tolerance.disk import naming
+from nemo_oprd.fault_tolerance.files import write_atomically
 
-# what the progress line shows, in order: (metric, label, format)
-_SHOWN = (
+# the progress line, in order: (metric, label, format)
+_PROGRESS_METRICS = (
     ("rep/loss", "rep", "{:.4g}"),
     ("rep/cosine_similarity", "cos", "{:.4f}"),
     ("output/loss", "output", "{:.4g}"),
@@ -32,7 +33,11 @@ _SHOWN = (
 
 
 class MetricsLog:
-    """Writes the metrics of one run directory."""
+    """Writes the metrics of one run directory.
+
+    Args:
+        first_step: completed updates of the checkpoint from which the run resumes; 0 for a new run.
+    """
 
     def __init__(self, config: Config, first_step: int) -> None:
         self.writes = dist.get_rank() == 0
@@ -44,11 +49,11 @@ class MetricsLog:
         if not self.writes:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.yaml").write_text(to_yaml(config))
+        write_atomically(self.directory / "config.yaml", to_yaml(config))
         self.path = self.directory / "metrics.jsonl"
         if not first_step and self.path.exists():
-            self.say(f"no checkpoint in {self.directory}: starting over, {self.path.name} is written anew")
-        self._drop_from(first_step)
+            self.say(f"no checkpoint in {self.directory}: starting over, {self.path.name} is overwritten")
+        self._drop_lines_after(first_step)
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -58,22 +63,22 @@ class MetricsLog:
         if config.logging.wandb:
             import wandb
 
-            # a fixed id, so that a resumed run goes on in the same W&B run
-            known = self.directory / "wandb_id"
-            if not known.exists():
-                known.write_text(wandb.util.generate_id())
+            # a stored id, so that a resumed run continues the same W&B run
+            id_file = self.directory / "wandb_id"
+            if not id_file.exists():
+                write_atomically(id_file, wandb.util.generate_id())
             self._wandb = wandb.init(
-                project=config.logging.wandb, dir=str(self.directory), id=known.read_text(), resume="allow"
+                project=config.logging.wandb, dir=str(self.directory), id=id_file.read_text(), resume="allow"
             )
-            # W&B's own steps only rise: a resumed run could not add an evaluation that it owes to an earlier update
+            # W&B's own steps only increase: a resumed run could not add the deferred evaluation of an earlier update
             self._wandb.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Appends one line."""
+        """Appends one line: `metrics` after `step` updates."""
         if not self.writes:
             return
         with naming(self.path), self.path.open("a") as file:
-            # JSON has no NaN and no infinity: they are null
+            # JSON has no NaN and no infinity: both become null
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             file.write(json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False) + "\n")
         if self._tensorboard is not None:
@@ -84,41 +89,41 @@ class MetricsLog:
             self._wandb.log({"step": step, **metrics})
 
     def history(self, metric: str) -> dict[int, float]:
-        """Step -> finite value of a metric so far, before a resume included; only on the world's first rank."""
-        if not self.writes or not self.path.exists():
-            return {}
-        records = [json.loads(line) for line in self.path.read_text().splitlines()]
-        return {record["step"]: record[metric] for record in records if record.get(metric) is not None}
+        """Step -> finite value of a metric in this run, also from before a resume; {} on other ranks than the first."""
+        return {record["step"]: record[metric] for record in self._records() if record.get(metric) is not None}
 
     def evaluated(self, step: int) -> bool:
-        """Whether validation metrics of `step` were written, before a resume included; on the first rank only."""
-        if not self.writes or not self.path.exists():
-            return False
-        records = [json.loads(line) for line in self.path.read_text().splitlines()]
-        return any(name.startswith("val/") for record in records if record["step"] == step for name in record)
+        """Whether validation metrics of `step` were written, also before a resume; False on other ranks."""
+        return any(name.startswith("val/") for record in self._records() if record["step"] == step for name in record)
 
     def progress(self, done: int, metrics: dict[str, float]) -> None:
-        """One line after update `done`, with the time left."""
+        """Prints the progress line after update `done`, with an estimate of the remaining time."""
         if not self.writes or (done % self.every and done != self.steps):
             return
-        shown = [f"{label} {form.format(metrics[name])}" for name, label, form in _SHOWN if name in metrics]
+        shown = [f"{label} {form.format(metrics[name])}" for name, label, form in _PROGRESS_METRICS if name in metrics]
         elapsed = time.monotonic() - self.started
-        left = elapsed / max(1, done - self.first_step) * (self.steps - done)
-        self.say(f"step {done}/{self.steps}  " + "  ".join(shown) + f"  left {_clock(left)}")
+        remaining = elapsed / max(1, done - self.first_step) * (self.steps - done)
+        self.say(f"step {done}/{self.steps}  " + "  ".join(shown) + f"  left {_hours_minutes_seconds(remaining)}")
 
     def say(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Prints one line to stderr, on the first rank only."""
         if self.writes:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Ends the writers."""
+        """Closes TensorBoard and W&B."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _drop_from(self, step: int) -> None:
+    def _records(self) -> list[dict[str, Any]]:
+        if not self.writes or not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def _drop_lines_after(self, step: int) -> None:
+        """Keeps the lines up to `step` of a resumed run; a new run (step 0) keeps none."""
         if not self.path.exists():
             return
         kept = []
@@ -126,15 +131,14 @@ class MetricsLog:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
-                break  # the line that a killed run was writing; everything after the checkpoint is made again
+                break  # a killed run was writing this line; every step after the checkpoint is repeated
             if step > 0 and record["step"] <= step:
                 kept.append(line)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.rename(self.path)
+        write_atomically(self.path, "".join(line + "\n" for line in kept))
 
 
-def _clock(seconds: float) -> str:
+def _hours_minutes_seconds(seconds: float) -> str:
+    """Example: 3725.0 -> "1:02:05"; 65.0 -> "1:05"."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,15 +1,16 @@
-"""Reads back what a training run wrote: its configuration and its metrics by name and step.
+"""Reads the configuration of a training run and its metrics by name and step.
 
-Checkpoints and rollouts have readers of their own. Nothing here writes; the run does, one line of metrics.jsonl at a
-time.
+Left out: checkpoints (`checkpointing/directory.py`) and rollouts (`rollout/replay.py`), which have readers of their
+own, and the writer of metrics.jsonl (`observability/metrics_log.py`).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nemo_oprd.fault_tolerance.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,11 @@ class Run:
     """A run directory's config.yaml and metrics.jsonl.
 
     Attributes:
-        name: what to call the run beside others.
+        name: tells the run apart from the other runs of a report.
         config: the configuration as nested mappings.
         metrics: name -> {step: value}, steps ascending, never empty.
-        seconds: wall clock between the first and the last logged line, restarts and their pauses included.
-        cut_line: number of a last line that was cut off and is left out, from 1; None if the file is whole.
+        seconds: wall-clock time between the first and the last logged line, including the pauses before restarts.
+        cut_line: number, from 1, of an incomplete last line that was left out; None if the file is complete.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Run:
         )
 
     def setting(self, key: str) -> Any:
-        """The value at a dotted key of the configuration, None where there is none. Example: "student.hf_path"."""
+        """The value at a dotted key of the configuration, None if the key doesn't exist. Example: "student.hf_path"."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -48,11 +49,11 @@ class Run:
 def read_run(path: Path, name: str) -> Run:
     """Reads a run directory.
 
-    A step that was logged again after a restart counts with its last values. A last line that was cut off because the
-    run was killed is left out, and `cut_line` says so.
+    If a step was logged again after a restart, its last values count. An incomplete last line, which a killed run
+    leaves, is left out, and `cut_line` holds its number.
 
     Raises:
-        ValueError: a file is missing or malformed (the message names file and line), or there are no metrics yet.
+        ValueError: a file is missing or malformed (the message names file and line), or no metrics are logged yet.
     """
     for file in (path / "config.yaml", path / "metrics.jsonl"):
         if not file.is_file():
@@ -63,7 +64,7 @@ def read_run(path: Path, name: str) -> Run:
     lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            row = _row(line, f"{path / 'metrics.jsonl'}, line {number}")
+            row = _parse_line(line, f"{path / 'metrics.jsonl'}, line {number}")
         except ValueError:
             if number < len(lines) or line.endswith(b"\n"):
                 raise
@@ -80,7 +81,7 @@ def read_run(path: Path, name: str) -> Run:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The shortest path endings, all of one length, that tell directories apart. Example: a/x, b/x -> a/x, b/x."""
+    """The shortest path endings of equal length that tell the directories apart. Example: r/a/x, r/b/x -> a/x, b/x."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -101,19 +102,17 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{where}: not valid JSON ({error}); remove the line, or restore the file") from error
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The step, the time and the finite metrics of one line."""
+    row = parse_json(line, where, "an object with step and time", "remove the line, or restore the file")
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "time" not in row:
-        raise ValueError(f"{where}: expected an object with an integer `step` and a `time`; remove or mend the line")
+        raise ValueError(f"{where}: expected an object with an integer `step` and a `time`; remove or correct the line")
     wrong = {
         name: value
         for name, value in row.items()
         if isinstance(value, bool) or not isinstance(value, int | float | None)
     }
     if wrong:
-        raise ValueError(f"{where}: {wrong!r:.80} among the values, expected numbers; remove or mend the line")
-    # null stands for a number that was not finite, of an update that was skipped
+        raise ValueError(f"{where}: {wrong!r:.80} among the values, expected numbers; remove or correct the line")
+    # null stands for a non-finite value, which a skipped update can have
     return {name: value for name, value in row.items() if value is not None}

@@ -97,7 +97,7 @@ class StepRecorder:
 
     def _keep_spikes(self, done: int, rollouts: list[Rollout], metrics: StepMetrics) -> None:
         """Keeps the rollouts of a step whose loss stands out, those that contribute most first."""
-        spike = self._spikes.see(metrics)
+        spike = self._spikes.check(metrics)
         if spike is None:
             return
         losses = metrics.loss_per_response

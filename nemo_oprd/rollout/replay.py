@@ -13,7 +13,7 @@ import torch
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
-from nemo_oprd.fault_tolerance.disk import naming
+from nemo_oprd.fault_tolerance.files import parse_json, replacing
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.weights.hf import TensorReader
 
@@ -24,13 +24,12 @@ _TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index"
 def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None:
     """One JSON object per line; absent fields are left out. `columns` are further fields, a value per rollout."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial_{path.name}")
-    with naming(path), partial.open("w", encoding="utf-8") as file:
+    # not flushed, because this is written in every step; a resumed run samples again what a loss of power damaged
+    with replacing(path, durable=False) as partial, partial.open("w", encoding="utf-8") as file:
         for i, rollout in enumerate(rollouts):
             record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
             record.update({name: values[i] for name, values in columns.items()})
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    partial.rename(path)
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,7 @@ def read_rollouts(
 
 
 def _parse(line: bytes, where: str, vocab_size: int, teacher: TeacherLimits | None) -> Rollout:
-    try:
-        record = json.loads(line)
-    except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{where}: not valid JSON ({error}); write one UTF-8 JSON object per line") from error
+    record = parse_json(line, where, "a rollout", "write one UTF-8 JSON object per line")
     if not isinstance(record, dict):
         raise ValueError(f"{where}: found {str(record)[:60]}, expected a JSON object with prompt_ids and response_ids")
     for name in ("prompt_ids", "response_ids"):

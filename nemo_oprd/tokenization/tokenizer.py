@@ -13,6 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from nemo_oprd.fault_tolerance.files import read_json
+
 # What a tokenizer may consist of, across the formats in use; generation_config.json holds the stop ids.
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -158,13 +160,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{file}: not valid JSON ({error}); copy the file from the model's source again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: holds a {type(content).__name__}, expected an object; copy the file again")
-    return content
+    return read_json(file, "an object", "copy the file from the model's source again")
 
 
 def _refuse_remote_code(path: Path) -> None:

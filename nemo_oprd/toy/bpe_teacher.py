@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.toy import task
 from nemo_oprd.toy.pair import HEADS, IGNORED, KV_HEADS, MAX_POSITIONS, Recipe, train_step
@@ -47,7 +48,7 @@ def make_bpe_teacher(
     done = output / DONE_FILE
     settings = {"seed": seed, "steps": steps, "layers": layers, "hidden": hidden, "batch": batch, "tokens": VOCAB_SIZE}
     if done.is_file():
-        found = json.loads(done.read_text())
+        found = read_json(done, "an object with the teacher's settings", "remove it or choose another output")
         if found["settings"] != settings:
             raise ValueError(
                 f"{output}: holds a teacher of {found['settings']}, expected {settings}; remove it or choose another "
@@ -72,7 +73,7 @@ def make_bpe_teacher(
     model.save_pretrained(output)
     accuracy = _accuracy(model, tokenizer, held_out)
     log(f"teacher with {tokenizer.vocab_size} tokens: held-out accuracy {accuracy:.1%}, greedy")
-    done.write_text(json.dumps({"settings": settings, "accuracy": accuracy}) + "\n")
+    write_atomically(done, json.dumps({"settings": settings, "accuracy": accuracy}) + "\n")
     return accuracy
 
 

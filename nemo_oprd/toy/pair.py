@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.toy import task
 
 # Part of the settings in toy.json. Count it up when the text format or the training changes: no old pair is kept then.
@@ -167,7 +168,7 @@ def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict
     for name, rows in problems.items():
         task.write_prompts(output / "prompts" / f"{name}.jsonl", rows)
     # Last, because it marks the directory as complete.
-    (output / SETTINGS_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_atomically(output / SETTINGS_FILE, json.dumps(found, indent=2) + "\n")
     return found
 
 
@@ -329,7 +330,7 @@ def _existing_pair(output: Path, recipe: Recipe) -> dict[str, Any] | None:
             f"{output}: not empty and without {SETTINGS_FILE}, so it is no finished pair; expected an empty or missing "
             "directory; remove it or choose another output"
         )
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    found = read_json(file, "an object with the pair's settings", f"remove {output} or choose another output")
     theirs, ours = found["settings"], recipe.settings()
     if theirs != ours:
         keys = [key for key in ours if theirs.get(key) != ours[key]]

@@ -1,11 +1,12 @@
 """HF checkpoint <-> Megatron torch_dist checkpoint, tensor by tensor in one process.
 
-Both directions follow the family's weight mappings and hold no more than a few tensors at a time. A Megatron checkpoint
-is one array per kind of parameter, all layers stacked (`decoder.layers.mlp.linear_fc2.weight` [L, D, F]), cut into
-chunks; Megatron's loader takes from the chunks what its own layout needs, so a checkpoint loads at any layout.
+Both directions follow the family's weight mappings and hold only a few tensors at a time. A Megatron checkpoint holds
+one array per kind of parameter, with all layers stacked (`decoder.layers.mlp.linear_fc2.weight` [L, D, F]; F is the
+size of the feed-forward block), cut into chunks. Megatron's loader takes from the chunks what its own layout needs, so
+a checkpoint loads at any layout.
 
-Left out: optimizer state (a converted checkpoint starts a training, it doesn't resume one), Megatron's older checkpoint
-formats, and models without a weight mapping for every tensor (nothing is dropped silently).
+Left out: optimizer state (a converted checkpoint starts a training, it doesn't resume one) and Megatron's older
+checkpoint formats. A model with a tensor that has no weight mapping is refused, so no tensor is dropped silently.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
 
+from nemo_oprd.fault_tolerance.files import replacing_directory
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.param_names import TE_NAMES
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
@@ -29,8 +31,8 @@ from nemo_oprd.weights.torch_dist import TorchDistWriter, hf_directory, open_tor
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Megatron's linear layers have an extra state (for FP8) that its loader insists on; None is what they hold without FP8.
-# The attention has one where it is Transformer Engine's.
+# Megatron's linear layers have an extra state (for FP8) that its loader requires; without FP8 the state is None.
+# Transformer Engine's attention has one, too.
 _WITH_EXTRA_STATE = (
     "self_attention.linear_qkv",
     "self_attention.core_attention",
@@ -38,18 +40,21 @@ _WITH_EXTRA_STATE = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-# Transformer Engine's have one: Megatron's loader wants it in the checkpoint when the model is made of those
+# Transformer Engine's norms have one; Megatron's loader requires it if the model is made of its modules.
 _NORMS_WITH_EXTRA_STATE = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-# What programs put before a model's keys ("model.", "model0.", "module."). Not just any prefix will do: the optimizer's
-# tensors end like the parameters they belong to ("optimizer.state.exp_avg.decoder...").
+# Prefixes that programs put before a model's keys ("model.", "model0.", "module."). No other prefix is accepted,
+# because the optimizer's tensors end like the parameters to which they belong ("optimizer.state.exp_avg.decoder...").
 _PREFIX = r"(?:(?:model|module)\d*\.)*"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Where the joined tensor of one weight mapping lies in a torch_dist checkpoint.
+    """The place of one weight mapping's joined tensor in a torch_dist checkpoint.
 
-    `shape` is without the layer dimension and without vocabulary padding; `layer` is 0-based, None outside the layers.
+    Attributes:
+        key: name in the checkpoint, without a prefix.
+        layer: 0-based, None outside the layers.
+        shape: without the layer dimension and without vocabulary padding.
     """
 
     mapping: ParamMapping
@@ -58,7 +63,7 @@ class Parameter:
     shape: tuple[int, ...]
 
     def with_layer(self, first: int, rest: Sequence[int]) -> tuple[int, ...]:
-        """`rest`, behind `first` where the checkpoint has a layer dimension."""
+        """`(first, *rest)` if the checkpoint has a layer dimension for this parameter, else `rest`."""
         return tuple(rest) if self.layer is None else (first, *rest)
 
 
@@ -96,11 +101,11 @@ def hf_to_megatron(
 ) -> None:
     """Writes the HF model in `hf_path` as the torch_dist checkpoint `output`, its config and tokenizer in `output/hf`.
 
-    Every tensor keeps its dtype. The checkpoint loads at any layout, and at the given sizes in whole chunks. Written
-    beside `output` and renamed at the end.
+    Every tensor keeps its dtype. The checkpoint loads at any layout; at the given sizes, each rank reads whole chunks.
+    It is written beside `output` and renamed at the end.
 
     Args:
-        tensor, pipeline: tensor-parallel size and pipeline stages that chunks and files are cut for.
+        tensor, pipeline: the tensor-parallel size and the number of pipeline stages for which chunks and files are cut.
 
     Raises:
         ValueError: an unsupported or broken model, sizes that don't divide it, or an `output` that isn't empty.
@@ -112,16 +117,10 @@ def hf_to_megatron(
     check_source(checkpoint, spec)
     from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
 
-    partial = target.with_name(f".partial_{target.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing_directory(target) as partial:
         _write(checkpoint, spec, layout, partial, progress)
         copy_tokenizer_files(source, partial / "hf")
         shutil.copyfile(source / "config.json", partial / "hf" / "config.json")
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def megatron_to_hf(
@@ -134,10 +133,10 @@ def megatron_to_hf(
 ) -> None:
     """Writes a torch_dist checkpoint (converted, or saved in training) as the HF model directory `output`.
 
-    Holds the tensors of one safetensors file (at most `max_shard_bytes`, or one larger tensor) and one parameter.
+    Holds one safetensors file (at most `max_shard_bytes`, or one larger tensor) and one parameter in memory.
 
     Args:
-        dtype: one of `DTYPES`; None takes that of `hf/config.json`, or what is stored where the config names none.
+        dtype: one of `DTYPES`; None takes the dtype in `hf/config.json`, or the stored dtype if the config has none.
 
     Raises:
         ValueError: not a checkpoint of the model in its `hf/config.json`, a bad dtype, or an `output` that isn't empty.
@@ -159,10 +158,10 @@ def megatron_to_hf(
 
 
 class MegatronCheckpoint:
-    """A torch_dist checkpoint under HF names: `checkpoint[name]` reads one whole tensor in the dtype it is stored in.
+    """A torch_dist checkpoint under HF names: `checkpoint[name]` reads one whole tensor in its stored dtype.
 
-    The same interface as `HFCheckpoint`, so that both kinds load through the same code. Keeps the parts of the last
-    parameter that was read, since q, k and v are one parameter. `path/hf/config.json` says what model it is.
+    It has the interface of `HFCheckpoint`, so both kinds load through the same code. It keeps the parts of the last
+    parameter that was read, since q, k and v are one parameter. `path/hf/config.json` describes the model.
 
     Raises:
         ValueError: not a torch_dist checkpoint, without `hf/config.json`, or of another model than that describes.
@@ -174,7 +173,7 @@ class MegatronCheckpoint:
         self.spec = read_model_spec(hf_directory(self.path))
         parameters = checkpoint_parameters(self.spec)
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
-        # one layer's parameters stand for all
+        # the parameters of the first layer stand for those of all layers
         self._found = {p.key: self._find(p) for p in parameters if not p.layer}
         self._last: dict[str, torch.Tensor] = {}
 
@@ -192,7 +191,7 @@ class MegatronCheckpoint:
         if name not in self._last:
             if name not in self._parameter_of:
                 raise ValueError(f"{self.path}: no tensor {name!r}; expected an HF name such as {self.keys()[0]!r}")
-            self._last = {}  # let go before the next is read
+            self._last = {}  # free the memory before the next parameter is read
             parameter = self._parameter_of[name]
             parts = parameter.mapping.form.split_to_hf(self._read(parameter), self.spec)
             self._last = dict(zip(parameter.mapping.hf, parts, strict=True))
@@ -206,7 +205,7 @@ class MegatronCheckpoint:
         return joined.reshape(parameter.shape)
 
     def _find(self, parameter: Parameter) -> str:
-        """The key of a parameter in this checkpoint, with whatever prefix; checks its shape."""
+        """The key of a parameter in this checkpoint, including its prefix; checks the shape."""
         entries = self._metadata.state_dict_metadata
         tensors = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
         found = [key for key in tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
@@ -228,12 +227,12 @@ class MegatronCheckpoint:
 
 
 def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
-    """Tensors in the files that no weight mapping names and that hold nothing of their own.
+    """Names of tensors that no weight mapping uses and whose content is redundant.
 
     These are a second copy of tied embeddings, and tables of rotary frequencies that old programs saved.
 
     Raises:
-        ValueError: a tensor without a mapping that would be lost, a tied head unlike the embedding among them.
+        ValueError: another tensor has no mapping and would be lost, or a tied head differs from the embedding.
     """
     known = {name for mapping in FAMILIES[spec.model_type].param_mappings(spec) for name in mapping.hf}
     by_megatron = {mapping.megatron: mapping.hf[0] for mapping in FAMILIES[spec.model_type].mappings}
@@ -256,9 +255,9 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
 
 
 def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
-    """Raises ValueError unless names and shapes of all tensors are those of `spec`; reads no data but a tied head's."""
+    """Raises ValueError unless names and shapes of all tensors are those of `spec`; reads only a tied head's data."""
     for parameter in checkpoint_parameters(spec):
-        # tensors without data show how the joined shape comes apart
+        # tensors without data show the shapes of the parts
         parts = parameter.mapping.form.split_to_hf(torch.empty(parameter.shape, device="meta"), spec)
         for name, part in zip(parameter.mapping.hf, parts, strict=True):
             if checkpoint.shape(name) != tuple(part.shape):
@@ -270,7 +269,7 @@ def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
 
 
 def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> None:
-    """Every parameter in turn: read, join, cut, write."""
+    """Reads, joins, cuts and writes one parameter after the other."""
     parameters = checkpoint_parameters(spec)
     with (
         TorchDistWriter(directory) as writer,
@@ -282,7 +281,7 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
         for layer in range(spec.num_layers):
             file = _file(layout, layout.stage_of_layer(layer + 1, spec.num_layers)[0], 0)
             for module in _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ()):
-                # how Megatron names part `layer` of L of something that isn't a tensor; it expects a list of one
+                # Megatron's name for part `layer` of L of an object that isn't a tensor; it expects a list of one item
                 key = f"decoder.layers.{module}._extra_state/shard_{layer}_{spec.num_layers}"
                 writer.add_object(file, key, [None])
         writer.add_object(
@@ -315,7 +314,7 @@ def _chunks(
     form = parameter.mapping.form
     for rank in range(1 if form.axis is None else size):
         shard = form.shard(joined, rank, size, spec)
-        # a rank's part of gate and of up are apart in the whole tensor, which is all of gate above all of up
+        # in the whole tensor, all of gate lies above all of up, so a rank's parts of the two are not adjacent
         pieces = shard.chunk(2) if isinstance(form, GateUp) else (shard,)
         for i, piece in enumerate(pieces):
             start = [0] * piece.dim()

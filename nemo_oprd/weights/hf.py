@@ -1,13 +1,12 @@
-"""Moves weights between HF names and the shards of a role. One pair of functions for every purpose.
+"""Moves weights between HF tensors and the shards of a role, one parameter at a time.
 
-`load_hf` fills a role's shards from HF tensors; `gather_hf` gives HF tensors back from the shards (weights, gradients,
-anything shaped like a parameter). Loading a checkpoint, refitting the rollout engine, exporting, and the gradients that
-`verify` writes all pass through here, one parameter at a time, so the memory needed is that of the largest one.
+`load_hf` fills a role's shards from HF tensors; `gather_hf` yields HF tensors from the shards (of weights, gradients,
+or anything else with the shape of a parameter). Loading a checkpoint, refitting the rollout engine, exporting, and
+writing the gradients of `verify` all use these functions. The memory needed is that of the largest parameter.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
@@ -30,7 +30,7 @@ class HFCheckpoint:
     """Lazily opened safetensors files of an HF model directory; `checkpoint[name]` reads one tensor.
 
     Raises:
-        ValueError: no safetensors there, an index that names missing files, or a file that can't be read.
+        ValueError: the directory has no safetensors files, its index names missing files, or a file can't be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -49,20 +49,18 @@ class HFCheckpoint:
             self._file_of.update(dict.fromkeys(handle.keys(), file))
 
     def _files(self) -> list[Path]:
-        """What the index names, where there is one; else every safetensors file."""
+        """The files that the index names; without an index, every safetensors file of the directory."""
         index = self.path / "model.safetensors.index.json"
         files = sorted(self.path.glob("*.safetensors"))
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{index}: not a safetensors index ({error!r}), expected an object with weight_map; copy it from "
-                    "its source again"
-                ) from error
-            elsewhere = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+            expected, fix = "an object with weight_map", "copy it from the model's source again"
+            weight_map = read_json(index, expected, fix).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index}: weight_map is {weight_map!r:.80}, expected tensor names and files; {fix}")
+            elsewhere = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
             if elsewhere:
                 raise ValueError(f"{index}: names {elsewhere[0]!r}, expected a file in {self.path}; correct the index")
+            names = sorted(set(weight_map.values()))
             missing = [name for name in names if not (self.path / name).is_file()]
             if missing:
                 raise ValueError(
@@ -85,7 +83,7 @@ class HFCheckpoint:
         return sorted(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Shape of a tensor, without reading the data."""
         return tuple(self._handles[self._of(name)].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -127,7 +125,7 @@ def load_hf(chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: Te
 def load_stream(
     chunks: list[DistillingModel], spec: ModelSpec, role: Role, stream: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Fills every parameter of a role without pipeline stages from `gather_hf`'s stream, as it comes."""
+    """Fills every parameter of a role without pipeline stages from the stream of `gather_hf`, in the stream's order."""
     assert role.coords is not None and role.layout.pipeline == 1
     mine = named_parameters(chunks)
     mapping_of = {name: mapping for mapping in mappings_by_name(spec).values() for name in mapping.hf}
@@ -144,7 +142,7 @@ def load_stream(
 
 
 def owner_stage(mapping: ParamMapping, spec: ModelSpec, role: Role) -> int:
-    """Pipeline rank that holds a mapping's parameter."""
+    """The pipeline rank that holds the parameter of a mapping."""
     if mapping.megatron.startswith("decoder.layers."):
         layer = int(mapping.megatron.split(".")[2]) + 1
         return role.layout.stage_of_layer(layer, spec.num_layers)[0]
@@ -161,7 +159,7 @@ def gather_hf(
     """Yields (HF name, whole tensor) on every rank of the role, in a fixed order.
 
     Args:
-        value: what to gather of a parameter; None (on all ranks alike) leaves the parameter out.
+        value: the tensor to gather for a parameter; None, which all ranks must return alike, leaves the parameter out.
     """
     assert role.coords is not None
     mine = named_parameters(chunks)
@@ -189,9 +187,9 @@ def _unshard(tensor: torch.Tensor, mapping: ParamMapping, spec: ModelSpec, role:
 
 
 def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -> torch.Tensor | None:
-    """A tensor of one pipeline stage on all of them; None where it is None there.
+    """The tensor that `stage` passes, on all pipeline stages; None if `stage` passes None.
 
-    Shape and dtype first: other stages know neither what `value` picked nor whether it picked anything.
+    Shape and dtype are sent first, because the other stages know neither of them, nor whether there is a tensor.
     """
     assert role.coords is not None
     group = role.member_groups.pp

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from nemo_oprd.fault_tolerance.disk import naming
+from nemo_oprd.fault_tolerance.files import read_json, replacing_directory
 from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
 
 SHARD_BYTES = 4 << 30
@@ -24,20 +23,34 @@ def write_hf_model(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Streams `tensors` into `target`, holding at most one shard; config and tokenizer come from `source`.
+    """Streams `tensors` into `target`, holding at most one shard in memory; config and tokenizer come from `source`.
 
-    Written beside `target` and renamed at the end; an earlier export there is replaced.
+    The model is written beside `target` and renamed at the end; an earlier export at `target` is replaced.
+
+    Raises:
+        ValueError: `source` has no readable config.json.
+        OSError: the disk is full or a file can't be written; the error names `target`.
     """
-    partial = target.with_name(f".partial_{target.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with replacing_directory(target) as partial:
+        shards, total = _write_shards(tensors, partial, dtype, shard_bytes)
+        _name_shards(partial, shards, total)
+        hf_config = read_json(source / "config.json", "an object", "copy the file from the model's source again")
+        hf_config["dtype" if "dtype" in hf_config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+        copy_tokenizer_files(source, partial)
+
+
+def _write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, dtype: torch.dtype, shard_bytes: int
+) -> tuple[list[list[str]], int]:
+    """Writes shard-0.safetensors, shard-1.safetensors, ...; returns the tensor names per shard, and all bytes."""
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     size = total = 0
 
     def flush() -> None:
         nonlocal shard, size
-        save_file(shard, partial / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        save_file(shard, directory / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(shard))
         shard, size = {}, 0
 
@@ -51,17 +64,11 @@ def write_hf_model(
         size += needed
         total += needed
     flush()
-    _name_shards(partial, shards, total)
-    hf_config = json.loads((source / "config.json").read_text())
-    hf_config["dtype" if "dtype" in hf_config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    copy_tokenizer_files(source, partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    return shards, total
 
 
 def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
-    """The names that transformers looks for: one file, or numbered ones with an index."""
+    """Renames the shards to the names that transformers expects: one file, or numbered files with an index."""
     if len(shards) == 1:
         (directory / "shard-0.safetensors").rename(directory / "model.safetensors")
         return
@@ -77,9 +84,8 @@ def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
 def export_hf(stream: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype) -> None:
     """Writes `stream` (HF name, whole tensor) as an HF directory; every rank of the world calls this, rank 0 writes."""
     if dist.get_rank() == 0:
-        with naming(target):
-            write_hf_model(stream, source, target, dtype)
+        write_hf_model(stream, source, target, dtype)
     else:
-        for _ in stream:  # takes part in the gathering
+        for _ in stream:  # every rank takes part in the collectives that gather the tensors
             pass
     dist.barrier()

@@ -1,9 +1,11 @@
-"""Reading torch_dist checkpoints without running what is written in them.
+"""Reads torch_dist checkpoints without running code that is written in them.
 
-torch.distributed.checkpoint keeps its index `.metadata` as a pickle, and reads objects between the tensors with
-`weights_only=False`: a checkpoint from somebody else could run any program. `install` replaces both readers for the
-whole process (Megatron makes its own reader and planner objects): the index may hold only the classes that an index is
-made of, and objects go through torch's weights-only reader.
+Why torch isn't enough: torch.distributed.checkpoint stores its index `.metadata` as a pickle and opens it with
+`pickle.load`, and it reads the objects between the tensors with `weights_only=False`; neither has a setting. So a
+checkpoint from somebody else could run any program. `torch.load(weights_only=True)` refuses the index, even with its
+classes allowed, because the index is a plain pickle and not a file of torch.save. `install` replaces both readers for
+the whole process, because Megatron creates its own reader and planner objects: the index may hold only the classes that
+an index consists of, and objects go through torch's weights-only reader.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-# Everything that torch and Megatron-core write into an index; none of these does anything when it is made.
+# Everything that torch and Megatron-core write into an index; creating such an object has no side effect.
 _ALLOWED = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -48,12 +50,12 @@ _ALLOWED = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if an index may hold it; looked up by name before anything is imported or called."""
+        """The class, if an index may hold it; the names are compared before anything is imported or called."""
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"asks for {module}.{name}, which is no part of an index")
+        raise pickle.UnpicklingError(f"asks for {module}.{name}, which is not part of an index")
 
 
 def read_index(file: Path) -> Metadata:
@@ -64,7 +66,7 @@ def read_index(file: Path) -> Metadata:
     """
     try:
         metadata = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
-    except Exception as error:  # damaged bytes can ask the parser for anything
+    except Exception as error:  # damaged bytes can raise any exception in the parser
         raise ValueError(
             f"{file} can't be read ({error}); expected the index of a torch_dist checkpoint and nothing else: "
             "copy the checkpoint again, from a source that you trust"
@@ -91,6 +93,6 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
 
 
 def install() -> None:
-    """From here on this process reads no checkpoint in any other way."""
+    """Makes this process read every checkpoint in this way from now on."""
     FileSystemReader.read_metadata = _read_metadata
     DefaultLoadPlanner.load_bytes = _load_bytes

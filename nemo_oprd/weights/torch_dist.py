@@ -1,14 +1,14 @@
-"""The torch_dist format on disk, chunk by chunk: the files of `torch.distributed.checkpoint`, without its plans.
+"""Reads and writes the files of the torch_dist format chunk by chunk, without torch's save and load plans.
 
-A checkpoint is `*.distcp` files of tensors, one after the other, and the pickled index `.metadata`: which chunk of
-which tensor lies where. torch's own `save` wants a state dict and keeps the last chunk of every tensor of a file alive;
-here a chunk is gone as soon as it is written. What the tensors mean, and their names, is not known here.
+A checkpoint consists of `*.distcp` files, which hold tensors one after the other, and the pickled index `.metadata`,
+which says where each chunk of each tensor lies. torch's own `save` needs a whole state dict and keeps the last chunk of
+every tensor of a file in memory; here a chunk can be freed as soon as it is written. Left out: the names and the
+meaning of the tensors, see `weights/convert.py`.
 """
 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from math import prod
@@ -37,7 +37,7 @@ safe_unpickling.install()
 
 
 class TorchDistWriter(FileSystemWriter):
-    """Writes one checkpoint from one process. Use as a context manager; `complete` makes it one.
+    """Writes one checkpoint from one process. A context manager; the checkpoint is usable after `complete`.
 
     >>> with TorchDistWriter(directory) as writer:  # doctest: +SKIP
     ...     writer.add("__0_0.distcp", "w", (4, 8), (0, 0), torch.zeros(2, 8))
@@ -62,7 +62,7 @@ class TorchDistWriter(FileSystemWriter):
     def add(
         self, file: str, key: str, global_shape: Sequence[int], offsets: Sequence[int], chunk: torch.Tensor
     ) -> None:
-        """Appends the chunk of tensor `key` that starts at `offsets` to `file`.
+        """Appends to `file` the chunk of tensor `key` that starts at `offsets`.
 
         Raises:
             ValueError: an earlier chunk of the same tensor has another dtype.
@@ -84,21 +84,20 @@ class TorchDistWriter(FileSystemWriter):
         self._append(file, MetadataIndex(key, offsets), chunk)
 
     def add_object(self, file: str, key: str, value: Any) -> None:
-        """Appends something that is not a tensor."""
+        """Appends an object that is not a tensor."""
         self._entries[key] = BytesStorageMetadata()
         self._append(file, MetadataIndex(key), value)
 
     def complete(self) -> None:
-        """Writes what makes the files a checkpoint: the index, and what Megatron-core's loader wants beside it."""
+        """Writes the index and the further files that Megatron-core's loader requires."""
         for stream in self._files.values():
             stream.flush()
-            os.fsync(stream.fileno())
         self.finish(Metadata(dict(self._entries)), [self._written])
         torch.save({}, self.directory / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(self.directory))
 
     def storage_meta(self) -> None:
-        """Nothing: torch would note the directory that the checkpoint was written in, which is renamed later."""
+        """Returns nothing: torch would store the directory of the checkpoint, which is renamed later."""
 
     def _append(self, file: str, index: MetadataIndex, value: Any) -> None:
         if file not in self._files:
@@ -119,7 +118,7 @@ def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
     """A reader of the checkpoint in `path`, and its index.
 
     Raises:
-        ValueError: no torch_dist checkpoint there, or a damaged index.
+        ValueError: `path` holds no torch_dist checkpoint, or the index or a file is damaged.
     """
     check_torch_dist(path)
     reader = FileSystemReader(path)
@@ -130,7 +129,7 @@ def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
 
 
 def check_torch_dist(path: Path) -> None:
-    """Raises ValueError unless `path` looks like a complete torch_dist checkpoint; reads next to nothing."""
+    """Raises ValueError unless `path` looks like a complete torch_dist checkpoint; reads no index and no tensors."""
     if not path.is_dir():
         raise ValueError(f"{path}: no such directory; expected a torch_dist checkpoint")
     try:
@@ -151,10 +150,10 @@ def check_torch_dist(path: Path) -> None:
 
 
 def hf_directory(path: Path) -> Path:
-    """Where a torch_dist checkpoint keeps its model's config.json and tokenizer.
+    """The directory of a torch_dist checkpoint that holds its model's config.json and tokenizer.
 
     Raises:
-        ValueError: as `check_torch_dist`, or there is no config.json.
+        ValueError: as `check_torch_dist`, or the directory has no config.json.
     """
     check_torch_dist(path)
     if not (path / "hf" / "config.json").is_file():
@@ -166,7 +165,7 @@ def hf_directory(path: Path) -> Path:
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
-    """Every file that the index names lies in `path`, and is as long as the index says."""
+    """Raises ValueError unless every file that the index names lies in `path` and is as long as the index says."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         name = str(info.relative_path)
@@ -191,7 +190,7 @@ def read_megatron_tensor(
     entry = metadata.state_dict_metadata[key]
     wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     items = create_read_items_for_chunk_list(key, entry, [wanted])
-    if sum(prod(item.lengths) for item in items) != prod(sizes):  # chunks don't overlap, so counting elements tells
+    if sum(prod(item.lengths) for item in items) != prod(sizes):  # chunks don't overlap, so counting is enough
         raise ValueError(
             f"{reader.path}: {key} is incomplete at {tuple(offsets)} + {tuple(sizes)}; expected a whole checkpoint: "
             "was the program that wrote it interrupted?"
@@ -205,7 +204,7 @@ def read_megatron_tensor(
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read where it belongs in one tensor."""
+    """Copies every item that is read to its place in one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ def test_a_killed_rank_ends_all_with_one_message(jobs: dict[str, Job]) -> None:
     assert running.ends() < ENDS_WITHIN_S
     (error,) = running.errors()
     assert error.startswith("error: rank 1 on ")
-    assert error.endswith("died without a word (killed, or out of memory?); all ranks end")
+    assert error.endswith("died without a message (killed, or out of memory?); all ranks end")
     assert running.launcher.returncode == 1
 
 

@@ -78,19 +78,23 @@ class Place:
         change(tensors)
         save_file(tensors, file)
 
-    def seal(self, directory: Path | None = None) -> None:
+    def write_state(self, directory: Path | None = None) -> None:
         """Writes state.json for the files that a checkpoint has now."""
         directory = directory or self.output / "checkpoints" / "iter_0000002"
         files = {str(f.relative_to(directory)): f.stat().st_size for f in directory.rglob("*") if f.is_file()}
         files.pop("state.json", None)
         state = {
+            "format": 2,
             "step": 2,
             "seed": 0,
             "precision": "fp32",
-            "train.distributed_optimizer": True,
-            "deepest trained layer": 3,
-            "final norm is trained": True,
-            "head is trained": False,
+            "distributed_optimizer": True,
+            "deepest_trained_layer": 3,
+            "final_norm_trained": True,
+            "head_trained": False,
+            "trained_projectors": None,
+            "partially_trained": False,
+            "moving_average_layers": 0,
             "files": files,
         }
         (directory / "state.json").write_text(json.dumps(state))
@@ -99,7 +103,7 @@ class Place:
         """A run directory with a checkpoint after two steps, made of the converted student."""
         directory = self.output / "checkpoints" / "iter_0000002"
         shutil.copytree(self.converted, directory)
-        self.seal(directory)
+        self.write_state(directory)
         (directory.parent / "latest_checkpointed_iteration.txt").write_text(tracker)
         return directory
 
@@ -291,7 +295,7 @@ def pickled(place: Place) -> None:
 Q = "model.layers.0.self_attn.q_proj.weight"
 case("missing shard", "a shard that the index names and that is not there", "model-00002.safetensors: no such file | 1 of 2 shards | copy it", prepare=lambda p: shard(p, a="model-00002.safetensors"))
 case("shard elsewhere", "an index that names a file elsewhere", "names '../teacher/model.safetensors' | expected a file in | correct the index", prepare=lambda p: shard(p, a="../teacher/model.safetensors"))
-case("broken index", "an index that is not JSON", "index.json: not a safetensors index | expected an object with weight_map | copy it", prepare=lambda p: (p.student / "model.safetensors.index.json").write_text("{"), library=r"index \((.*?)\), expected")
+case("broken index", "an index that is not JSON", "index.json: not valid JSON | expected an object with weight_map: copy it", prepare=lambda p: (p.student / "model.safetensors.index.json").write_text("{"), library=r"JSON \((.*?)\);")
 case("truncated", "a truncated shard", "model.safetensors: not a readable safetensors file | copy it from its source again", prepare=lambda p: cut(p.student / "model.safetensors", 5000), library=r"file \((.*?)\);")
 case("corrupt", "a shard of other bytes", "teacher/model.safetensors: not a readable safetensors file | copy it", prepare=lambda p: (p.teacher / "model.safetensors").write_bytes(b"\x00" * 4000), library=r"file \((.*?)\);")
 case("empty shard", "an empty shard", "model.safetensors: not a readable safetensors file | copy it", prepare=lambda p: cut(p.student / "model.safetensors", 0), library=r"file \((.*?)\);")
@@ -524,14 +528,14 @@ class Malicious:
 
 def malicious_index(place: Place) -> None:
     (place.checkpoint() / ".metadata").write_bytes(pickle.dumps(Malicious(place.root / "pwned")))
-    place.seal()
+    place.write_state()
 
 
 def malicious_common(place: Place) -> None:
     import torch
 
     torch.save(Malicious(place.root / "pwned"), place.checkpoint() / "common.pt")
-    place.seal()
+    place.write_state()
 
 
 def outside_index(place: Place) -> None:
@@ -541,7 +545,7 @@ def outside_index(place: Place) -> None:
     info = next(iter(content.storage_data.values()))
     info.relative_path = "../../../rollouts.jsonl"
     file.write_bytes(pickle.dumps(content))
-    place.seal()
+    place.write_state()
 
 
 MEGATRON = "student.checkpoint={root}/student-megatron"
@@ -552,10 +556,10 @@ case("checkpoint format", "a checkpoint of another format", "format 'zarr' | exp
 case("checkpoint and config", "a checkpoint with another model's config", "but hf/config.json asks for | different models", MEGATRON, prepare=lambda p: [p.edit(f, intermediate_size=40) for f in (p.converted / "hf" / "config.json", p.teacher / "config.json")])
 case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink(), library=r"missing, expected (\d+)")
 case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000), library=r"bytes, expected (\d+)")
-case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | write that of one of [2]", prepare=lambda p: p.checkpoint("garbage"))
-case("half-written", "a checkpoint that is not complete", "iter_0000002 is incomplete (state.json is missing) | expected one to go on from | remove {root}/run/checkpoints to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
-case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: [p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40), p.seal()])
-case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: [cut(p.checkpoint() / ".metadata", 100), p.seal()], library=r"read \((.*?)\); expected")
+case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | write the number of one of [2]", prepare=lambda p: p.checkpoint("garbage"))
+case("half-written", "a checkpoint that is not complete", "iter_0000002 is incomplete (state.json is missing) | expected one to resume from | remove {root}/run/checkpoints to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
+case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: [p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40), p.write_state()])
+case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: [cut(p.checkpoint() / ".metadata", 100), p.write_state()], library=r"read \((.*?)\); expected")
 case("program in the index", "an index that would run a program", ".metadata can't be read (asks for pathlib.Path.write_text | expected the index of a torch_dist checkpoint and nothing else | a source that you trust", prepare=malicious_index)
 case("program in common.pt", "a common.pt that would run a program", "common.pt can't be read | expected plain values and tensors | copy", prepare=malicious_common, library=r"read \((.*?)\); expected")
 case("index that points outside", "an index that points outside its checkpoint", "names the file '../../../rollouts.jsonl' | expected one inside | don't use it", prepare=outside_index)

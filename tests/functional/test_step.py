@@ -118,6 +118,31 @@ def test_resume_goes_on_where_it_stopped(
     assert (parts / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4\n"
 
 
+def test_resume_from_a_checkpoint_whose_state_has_format_1(pools: Pools, tmp_path: Path) -> None:
+    """Checkpoints of earlier versions: with adaptive weights, whose averages are kept in state.json."""
+    shared = [*BASE, "train.save_every=1", "loss.representation.adaptive.layers=true"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    pools[1].run("cases:run_train", overrides=[*shared, "train.steps=3", f"output={whole}"])
+    pools[1].run("cases:run_train", overrides=[*shared, "train.steps=2", f"output={parts}"])
+    shutil.rmtree(parts / "hf")
+    file = parts / "checkpoints" / "iter_0000002" / "state.json"
+    old_names = {"adaptive_gaps": "gaps", "distributed_optimizer": "train.distributed_optimizer"}
+    old_names |= {"deepest_trained_layer": "deepest trained layer", "final_norm_trained": "final norm is trained"}
+    old_names |= {"head_trained": "head is trained", "trained_projectors": "trained projectors"}
+    old_names |= {"partially_trained": "trained in parts", "moving_average_layers": "layers of the moving average"}
+    state = json.loads(file.read_text())
+    assert state.pop("format") == 2 and set(old_names) < set(state)
+    file.write_text(json.dumps({old_names.get(name, name): value for name, value in state.items()}))
+    pools[1].run("cases:run_train", overrides=[*shared, "train.steps=3", f"output={parts}"])
+    expected, got = weights(whole / "hf"), weights(parts / "hf")
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    lines = [(run / "metrics.jsonl").read_text().splitlines() for run in (whole, parts)]
+    assert [len(each) for each in lines] == [3, 3]
+    last = [{n: v for n, v in json.loads(each[-1]).items() if n.startswith("rep/layer_weight")} for each in lines]
+    assert last[0] == last[1] and len(set(last[0].values())) > 1
+
+
 def test_later_steps_do_not_depend_on_the_kind_of_optimizer(pools: Pools, tmp_path: Path) -> None:
     """Three updates over several microbatches: the fp32 optimizer must not add a step's gradients to the next one's."""
     norms = {}

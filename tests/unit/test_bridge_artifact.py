@@ -169,7 +169,7 @@ def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
     manifest = saved / "bridge.json"
     text = manifest.read_text()
     for broken, message in (
-        ("{", "not readable as JSON"),
+        ("{", "not valid JSON"),
         (json.dumps({"rank": 2}), r"\['format', 'layer_pairs'"),
         (text.replace('"format": 1', '"format": 9'), "format 9, this version reads 1"),
         (text.replace('"position"', '"place"'), "place"),

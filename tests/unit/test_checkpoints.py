@@ -1,4 +1,4 @@
-"""The checkpoint directory: the one to go on from, what is kept, and that no moment of a save is wrong."""
+"""The checkpoint directory: which one a run resumes from, which are kept, and that a kill at any moment is harmless."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from unittest import mock
 import pytest
 
 from nemo_oprd.checkpointing import directory as checkpoints
-from nemo_oprd.checkpointing.directory import find_checkpoint, prune, read_best, remove_leftovers, seal
+from nemo_oprd.checkpointing.directory import (
+    commit_checkpoint,
+    find_checkpoint,
+    prune,
+    read_best,
+    read_state,
+    remove_leftovers,
+)
 
 
 def write(root: Path, step: int, best: float | None = None, text: str = "weights") -> None:
@@ -22,7 +29,8 @@ def write(root: Path, step: int, best: float | None = None, text: str = "weights
     (partial / "shard").write_text(f"{text} {step}")
     (partial / "hf").mkdir()
     (partial / "hf" / "config.json").write_text("{}")
-    seal(root, {"step": step}, {"step": step, "metric": "val/x/avg@4", "value": best} if best is not None else None)
+    best_json = {"step": step, "metric": "val/x/avg@4", "value": best} if best is not None else None
+    commit_checkpoint(root, {"step": step}, best_json)
 
 
 def directory(root: Path, step: int) -> Path:
@@ -53,24 +61,26 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_one_is_passed_over_and_said(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_one_is_skipped_and_reported(tmp_path: Path, kind: str) -> None:
     for step in (2, 4):
         write(tmp_path, step)
     harm, reason = DAMAGE[kind]
     harm(directory(tmp_path, 4))
     found, notes = find_checkpoint(tmp_path)
     assert found == 2
-    assert notes == [f"{directory(tmp_path, 4)} is incomplete ({reason}) and was passed over"]
+    assert notes == [f"{directory(tmp_path, 4)} is incomplete ({reason}) and was skipped"]
     if kind != "directory gone":
         harm(directory(tmp_path, 2))
     else:
         shutil.rmtree(directory(tmp_path, 2))
-    with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*expected one to go on from: copy it again"):
+    with pytest.raises(
+        ValueError, match="no checkpoint in .* is complete: .*expected one to resume from: copy it again"
+    ):
         find_checkpoint(tmp_path)
 
 
 def test_tracker(tmp_path: Path) -> None:
-    """An earlier number goes back; one without a directory is passed over; anything else is an error."""
+    """An earlier number goes back; one without a directory is skipped; anything else is an error."""
     for step in (2, 4, 6):
         write(tmp_path, step)
     tracker = tmp_path / checkpoints.LATEST
@@ -123,6 +133,86 @@ def test_going_back_leaves_the_other_line_and_forgets_its_best_when_replaced(tmp
     assert read_best(tmp_path) is None
 
 
+FORMAT_1 = {
+    "step": 4,
+    "seed": 0,
+    "precision": "fp32",
+    "train.distributed_optimizer": True,
+    "deepest trained layer": 3,
+    "final norm is trained": True,
+    "head is trained": False,
+    "trained projectors": "rank 2, layers 1:2",
+    "trained in parts": True,
+    "layers of the moving average": 4,
+    "gaps": {"layers": {"1": 0.5}},
+    "partial training": {"updates": 3, "updates_of_others": 4},
+    "evaluation is put off": True,
+}
+FORMAT_2 = {
+    "format": 2,
+    "step": 4,
+    "seed": 0,
+    "precision": "fp32",
+    "distributed_optimizer": True,
+    "deepest_trained_layer": 3,
+    "final_norm_trained": True,
+    "head_trained": False,
+    "trained_projectors": "rank 2, layers 1:2",
+    "partially_trained": True,
+    "moving_average_layers": 4,
+    "adaptive_gaps": {"layers": {"1": 0.5}},
+    "partial_training_updates": {"updates": 3, "updates_of_others": 4},
+    "evaluation_deferred": True,
+}
+
+
+def rewrite_state(root: Path, step: int, state: dict[str, Any]) -> None:
+    """Gives a checkpoint another state.json, with the sizes of its own files."""
+    file = directory(root, step) / "state.json"
+    file.write_text(json.dumps({**state, "files": json.loads(file.read_text())["files"]}))
+
+
+def test_state_of_the_current_format(tmp_path: Path) -> None:
+    """All keys are snake_case, and a state is read back as it was written."""
+    checkpoints.partial_directory(tmp_path, 4).mkdir(parents=True)
+    commit_checkpoint(tmp_path, {name: value for name, value in FORMAT_2.items() if name != "format"})
+    assert read_state(directory(tmp_path, 4)) == {**FORMAT_2, "files": {}}
+    written = (directory(tmp_path, 4) / "state.json").read_text()
+    assert all(name.isidentifier() and name.islower() for name in json.loads(written))
+
+
+def test_state_of_format_1_is_read_with_the_current_keys(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    rewrite_state(tmp_path, 4, FORMAT_1)
+    assert find_checkpoint(tmp_path) == (4, [])
+    state = read_state(directory(tmp_path, 4))
+    assert set(state.pop("files")) == {"shard", "hf/config.json"}
+    assert state == FORMAT_2
+
+
+def test_state_of_the_first_versions_lacks_keys(tmp_path: Path) -> None:
+    """They trained all parameters in every step, without a moving average, trained projectors or adaptive weights."""
+    write(tmp_path, 4)
+    rewrite_state(tmp_path, 4, {"step": 4, "deepest trained layer": 3})
+    state = read_state(directory(tmp_path, 4))
+    assert (state["deepest_trained_layer"], state["partially_trained"], state["moving_average_layers"]) == (3, False, 0)
+    assert (state["trained_projectors"], state["adaptive_gaps"]) == (None, {})
+
+
+def test_a_newer_format_is_refused_and_not_skipped(tmp_path: Path) -> None:
+    """Resuming from an older checkpoint instead would train the later steps again and replace the newer checkpoint."""
+    for step in (2, 4):
+        write(tmp_path, step)
+    rewrite_state(tmp_path, 4, {**FORMAT_2, "format": 3})
+    message = r"state\.json: format=3, expected at most 2; resume with the version of nemo-oprd that wrote this"
+    with pytest.raises(ValueError, match=message):
+        find_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_state(directory(tmp_path, 4))
+    rewrite_state(tmp_path, 4, {**FORMAT_2, "format": "new"})
+    assert find_checkpoint(tmp_path)[0] == 2
+
+
 class Killed(BaseException):
     """Stands for SIGKILL."""
 
@@ -135,14 +225,14 @@ def calls_of_a_save(root: Path) -> int:
 
 
 def save_and_prune(root: Path, killed_at: int | None) -> int:
-    """Saves and prunes; before file-changing call number `killed_at` nothing more happens."""
+    """Saves and prunes; from file-changing call number `killed_at` on, no such call happens, not even to clean up."""
     count = 0
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
-            if count - 1 == killed_at:
+            if killed_at is not None and count > killed_at:
                 raise Killed
             return call(*args, **kwargs)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.checkpointing.checkpointer import skipped_in_a_row
-from nemo_oprd.checkpointing.directory import partial_directory, seal
+from nemo_oprd.checkpointing.directory import commit_checkpoint, partial_directory
 from nemo_oprd.checkpointing.training_state import check_resume_signature, resume_signature
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.watched_metrics import ModelNeeds
@@ -76,10 +76,39 @@ def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     RunLock(tmp_path).release()
 
 
-def test_lock_where_there_are_none_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A worker that outlives its run must not refuse the next start."""
+    program = "import os, sys, time; from nemo_oprd.fault_tolerance.run_lock import RunLock; from pathlib import Path\n"
+    program += "lock = RunLock(Path(sys.argv[1]))\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True)\n"
+    program += "time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        assert holder.wait() == 0
         RunLock(tmp_path).release()
-    assert "can't be locked (No locks available): start no second run" in capsys.readouterr().err
+        os.kill(child, 0)  # it is alive
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_undone_lock_leaves_the_directory_as_it_was(tmp_path: Path, made: bool) -> None:
+    run = tmp_path / "run"
+    if not made:
+        run.mkdir()
+    RunLock(run).undo()
+    assert run.exists() is not made
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_lock_where_there_are_none_says_so(tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """filelock would fall back to a lock that a crash leaves behind."""
+    with mock.patch.object(fcntl, "flock", side_effect=OSError(number, os.strerror(number))):
+        first = RunLock(tmp_path)
+        RunLock(tmp_path).release()
+        first.release()
+    assert capsys.readouterr().err.count(f"can't be locked ({os.strerror(number)}): start no second run") == 2
 
 
 def test_signals_are_remembered_and_the_next_interrupt_is_the_kernels() -> None:
@@ -138,7 +167,7 @@ def test_spikes_of_a_term_that_has_either_sign() -> None:
 
     def seen(watch: LossSpikeDetector, losses: list[float], nonfinite_reason: str | None = None) -> list[str | None]:
         return [
-            watch.see(
+            watch.check(
                 SimpleNamespace(loss=loss, trained_losses={"output/loss": loss}, nonfinite_reason=nonfinite_reason)
             )  # type: ignore[arg-type]
             for loss in losses
@@ -182,10 +211,10 @@ def test_disk_errors_name_the_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "depth", "named"),
     [
-        ("seed=1", 4, "made with seed=0 and this run has 1"),
-        ("precision=bf16", 4, "made with precision=fp32 and this run has bf16"),
-        ("train.distributed_optimizer=false", 4, "train.distributed_optimizer=True and this run has False"),
-        ("seed=0", 2, "deepest trained layer=4 and this run has 2"),
+        ("seed=1", 4, "made with seed=0, this run has 1"),
+        ("precision=bf16", 4, "made with precision=fp32, this run has bf16"),
+        ("train.distributed_optimizer=false", 4, "distributed_optimizer=True, this run has False"),
+        ("seed=0", 2, "deepest_trained_layer=4, this run has 2"),
     ],
 )
 def test_a_run_that_could_not_go_on_as_it_began_is_refused(
@@ -199,9 +228,9 @@ def test_a_run_that_could_not_go_on_as_it_began_is_refused(
         return SimpleNamespace(trained_depth=depth, final_layer=None, trains_head=False, **plain)
 
     partial_directory(tmp_path, 5).mkdir()
-    seal(tmp_path, {"step": 5, **resume_signature(config(), objective(4), NO_OUTPUT)})
+    commit_checkpoint(tmp_path, {"step": 5, **resume_signature(config(), objective(4), NO_OUTPUT)})
     check_resume_signature(tmp_path, 5, config("train.lr=1e-9", "student.parallel.pipeline=4"), objective(4), NO_OUTPUT)
-    with pytest.raises(ValueError, match=f"iter_0000005 was .*{re.escape(named)}: .*set it back, or choose another"):
+    with pytest.raises(ValueError, match=f"iter_0000005 was .*{re.escape(named)}; .*set it back, or choose another"):
         check_resume_signature(tmp_path, 5, config(override), objective(depth), NO_OUTPUT)
 
 

@@ -7,12 +7,14 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_oprd.observability.report.page import write_report
+from nemo_oprd.commands import report as command
+from nemo_oprd.observability.report.page import TEMPLATE, write_report
 from nemo_oprd.observability.run_reader import read_run, short_names
 
 pytest.importorskip("matplotlib")
@@ -279,3 +281,28 @@ def test_unusable_directories(tmp_path):
 def test_short_names(tmp_path):
     assert short_names([tmp_path / "x" / "run"]) == ["run"]
     assert short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
+
+
+def test_the_template_is_installed_with_the_package():
+    """In a source tree and in a wheel, whose files hatch selects by the rules of pyproject.toml and .gitignore."""
+    package = resources.files("nemo_oprd.observability.report")
+    assert package.joinpath(TEMPLATE).is_file()
+    wheel = pytest.importorskip("hatchling.builders.wheel")
+    root = Path(__file__).parents[2]
+    packed = {file.distribution_path for file in wheel.WheelBuilder(str(root)).recurse_included_files()}
+    assert f"nemo_oprd/observability/report/{TEMPLATE}" in packed
+
+
+def test_the_page_starts_with_its_doctype(tmp_path):
+    """Otherwise browsers draw it in quirks mode."""
+    assert report(run(tmp_path / "a", FEW)).startswith("<!doctype html>\n")
+
+
+@pytest.mark.parametrize("output", [None, "elsewhere/page.html"])
+def test_the_command_says_where_the_page_is(tmp_path, capsys, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "a", FEW)
+    command.report(["a"], output)
+    written = output or "a/report.html"
+    assert capsys.readouterr().out == f"{written}\n"
+    assert (tmp_path / written).read_text(encoding="utf-8").startswith("<!doctype html>")

@@ -1,17 +1,22 @@
-"""Turns run directories into one HTML page: a summary per run, before/after tables and figures, nothing external.
+"""Turns run directories into one self-contained HTML page: a summary per run, before/after tables and figures.
 
-Left out: anything interactive. Equal input gives an equal page, byte for byte, so pages can be compared; hence no date
-either. All text that comes from files is escaped.
+The page is the jinja2 template `page.html.jinja`, which escapes all text; this module computes what the template shows.
+Left out: anything interactive, and the date. Equal input gives an equal page, byte for byte, so pages can be compared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.observability.report.figures import (
     COLORS,
     PHASES,
@@ -25,6 +30,7 @@ from nemo_oprd.observability.report.figures import (
 )
 from nemo_oprd.observability.run_reader import Run, read_run, short_names
 
+TEMPLATE = "page.html.jinja"
 METRICS = (
     *("loss/total", "rep/loss", "rep/cosine_similarity", "output/loss", "actor/pg_loss", "actor/entropy"),
     *("teacher/entropy", "val-topk/overlap_ratio", "response_length/mean", "actor/grad_norm", "lr"),
@@ -34,10 +40,52 @@ METRICS = (
 PARALLEL = (("tensor", "TP"), ("pipeline", "PP"), ("virtual_pipeline", "VPP"), ("context", "CP"))
 
 
+@dataclass(frozen=True)
+class Card:
+    """The summary of one run: (setting, value) pairs, and the number of a line that was cut off."""
+
+    key: Key
+    settings: list[tuple[str, str]]
+    cut_line: int | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A metric of a validation set: "" where there is no value, `gap_closed` in percent of the teacher's lead."""
+
+    last: str
+    first: str = ""
+    gap_closed: str = ""
+
+
+@dataclass(frozen=True)
+class ValidationRow:
+    """A student (`key` and its evaluated `steps`) or a teacher on one validation set.
+
+    `set_name` is "" in all rows of a set except the first one.
+    """
+
+    set_name: str
+    cells: list[Cell]
+    key: Key | None = None
+    steps: tuple[str, str] | None = None
+    teacher: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A panel whose plots are drawn: (caption, SVG element) each."""
+
+    title: str
+    note: str
+    legend: list[Key]
+    plots: list[tuple[str, Markup]]
+
+
 def write_report(runs: Sequence[Path], output: Path) -> Path:
     """Writes the page that shows `runs` (directories with metrics.jsonl and config.yaml) side by side to `output`.
 
-    A run whose last line of metrics.jsonl was cut off is shown without that line, and the page says so.
+    A run whose last line of metrics.jsonl was cut off is shown without that line, and the page mentions it.
 
     Returns: `output`; its parent directories are created.
 
@@ -49,47 +97,41 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     paths, output = [Path(run) for run in runs], Path(output)
     if output.is_dir():
         raise ValueError(f"{output} is a directory, expected a file to write; add a name such as report.html")
-    page = _page([read_run(path, name) for path, name in zip(paths, short_names(paths), strict=True)])
+    page = _render([read_run(path, name) for path, name in zip(paths, short_names(paths), strict=True)])
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    write_atomically(output, page)
     return output
 
 
-def _page(runs: list[Run]) -> str:
-    names = escape(", ".join(run.name for run in runs))
-    cards = "\n".join(_card(run, run_key(index, run)) for index, run in enumerate(runs))
+def _render(runs: list[Run]) -> str:
+    text = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    # autoescape: names of runs, sets and models come from files
+    environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     steps = min(run.steps[0] for run in runs), max(run.steps[1] for run in runs)
-    figures = "\n".join(_figure(panel, steps, f"f{index}") for index, panel in enumerate(panels(runs)))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{names} - distillation report</title>
-<style>{_style()}</style>
-</head>
-<body>
-<header><p>On-policy distillation report</p><h1>{names}</h1></header>
-<main>
-<section class="cards">
-{cards}
-</section>
-{_validation_table(runs)}
-<section><h2>Curves</h2><div class="figures">
-{figures}
-</div></section>
-{_metrics_table(runs)}
-</main>
-</body>
-</html>
-"""
+    return environment.from_string(text).render(
+        title=", ".join(run.name for run in runs),
+        colors=COLORS,
+        cards=[Card(run_key(index, run), _settings(run), run.cut_line) for index, run in enumerate(runs)],
+        validation={"metrics": _validation_metrics(runs), "rows": _validation_rows(runs)},
+        figures=[_figure(panel, steps, f"f{index}") for index, panel in enumerate(panels(runs))],
+        metrics=_first_and_last(runs),
+    )
 
 
-# --- parts of the page ---------------------------------------------------------------------------------------------
+def _figure(panel: Panel, steps: tuple[int, int], ident: str) -> Figure:
+    """Draws the plots of a panel; `ident` keeps their ids apart from the ids of other panels."""
+    plots = [
+        (caption, Markup(svg(draw, steps, f"{panel.title} {caption}".strip(), f"{ident}-{index}")))
+        for index, (caption, draw) in enumerate(panel.plots)
+    ]
+    return Figure(panel.title, panel.note, panel.keys, plots)
 
 
-def _card(run: Run, key: Key) -> str:
+# --- summary of a run -----------------------------------------------------------------------------------------------
+
+
+def _settings(run: Run) -> list[tuple[str, str]]:
+    """Only the settings that the run has."""
     rows = [
         ("Student", _model(run, "student")),
         ("Student layout", _layout(run, "student")),
@@ -100,10 +142,7 @@ def _card(run: Run, key: Key) -> str:
         ("Steps", f"{run.steps[1]:,}"),
         ("Total time", _duration(run.seconds)),
     ]
-    terms = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows if value)
-    cut = f"Line {run.cut_line} of metrics.jsonl was cut off when the run was killed, and is left out."
-    note = f'<p class="note">{cut}</p>' if run.cut_line else ""
-    return f"<article><h2>{_legend(key)}</h2><dl>{terms}</dl>{note}</article>"
+    return [(name, value) for name, value in rows if value]
 
 
 def _model(run: Run, role: str) -> str:
@@ -153,90 +192,63 @@ def _batch(run: Run) -> str:
     return "" if None in (prompts, each, lr) else f"{prompts} prompts x {each} responses, learning rate {lr}"
 
 
-def _validation_table(runs: list[Run]) -> str:
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _validation_metrics(runs: list[Run]) -> list[str]:
+    return list(dict.fromkeys(metric for _, metric in validation_names(runs)))
+
+
+def _validation_rows(runs: list[Run]) -> list[ValidationRow]:
     """Per set: each run at its first and last evaluated step, then the teachers."""
-    pairs = validation_names(runs)
-    metrics = list(dict.fromkeys(metric for _, metric in pairs))
-    rows: list[list[str]] = []
-    for name in dict.fromkeys(name for name, _ in pairs):
-        teachers: dict[tuple[str, ...], str] = {}  # by their cells, so that equal ones make one row
-        first_row = len(rows)
+    metrics = _validation_metrics(runs)
+    rows: list[ValidationRow] = []
+    for name in dict.fromkeys(name for name, _ in validation_names(runs)):
+        teachers: dict[tuple[str, ...], str] = {}  # by their values, so that equal teachers share one row
+        of_set: list[ValidationRow] = []
         for index, run in enumerate(runs):
             columns = [f"val/{name}/{metric}" for metric in metrics]
             references = [f"val/{name}/teacher/{metric}" for metric in metrics]
             cells = [_before_after(run, student, teacher) for student, teacher in zip(columns, references, strict=True)]
-            if any(cells):
-                evaluated = [step for column in columns for step in run.metrics.get(column, {})]
-                span = f"<small>step {min(evaluated):,} \N{RIGHTWARDS ARROW} {max(evaluated):,}</small>"
-                rows.append(["", _legend(run_key(index, run)) + span, *cells])
+            evaluated = [step for column in columns for step in run.metrics.get(column, {})]
+            if evaluated:
+                steps = f"{min(evaluated):,}", f"{max(evaluated):,}"
+                of_set.append(ValidationRow("" if of_set else name, cells, run_key(index, run), steps))
             values = tuple(_number(key, last(run, key)) if key in run.metrics else "" for key in references)
             if any(values):
                 teachers.setdefault(values, run.name)
         for values, owner in teachers.items():
-            rows.append(["", "teacher" if len(teachers) == 1 else f"teacher of {escape(owner)}", *values])
-        rows[first_row][0] = f"<b>{escape(name)}</b>"
-    if not rows:
-        return ""
-    return f"<section><h2>Validation</h2>{_table(['Set', 'Model', *metrics], rows, text_columns=2)}</section>"
+            label = "teacher" if len(teachers) == 1 else f"teacher of {owner}"
+            of_set.append(ValidationRow("" if of_set else name, [Cell(value) for value in values], teacher=label))
+        rows += of_set
+    return rows
 
 
-def _before_after(run: Run, student: str, teacher: str) -> str:
-    """Example: 34.0 % -> 51.1 %, and below it how much of the teacher's lead in accuracy that made up."""
+def _before_after(run: Run, student: str, teacher: str) -> Cell:
+    """First and last value of the metric `student`, and how much of the teacher's lead in accuracy was made up."""
     if student not in run.metrics:
-        return ""
+        return Cell("")
     values = list(run.metrics[student].values())
-    cell = f"<b>{_number(student, values[-1])}</b>"
-    if len(values) > 1:
-        cell = f"{_number(student, values[0])} \N{RIGHTWARDS ARROW} {cell}"
-        if "@" in student and teacher in run.metrics and (lead := last(run, teacher) - values[0]) > 0:
-            cell += f"<small>{100 * (values[-1] - values[0]) / lead:.0f}\N{NO-BREAK SPACE}% of the gap closed</small>"
-    return cell
+    final = _number(student, values[-1])
+    if len(values) == 1:
+        return Cell(final)
+    closed = ""
+    if "@" in student and teacher in run.metrics and (lead := last(run, teacher) - values[0]) > 0:
+        closed = f"{100 * (values[-1] - values[0]) / lead:.0f}"
+    return Cell(final, _number(student, values[0]), closed)
 
 
-def _metrics_table(runs: list[Run]) -> str:
-    """First and last value of every metric of METRICS that a run has."""
+def _first_and_last(runs: list[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(metric, (first, last) value per run) for every metric of METRICS that a run has; "" where a run lacks it."""
     rows = []
     for metric in METRICS:
-        if any(metric in run.metrics for run in runs):
-            cells = [f"<code>{escape(metric)}</code>"]
-            for run in runs:
-                series = list(run.metrics.get(metric, {}).values())
-                cells += [_number(metric, series[0]), f"<b>{_number(metric, series[-1])}</b>"] if series else ["", ""]
-            rows.append(cells)
-    if not rows:
-        return ""
-    header = ["Metric"]
-    for index, run in enumerate(runs):
-        chip = _legend(run_key(index, run)) + "<br>" if len(runs) > 1 else ""
-        header += [f"{chip}first", f"{chip}last"]
-    return f"<section><h2>First and last values</h2>{_table(header, rows, text_columns=1)}</section>"
+        series = [list(run.metrics.get(metric, {}).values()) for run in runs]
+        if any(series):
+            rows.append((metric, [(_number(metric, s[0]), _number(metric, s[-1])) if s else ("", "") for s in series]))
+    return rows
 
 
-def _table(header: Sequence[str], rows: list[list[str]], text_columns: int) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        kinds = ["" if column < text_columns else ' class="number"' for column in range(len(cells))]
-        return "<tr>" + "".join(f"<{tag}{k}>{c}</{tag}>" for k, c in zip(kinds, cells, strict=True)) + "</tr>"
-
-    body = "\n".join(line("td", row) for row in rows)
-    return f'<div class="scroll"><table><thead>{line("th", header)}</thead><tbody>\n{body}\n</tbody></table></div>'
-
-
-def _figure(panel: Panel, steps: tuple[int, int], ident: str) -> str:
-    legend = f'<p class="legend">{"".join(map(_legend, panel.keys))}</p>' if len(panel.keys) > 1 else ""
-    plots = []
-    for index, (caption, draw) in enumerate(panel.plots):
-        heading = f"<h4>{escape(caption)}</h4>" if caption else ""
-        plots.append(f"<div>{heading}{svg(draw, steps, f'{panel.title} {caption}'.strip(), f'{ident}-{index}')}</div>")
-    title = f"<h3>{escape(panel.title)}</h3><p>{escape(panel.note)}</p>"
-    wide = ' class="wide"' if len(plots) > 1 else ""
-    return f'<figure{wide}><figcaption>{title}{legend}</figcaption>\n<div class="plots">{"".join(plots)}</div></figure>'
-
-
-def _legend(key: Key) -> str:
-    return f'<span class="key"><i style="border-top:3px {key.style} var(--{key.color})"></i>{escape(key.label)}</span>'
-
-
-# --- numbers and style ---------------------------------------------------------------------------------------------
+# --- numbers ---------------------------------------------------------------------------------------------------------
 
 
 def _number(metric: str, value: float) -> str:
@@ -261,49 +273,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours:,} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _style() -> str:
-    def variables(theme: int) -> str:
-        return "".join(f"--{name}:{pair[theme]};" for name, pair in COLORS.items())
-
-    return f":root{{{variables(0)}}}\n@media (prefers-color-scheme:dark){{:root{{{variables(1)}}}}}\n{CSS}"
-
-
-CSS = """
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-header,main{max-width:76rem;margin:auto;padding:0 1.25rem}
-header{padding-top:2.5rem}
-header p{margin:0;color:var(--muted);font-size:.85rem;letter-spacing:.02em}
-h1{margin:.1rem 0 1.5rem;font-size:clamp(1.4rem,4vw,2.1rem);line-height:1.2;overflow-wrap:anywhere}
-h2{margin:2.5rem 0 .75rem;font-size:1.2rem}
-h3{margin:0;font-size:1rem}
-h4{margin:.5rem 0 0;font-size:.85rem;font-weight:600}
-article,figure,.scroll{background:var(--card);border:1px solid var(--line);border-radius:10px}
-.cards,.figures,.plots{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr))}
-article{padding:1rem 1.25rem}
-article h2{margin:0 0 .6rem;font-size:1.05rem}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1rem;margin:0;font-size:.9rem}
-dt{color:var(--muted)}
-dd{margin:0;overflow-wrap:anywhere}
-.note{margin:.8rem 0 0;padding-left:.7rem;border-left:3px solid var(--series-1);font-size:.9rem}
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-size:.9rem}
-th,td{padding:.45rem .9rem;text-align:left;vertical-align:top;white-space:nowrap;border-bottom:1px solid var(--line)}
-tbody tr:last-child td{border-bottom:0}
-th{color:var(--muted);font-weight:500}
-.number{text-align:right;font-variant-numeric:tabular-nums}
-small{display:block;color:var(--muted);font-size:.75rem}
-code{font:.85em ui-monospace,Menlo,Consolas,monospace}
-figure{margin:0;padding:1rem 1rem .5rem;min-width:0}
-.wide{grid-column:1/-1}
-figcaption p{margin:0;color:var(--muted);font-size:.85rem}
-.key{display:inline-flex;align-items:center;gap:.45rem;vertical-align:top}
-.key i{width:1.3rem;flex:none}
-figcaption .legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;margin-top:.35rem;color:var(--ink)}
-svg{display:block;width:100%;height:auto;margin-top:.4rem}
-svg text{font-family:inherit!important}
-@media (max-width:32rem){svg{overflow:visible} svg text{font-size:12px!important}}
-main{padding-bottom:4rem}
-"""
