@@ -14,7 +14,8 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.rollout.megatron_engine import MegatronEngine
-from nemo_oprd.setup.models import check_rollout_ranks, check_vocabulary, model_directory, open_model, world_size
+from nemo_oprd.setup.models import check_vocabulary, open_model, world_size
+from nemo_oprd.setup.preflight import check_rollout_ranks, model_directory
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 

@@ -41,7 +41,8 @@ from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.megatron_engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.setup.data import check_teacher_prompts, encode_prompts, make_teacher_inputs, recorded_rollouts
-from nemo_oprd.setup.models import check_vocabulary, make_plan, make_system, model_directory
+from nemo_oprd.setup.models import check_vocabulary, make_plan, make_system
+from nemo_oprd.setup.preflight import check_bridge_rank, check_one_teacher, check_prompts_given, model_directory
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 OURS = {TENSORS, MANIFEST, "rollouts"}
@@ -61,17 +62,11 @@ def fit_bridge(config: Config) -> None:
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= OURS):
         raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
     check_output(output)
-    if config.teachers or config.teacher.weights != "own":
-        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
-        raise ValueError(f"fit-bridge with {given}: a bridge is to one model; expected one: name it in teacher.hf_path")
+    check_one_teacher(config)
     config = _with_whole_rows(config)
     source = _Rollouts(config)
     plan = make_plan(config, fitting=True)
-    narrow = min(plan.objective.student.hidden_size, plan.objective.teacher.hidden_size)
-    if config.bridge.rank != "auto" and config.bridge.rank > narrow:
-        raise ValueError(
-            f"bridge.rank={config.bridge.rank}: expected at most {narrow}, the narrower model's width; lower it"
-        )
+    check_bridge_rank(config, plan.objective.student, plan.objective.teacher)
     system = make_system(config, plan, trainable=False)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
     with Signals() as signals:
@@ -104,10 +99,7 @@ class _Rollouts:
         if self.recorded is not None:
             self.count = len(self.recorded)
             return
-        if config.data.train is None:
-            raise ValueError(
-                "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
-            )
+        check_prompts_given(config)
         self.tokenizer = Tokenizer.load(self.source)
         self.fingerprint = self.tokenizer.fingerprint()
         check_vocabulary(self.tokenizer, self.spec, self.source)

@@ -1,15 +1,69 @@
-"""Which teacher layer a student layer is matched to (paper, "depth alignment")."""
+"""Which student layers are supervised, with which weights, and which teacher layer each is matched to.
+
+Importing this module does not import torch: a configuration is checked against both models before torch is loaded.
+"""
 
 from __future__ import annotations
+
+
+def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
+    """The distilled layers (1-based, ascending) of a model with `num_layers` blocks.
+
+    Raises:
+        ValueError: a layer outside 1..num_layers, a repeated one, or a selection that leaves none by mistake.
+    """
+    if layers == "none":
+        return []
+    every = range(1, num_layers + 1)
+    named = {"all": list(every), "last": [num_layers], "even": list(every)[1::2], "odd": list(every)[::2]}
+    chosen = named[layers] if isinstance(layers, str) else sorted(layers)
+    outside = [layer for layer in chosen if layer not in every]
+    if outside or len(set(chosen)) != len(chosen) or not chosen:
+        raise ValueError(
+            f"loss.representation.layers={layers}: expected distinct layers in 1..{num_layers}"
+            + (f" ({outside} are not)" if outside else "")
+            + "; choose some of these"
+        )
+    return chosen
+
+
+def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str | list[int], num_layers: int) -> dict:
+    """Supervised layer -> its weight w_l in the term sum_l w_l L_l / sum_l w_l.
+
+    Args:
+        given: one weight per supervised layer (in the order of `layers` where that is a list, else ascending), or some
+            layers' weights by number where the others have 1; None is 1 for all.
+
+    Raises:
+        ValueError: another number of weights than of supervised layers, or a layer that is not supervised.
+    """
+    supervised = supervised_layers(layers, num_layers)
+    if given is None:
+        return dict.fromkeys(supervised, 1.0)
+    if isinstance(given, list):
+        if len(given) != len(supervised):
+            raise ValueError(
+                f"loss.representation.layer_weights={given}: expected {len(supervised)} weights, one for each of the "
+                f"supervised layers {supervised}; got {len(given)}: give as many, or {{layer: weight}}"
+            )
+        order = layers if isinstance(layers, list) else supervised
+        return dict(sorted(zip(order, given, strict=True)))
+    unknown = sorted(set(given) - {str(layer) for layer in supervised})
+    if unknown:
+        raise ValueError(
+            f"loss.representation.layer_weights has a weight for layer {unknown[0]}; expected some of the supervised "
+            f"layers {supervised}: choose one of these, or supervise it"
+        )
+    return {layer: given.get(str(layer), 1.0) for layer in supervised}
 
 
 def layer_pairs(
     student_layers: list[int], student_depth: int, teacher_depth: int, chosen: dict[str, int] | None
 ) -> dict[int, int]:
-    """Student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or the paper's rule where it is None.
+    """Student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or the paper's rule if it is None.
 
     Raises:
-        ValueError: `chosen` doesn't name exactly the supervised layers, or names a layer that the teacher hasn't.
+        ValueError: `chosen` doesn't name exactly the supervised layers, or names a layer that the teacher doesn't have.
     """
     if chosen is None:
         return layer_map(student_layers, student_depth, teacher_depth)

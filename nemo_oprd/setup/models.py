@@ -22,18 +22,9 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.setup.preflight import check_layouts, model_directory
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.weights.hf import HFCheckpoint, load_hf
-from nemo_oprd.weights.torch_dist import hf_directory
-
-
-def model_directory(model: ModelSource) -> Path:
-    """Where a model's config.json and tokenizer are: the HF directory, or the copy inside a Megatron checkpoint.
-
-    Raises:
-        ValueError: the checkpoint is none.
-    """
-    return Path(model.hf_path) if model.hf_path else hf_directory(Path(str(model.checkpoint)))
 
 
 def same_tokenizer(student: ModelSource, teacher: ModelSource) -> bool:
@@ -43,29 +34,6 @@ def same_tokenizer(student: ModelSource, teacher: ModelSource) -> bool:
         return len({Tokenizer.load(directory).fingerprint() for directory in directories}) == 1
     except ValueError:  # there is none
         return False
-
-
-def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
-    """(student layout, teacher layout) on `world_size` ranks.
-
-    Raises:
-        ValueError: the sizes don't fit the ranks.
-    """
-    teacher = config.teacher.parallel
-    if config.teacher.placement == "colocated":
-        student = config.student.parallel.layout(world_size, 0, "student")
-        is_student = config.teacher.weights in ("student", "ema")
-        return student, student if is_student else teacher.layout(world_size, 0, "teacher")
-    ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
-    if not 0 < ranks < world_size:
-        raise ValueError(
-            f"teacher.placement=dedicated with {ranks} teacher rank(s) leaves none of the {world_size} rank(s) for the "
-            "student; start more ranks or use teacher.placement=colocated"
-        )
-    return (
-        config.student.parallel.layout(world_size - ranks, 0, "student"),
-        teacher.layout(ranks, world_size - ranks, "teacher"),
-    )
 
 
 @dataclass(frozen=True)
@@ -102,14 +70,7 @@ def make_plan(config: Config, *, fitting: bool = False) -> RunPlan:
         )
         for spec, source in zip(specs, teachers, strict=True)
     ]
-    student_layout, teacher_layout = make_layouts(config, world_size())
-    roles = [("student", student_spec, student_layout), *(("teacher", spec, teacher_layout) for spec in specs)]
-    for role, spec, layout in roles:
-        spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
-        layout.layers_per_stage(spec.num_layers)
-    student_spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
-    check_rollout_ranks(config, student_layout.size)
-    check_recompute(config, student_spec.num_layers)
+    student_layout, teacher_layout = check_layouts(config, student_spec, specs, world_size())
     read_student = open_model(student, student_spec)
     read_teachers = [open_model(teacher, spec) for teacher, spec in zip(teachers, specs, strict=True)]
     return RunPlan(objectives, student_layout, teacher_layout, read_student, read_teachers)
@@ -154,23 +115,6 @@ def check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec, source: Path) -> Non
             "config.json says "
             f"vocab_size={spec.vocab_size}; expected ids 0..{spec.vocab_size - 1}: copy the tokenizer of this very "
             "model"
-        )
-
-
-def check_rollout_ranks(config: Config, ranks: int) -> None:
-    """Raises ValueError unless `rollout.tensor` divides the student's ranks."""
-    if ranks % config.rollout.tensor:
-        raise ValueError(
-            f"rollout.tensor={config.rollout.tensor} does not divide the student's {ranks} rank(s); choose a divisor"
-        )
-
-
-def check_recompute(config: Config, num_layers: int) -> None:
-    """Raises ValueError where more layers are to be recomputed at a time than the model has."""
-    if config.student.recompute_num_layers > num_layers:
-        raise ValueError(
-            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
-            f"{num_layers} layers; choose 1 to {num_layers}"
         )
 
 

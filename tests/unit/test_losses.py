@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nemo_oprd.losses.adaptive import LEAST, GapFactors
-from nemo_oprd.losses.layer_mapping import layer_map
-from nemo_oprd.losses.representation import ROW_LOSSES, supervised_layers
+from nemo_oprd.losses.layer_mapping import layer_map, supervised_layers
+from nemo_oprd.losses.representation import ROW_LOSSES
 
 A = np.random.default_rng(0).normal(size=(5, 7))
 B = np.random.default_rng(1).normal(size=(5, 7))
