@@ -42,15 +42,19 @@ from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs, alignment_metrics
 from nemo_oprd.setup.data import (
     check_bridge_tokenizers,
-    check_same_architecture,
-    check_sources_stay,
     check_teacher_prompts,
-    check_trains,
     encode_prompts,
     make_teacher_inputs,
     recorded_rollouts,
 )
-from nemo_oprd.setup.models import RunPlan, check_vocabulary, make_plan, make_system, model_directory
+from nemo_oprd.setup.models import RunPlan, check_vocabulary, make_plan, make_system
+from nemo_oprd.setup.preflight import (
+    check_prompts_given,
+    check_same_architecture,
+    check_sources_stay,
+    check_trains,
+    model_directory,
+)
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.weights.hf_export import export_hf
 
@@ -146,10 +150,7 @@ class Run:
 
     def _read_data(self, spec: ModelSpec) -> None:
         config = self.config
-        if config.data.train is None:
-            raise ValueError(
-                "data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)"
-            )
+        check_prompts_given(config)
         self.tokenizer = Tokenizer.load(self.source)
         check_vocabulary(self.tokenizer, spec, self.source)
         self.readers = make_teacher_inputs(config, self.tokenizer)

@@ -15,7 +15,7 @@ from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.rollout.megatron_engine import MegatronEngine
 from nemo_oprd.setup.models import check_vocabulary, open_model, world_size
-from nemo_oprd.setup.preflight import check_rollout_ranks, model_directory
+from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, model_directory
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
@@ -25,8 +25,7 @@ def evaluate(config: Config) -> None:
     Raises:
         ValueError: no validation set, or bad models or data.
     """
-    if not config.data.validation:
-        raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")
+    check_evaluates(config)
     source = model_directory(config.student)
     spec = read_model_spec(source)
     tokenizer = Tokenizer.load(source)

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.maps import Bridge
-from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
-from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.config.schema import Config, TeacherSource
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models import read_model_spec
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
-from nemo_oprd.setup.models import model_directory
+from nemo_oprd.setup.preflight import model_directory
 from nemo_oprd.tokenization.tokenizer import Tokenizer
-
-
-def check_trains(config: Config) -> None:
-    """Raises ValueError where no term has a weight: weight decay alone would change the student."""
-    loss = config.loss
-    layers = 0.0 if loss.representation.layers == "none" else largest(loss.representation.weight)
-    if layers == largest(loss.output.weight) == 0:
-        raise ValueError(
-            "loss.representation.weight and loss.output.weight are both 0 (a representation term without layers has "
-            "none): expected something to learn; give one of them a weight"
-        )
-
-
-def check_sources_stay(config: Config) -> None:
-    """Raises ValueError where the export at the end would replace a model that the run reads."""
-    models: list[tuple[str, ModelSource]] = [("student", config.student), ("teacher", config.teacher)]
-    for role, model in [*models, *((f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers))]:
-        target = Path(config.output) / "hf"
-        if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
-            raise ValueError(
-                f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
-                "expected different directories: choose another output"
-            )
 
 
 def recorded_rollouts(config: Config) -> list[Rollout] | None:
@@ -89,20 +64,6 @@ def check_tokenizers(student: Tokenizer, teacher_directory: Path) -> None:
             f"the tokenizers of {student.path} and {teacher_directory} differ: the teacher would read other text than "
             "the student wrote; expected the same tokenizer: set teacher.reads=text (with a bridge), or choose another "
             "teacher"
-        )
-
-
-def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
-    """Raises ValueError where the teacher can't be sampled in the student's engine."""
-    differing = [
-        f.name
-        for f in dataclasses.fields(ModelSpec)
-        if f.compare and f.name != "dtype" and getattr(student, f.name) != getattr(teacher, f.name)
-    ]
-    if differing:
-        raise ValueError(
-            f"evaluation.teacher=true samples the teacher in the student's engine, but they differ in {differing}; "
-            "set evaluation.teacher=false and evaluate the teacher with `nemo-oprd evaluate`"
         )
 
 
