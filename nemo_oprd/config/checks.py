@@ -103,7 +103,9 @@ def _check_self_distillation(config: Config) -> None:
     if teacher.reads == "text":
         raise ValueError(f"{why} with teacher.reads=text: the tokenizer is the same; expected ids: set it")
     if config.bridge.path != "none":
-        raise ValueError(f"bridge.path={config.bridge.path} with {why}: they have one shape; expected none: set it")
+        raise ValueError(
+            f"bridge.path={config.bridge.path} with {why}: the two models have the same shape; expected none: set it"
+        )
     if config.evaluation.teacher:
         raise ValueError(
             f"evaluation.teacher=true with {why}: without the information in teacher.prompt the teacher equals the "
