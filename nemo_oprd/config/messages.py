@@ -17,6 +17,8 @@ from pydantic_core import ErrorDetails
 from nemo_oprd.config.secret_values import SECRET_KEY
 
 _UNKNOWN = "unexpected_keyword_argument"
+# groups whose keys are the user's
+_OPEN_GROUPS = ("data.validation",)
 # errors that say what a value is not; all others are about values of the right type
 _WRONG_TYPE = re.compile(r"_type$|^literal_error$|^missing$|^too_long$|^int_from_float$")
 
@@ -37,9 +39,9 @@ def build(root: type, value: dict) -> Any:
 
 
 def check_key(root: type, key: str, where: str) -> None:
-    """Raises ValueError unless `key` is one of the schema `root` (list items by number), or names a validation set."""
+    """Raises ValueError unless `key` is one of the schema `root` (list items by number), or one of the user's names."""
     known = _all_keys(root)
-    if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] != "data.validation":
+    if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] not in _OPEN_GROUPS:
         raise ValueError(_unknown_key(root, key, where))
 
 

@@ -1,16 +1,13 @@
-"""Which student layers are supervised, with which weights, and which teacher layer each is matched to.
-
-Importing this module does not import torch: a configuration is checked against both models before torch is loaded.
-"""
+"""Which student layers are supervised, with which weights, and which teacher layer each of them is matched to."""
 
 from __future__ import annotations
 
 
 def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
-    """The distilled layers (1-based, ascending) of a model with `num_layers` blocks.
+    """The supervised layers (1-based, ascending) of a model with `num_layers` blocks.
 
     Raises:
-        ValueError: a layer outside 1..num_layers, a repeated one, or a selection that leaves none by mistake.
+        ValueError: a layer outside 1..num_layers, a repeated layer, or a selection that is empty and not "none".
     """
     if layers == "none":
         return []
@@ -21,8 +18,7 @@ def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
     if outside or len(set(chosen)) != len(chosen) or not chosen:
         raise ValueError(
             f"loss.representation.layers={layers}: expected distinct layers in 1..{num_layers}"
-            + (f" ({outside} are not)" if outside else "")
-            + "; choose some of these"
+            + (f"; {outside} are not" if outside else "")
         )
     return chosen
 
@@ -31,8 +27,8 @@ def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str 
     """Supervised layer -> its weight w_l in the term sum_l w_l L_l / sum_l w_l.
 
     Args:
-        given: one weight per supervised layer (in the order of `layers` where that is a list, else ascending), or some
-            layers' weights by number where the others have 1; None is 1 for all.
+        given: one weight per supervised layer (in the order of `layers` where that is a list, else ascending), or the
+            weights of some layers by number, where the other layers have 1; None gives every layer 1.
 
     Raises:
         ValueError: another number of weights than of supervised layers, or a layer that is not supervised.
@@ -60,10 +56,11 @@ def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str 
 def layer_pairs(
     student_layers: list[int], student_depth: int, teacher_depth: int, chosen: dict[str, int] | None
 ) -> dict[int, int]:
-    """Student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or the paper's rule if it is None.
+    """Student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or `layer_map` where that is None.
 
     Raises:
-        ValueError: `chosen` doesn't name exactly the supervised layers, or names a layer that the teacher doesn't have.
+        ValueError: `chosen` does not name exactly the supervised layers, or names a layer that the teacher does not
+            have.
     """
     if chosen is None:
         return layer_map(student_layers, student_depth, teacher_depth)
@@ -84,7 +81,8 @@ def layer_pairs(
 def layer_map(student_layers: list[int], student_depth: int, teacher_depth: int) -> dict[int, int]:
     """Student layer -> teacher layer, 1-based: l_T = 1 + round((l_S - 1) (L_T - 1) / (L_S - 1)), ties to even.
 
-    Exact integer arithmetic, so that a layer never jumps on a rounding error. A student of one layer maps to L_T.
+    This is the paper's rule ("depth alignment"). The arithmetic is exact on integers, so that no rounding error moves a
+    layer. The only layer of a student with one layer maps to L_T.
 
     >>> layer_map([1, 2, 3], 3, 5)
     {1: 1, 2: 3, 3: 5}

@@ -50,7 +50,7 @@ def run(command: str, *overrides: str, ranks: int = 1) -> str:
         ("verify", ["train.steps=0"], 1, "train.steps=0: expected more than 0"),
         ("train", [PROMPTS, "student.parallel.tensor=3"], 3, HEADS),
         ("verify", [RECORDED, "student.parallel.tensor=2"], 3, "= 2 does not divide the 3 rank(s) of this role"),
-        ("train", [PROMPTS, "loss.representation.layers=[1,9]"], 1, "distinct layers in 1..3 ([9] are not)"),
+        ("train", [PROMPTS, "loss.representation.layers=[1,9]"], 1, "distinct layers in 1..3; [9] are not"),
         ("evaluate", [SET, "rollout.tensor=2"], 1, "rollout.tensor=2 does not divide the student's 1 rank(s)"),
         ("fit-bridge", [PROMPTS, "bridge.rank=99"], 1, "bridge.rank=99: expected at most 32"),
     ],
