@@ -155,8 +155,13 @@ def _run(options: argparse.Namespace) -> None:
 
 def _run_configured(options: argparse.Namespace) -> None:
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.setup.preflight import preflight
 
     config = load_config(options.config_name, options.overrides, options.config_dir)
+    against_reference = options.command == "verify" and options.against == "reference"
+    # what the configuration and the models' config.json show is said before the seconds that importing torch takes
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    preflight(config, ranks, options.command, against_reference=against_reference)
     _quiet_megatron()
     if options.command == "train":
         from nemo_oprd.train import train
@@ -173,7 +178,7 @@ def _run_configured(options: argparse.Namespace) -> None:
     else:
         from nemo_oprd.commands.verify import verify
 
-        verify(config, against_reference=options.against == "reference")
+        verify(config, against_reference=against_reference)
 
 
 def _quiet_megatron() -> None:

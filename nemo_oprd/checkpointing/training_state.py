@@ -35,7 +35,8 @@ from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.watched_metrics import ModelNeeds
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.models import ModelSpec, read_model_spec
-from nemo_oprd.weights.torch_dist import hf_directory, open_torch_dist
+from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.weights.torch_dist import open_torch_dist
 
 
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:

@@ -13,7 +13,8 @@ from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.factory import make_engine
-from nemo_oprd.setup.models import ModelFiles, check_rollout_ranks, world_size
+from nemo_oprd.setup.models import ModelFiles, world_size
+from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks
 
 
 def evaluate(config: Config) -> None:
@@ -22,8 +23,7 @@ def evaluate(config: Config) -> None:
     Raises:
         ValueError: no validation set, or bad models or data.
     """
-    if not config.data.validation:
-        raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")
+    check_evaluates(config)
     model = ModelFiles(config.student)
     tokenizer, spec = model.tokenizer, model.spec
     check_output(config.output)

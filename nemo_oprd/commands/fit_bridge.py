@@ -31,6 +31,7 @@ from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.setup.models import RunFiles, build_models, make_plan
+from nemo_oprd.setup.preflight import check_bridge_rank, check_one_teacher
 
 # what a directory may hold that fit-bridge writes to
 BRIDGE_FILES = {TENSORS, MANIFEST, DIRECTORY}
@@ -55,11 +56,7 @@ def fit_bridge(config: Config) -> None:
     files = RunFiles(config)
     source = rollout_source(config, files)
     plan = make_plan(config, files, fitting=True)
-    narrower = min(files.student.spec.hidden_size, files.teachers[0].spec.hidden_size)
-    if config.bridge.rank != "auto" and config.bridge.rank > narrower:
-        raise ValueError(
-            f"bridge.rank={config.bridge.rank}: expected at most {narrower}, the narrower model's width; lower it"
-        )
+    check_bridge_rank(config, files.student.spec, files.teachers[0].spec)
     models = build_models(config, plan, trainable=False)
     say: Say = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
     with Signals() as signals:
@@ -78,11 +75,7 @@ def _check_request(config: Config, output: Path) -> None:
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= BRIDGE_FILES):
         raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
     check_output(output)
-    if config.teachers or config.teacher.weights != "own":
-        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
-        raise ValueError(
-            f"fit-bridge with {given}: a bridge belongs to one teacher; expected one: name it in teacher.hf_path"
-        )
+    check_one_teacher(config)
 
 
 def _without_sequence_parallelism(config: Config) -> Config:

@@ -21,6 +21,7 @@ from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.setup.data import recorded_rollouts
 from nemo_oprd.setup.models import RunFiles, build_models, make_plan
+from nemo_oprd.setup.preflight import check_replays
 from nemo_oprd.train import accumulate_gradients
 from nemo_oprd.verification.reference import agreement, reference
 
@@ -31,12 +32,7 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     Raises:
         ValueError: bad input, or an output directory that something else has filled.
     """
-    if config.rollout.replay is None:
-        raise ValueError(
-            "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
-        )
-    if against_reference and not all(model.hf_path for model in (config.student, *config.teacher_sources)):
-        raise ValueError("verify --against reference needs all models as hf_path: student.hf_path and teacher.hf_path")
+    check_replays(config, against_reference=against_reference)
     output = Path(config.output)
     ours = {"losses.json", "grads.safetensors"}
     if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):

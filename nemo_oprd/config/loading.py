@@ -11,8 +11,9 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from nemo_oprd.config.messages import build, check_key
 from nemo_oprd.config.schema import Config
-from nemo_oprd.config.values import build, check_key, refuse_secrets
+from nemo_oprd.config.secret_values import refuse_secrets
 
 
 def default_config_dir() -> Path:

@@ -1,30 +1,74 @@
-"""The configuration schema, and how a configuration is put together: schema <- YAML in conf/ <- command line.
+"""The configuration schema: one dataclass per group of keys, with the type, range and default of every key.
 
-Hydra composes the YAML (so `defaults:` lists and groups work) and parses overrides; after `load_config` everything is
-plain dataclasses. Unknown keys and contradictory values are errors that name the key, before anything is loaded.
-Checks that need a model (layers in range, sizes that divide) sit where the model is built.
+pydantic checks types and ranges, and a group's own validator the rules between keys of that group. Rules between groups
+are in `checks.py`; rules that need the models' config.json are in `setup/preflight.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Literal
 
-from nemo_oprd.config.weight_schedule import WeightStage
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from nemo_oprd.config.loss_schema import AdaptiveConfig, LossConfig, OutputLossConfig, RepresentationLossConfig
+from nemo_oprd.config.types import (
+    STRICT,
+    Decay,
+    Fraction,
+    HeldOut,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ProbabilityMass,
+    Size,
+)
 from nemo_oprd.layout import Layout
 
+__all__ = [
+    "AdaptiveConfig",
+    "AlignmentConfig",
+    "BridgeConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "LossConfig",
+    "ModelConfig",
+    "ModelSource",
+    "OutputLossConfig",
+    "ParallelConfig",
+    "RepresentationLossConfig",
+    "RolloutConfig",
+    "StudentConfig",
+    "TeacherConfig",
+    "TeacherSource",
+    "TrainConfig",
+]
 
-@dataclass
+
+@dataclass(config=STRICT)
 class ParallelConfig:
-    """Parallel sizes of one role; data parallel is what is left of the role's ranks."""
+    """Parallel sizes of one role. The data-parallel size follows from the number of ranks that the role has."""
 
-    tensor: int = 1
+    tensor: Size = 1
     sequence: bool = False
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    context: int = 1
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
+    pipeline: Size = 1
+    virtual_pipeline: Size = 1
+    context: Size = 1
+    first_stage_layers: Size | None = None
+    last_stage_layers: Size | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(  # {key}: student.parallel or teacher.parallel
+                f"{{key}}.virtual_pipeline={self.virtual_pipeline} needs {{key}}.pipeline > 1; raise that, or set "
+                "virtual_pipeline to 1"
+            )
+        return self
 
     def layout(self, ranks: int, first_rank: int, role: str) -> Layout:
         """The role's layout on `ranks` consecutive ranks.
@@ -51,308 +95,292 @@ class ParallelConfig:
         )
 
 
-@dataclass
+@dataclass(config=STRICT)
 class ModelSource:
-    """Where a model comes from: an HF directory, or a Megatron checkpoint made by checkpoint_tools. One of the two."""
+    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint that checkpoint_tools made.
+
+    A model that is read has exactly one of the two.
+    """
 
     hf_path: str | None = None
     checkpoint: str | None = None
 
     @property
     def path(self) -> str:
-        """The one that is given."""
+        """The one of the two that is set."""
         return str(self.hf_path or self.checkpoint)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class ModelConfig(ModelSource):
     """A model and its layout."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class StudentConfig(ModelConfig):
     """The trained model."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_method: Literal["uniform", "block"] = "uniform"
-    recompute_num_layers: int = 1
+    recompute_num_layers: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> StudentConfig:
+        if self.recompute != "full" and (self.recompute_num_layers, self.recompute_method) != (1, "uniform"):
+            raise ValueError(
+                f"student.recompute_num_layers={self.recompute_num_layers} and student.recompute_method="
+                f"{self.recompute_method} are for student.recompute=full, but it is {self.recompute}; leave them out"
+            )
+        return self
 
 
-@dataclass
+@dataclass(config=STRICT)
 class TeacherConfig(ModelConfig):
-    """The model that is learned from. `dedicated` gives it the last `ranks` ranks for itself.
+    """The model that the student learns from.
 
-    It reads the student's token `ids` as they are, or the response's `text` in tokens and a chat template of its own
-    (`alignment`), which is the only way where the tokenizers differ.
+    With `placement: dedicated` the last `ranks` ranks of the job hold nothing but the teacher.
 
-    With a `prompt` it reads another prompt than the student: the last message is replaced by this template, in which
-    {prompt} stands for that message, {answer} and {hint} for those fields of the prompt file.
+    With `reads: ids` the teacher reads the student's token ids unchanged. With `reads: text` it reads the text of the
+    response in its own tokens and its own chat template (see `AlignmentConfig`), which is the only choice where the
+    tokenizers differ.
 
-    `weights` other than its `own` make it the student itself (self-distillation): the `student` at its current weights,
-    without a second copy of them; their moving average over the updates, `ema`, with decay `ema_decay`; or the
-    `initial` ones, frozen. The first two have the student's layout.
+    With a `prompt` the teacher reads another prompt than the student: this template replaces the last message. In the
+    template {prompt} stands for the replaced message, and {answer} and {hint} stand for those fields of the prompt
+    file.
 
-    `resident_microbatches` is how many of the student's microbatches have their targets in memory at a time (null: all
-    of a step). `offload` keeps the weights in pinned host memory while the teacher isn't reading.
+    With `weights` other than `own` the student is its own teacher (self-distillation): `student` are the student's
+    current weights, of which no second copy is made; `ema` is their exponential moving average over the updates, with
+    decay `ema_decay`; `initial` are the student's weights before training, frozen. With `student` and `ema` the teacher
+    has the student's layout.
+
+    `resident_microbatches` is the number of microbatches of the student whose targets are in memory at the same time
+    (null: those of a whole step). With `offload` the weights are in pinned host memory while the teacher computes
+    nothing.
     """
 
     placement: Literal["colocated", "dedicated"] = "colocated"
-    ranks: int | None = None
+    ranks: Size | None = None
     reads: Literal["ids", "text"] = "ids"
     prompt: str | None = None
     weights: Literal["own", "student", "ema", "initial"] = "own"
-    ema_decay: float = 0.999
-    resident_microbatches: int | None = None
+    ema_decay: Decay = 0.999
+    resident_microbatches: PositiveInt | None = None
     offload: bool = False
 
+    @model_validator(mode="after")
+    def _check(self) -> TeacherConfig:
+        if self.prompt is not None and "{prompt}" not in self.prompt:
+            raise ValueError(
+                f"teacher.prompt={self.prompt!r}: expected a text with {{prompt}}, which stands for what the student "
+                "reads; put it in"
+            )
+        if self.placement == "colocated" and self.ranks is not None:
+            raise ValueError(f"teacher.ranks={self.ranks} is for teacher.placement=dedicated; set it to null")
+        return self
 
-@dataclass
+
+@dataclass(config=STRICT)
 class TeacherSource(ModelSource):
-    """One of several teachers: its model, and whose responses it teaches.
+    """One of several teachers: its model, and the responses that it teaches.
 
-    Those to prompts of its `data_sources`; null takes all that no other teacher has. Their losses are multiplied by
-    `weight`. `bridge` is its bridge, null where it has the student's shape. `name` is what metrics call it; its data
-    sources if null.
+    The teacher teaches the responses to prompts of its `data_sources`; null stands for all data sources that no other
+    teacher has. `weight` multiplies the loss of these responses. `bridge` is the directory of the teacher's bridge, or
+    null where the teacher has the student's shape. `name` is the teacher's name in metrics; null stands for its data
+    sources.
     """
 
     data_sources: list[str] | None = None
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     bridge: str | None = None
     name: str | None = None
 
     @property
     def label(self) -> str:
-        """Its name in metrics and messages."""
+        """The teacher's name in metrics and messages."""
         return self.name or "+".join(self.data_sources or ["others"])
 
 
-@dataclass
-class AdaptiveConfig:
-    """Weights of layers, and of positions, by the measured gap between student and teacher (`losses/adaptive.py` has
-    the formula); `decay` is that of its moving average over the updates.
-    """
-
-    layers: bool = False
-    positions: bool = False
-    decay: float = 0.9
-
-
-@dataclass
-class RepresentationLossConfig:
-    """The hidden-state term (DESIGN: loss semantics). `weight` is the paper's mu, or its schedule over the updates:
-    a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}], see `WeightStage`.
-
-    `kind` is the distance between two hidden states: mse, normalized_mse, cosine, or MODULE:FUNCTION for a function of
-    your own, which is called with the arguments `kind_args` (docs/losses.md).
-
-    `layers: none` leaves the term out altogether, measurement included, for runs on output-space terms alone.
-
-    `layer_map` names the teacher layer of every supervised student layer, {student: teacher}, in place of the paper's
-    rule; a bridge is fitted between these pairs.
-
-    `layer_weights` w_l make the term sum_l w_l L_l / sum_l w_l instead of the plain mean over the supervised layers
-    (null): a list with one weight per supervised layer, or {layer: weight}, where the other layers have 1.
-    """
-
-    weight: float | list[WeightStage] = 1.0
-    kind: str = "mse"
-    kind_args: dict[str, Any] = field(default_factory=dict)
-    layers: Literal["all", "last", "even", "odd", "none"] | list[int] = "all"
-    positions: Literal["all", "last_k", "first_k"] = "last_k"
-    k: int = 2000
-    position: Literal["token", "predicting"] = "token"
-    final_norm: bool = True
-    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
-    dim_reduction: Literal["mean", "sum"] = "mean"
-    layer_weights: list[float] | dict[str, float] | None = None
-    layer_map: dict[str, int] | None = None
-    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
-
-
-@dataclass
-class OutputLossConfig:
-    """The output-space term (DESIGN: loss semantics; `losses/divergences.py` has the equations). `weight` is the
-    paper's weight of OPD in the composition, or its schedule (`WeightStage`).
-
-    `kind` is none, sampled_token, top_k, full_vocab, forward_kl or jsd (docs/losses.md).
-
-    `k`, `support`, `normalizer` and `support_weight` are for top_k; for the other kinds, `k` is the size of the top
-    sets whose overlap is measured, and `support` the set whose mass is. `clip` is for sampled_token with
-    train.updates_per_rollout > 1: PPO's epsilon, or [low, high], on the ratio to the student that sampled; null doesn't
-    clip. `chunk_tokens` bounds the rows whose logits exist at a time.
-    """
-
-    weight: float | list[WeightStage] = 0.0
-    kind: str = "none"
-    k: int = 16
-    chunk_tokens: int = 1024
-    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
-    temperature: float = 1.0
-    support: Literal["student", "teacher", "union", "intersection"] = "student"
-    normalizer: Literal["renormalized", "full"] = "renormalized"
-    support_weight: Literal["student", "teacher"] = "student"
-    jsd_beta: float = 0.5
-    clip: float | tuple[float, float] | None = None
-
-
-@dataclass
-class LossConfig:
-    """The terms of the total loss."""
-
-    representation: RepresentationLossConfig = field(default_factory=RepresentationLossConfig)
-    output: OutputLossConfig = field(default_factory=OutputLossConfig)
-
-
-@dataclass
+@dataclass(config=STRICT)
 class BridgeConfig:
-    """The bridge between models of different shape or origin: `path` is a directory that `fit-bridge` made.
+    """The bridge between models of different shape or origin. See docs/bridge.md.
 
-    With `train` the student's projectors start from it and are trained together with the student (an ablation: the
-    paper's are frozen). `path: full_width` needs no directory: matrices [d_T, d_S], drawn from the seed, learned with
-    the student, who is then compared with the teacher's whole states (`train: true`). See docs/bridge.md.
+    `path` is a directory that fit-bridge made. With `train` the student's projectors start from that bridge and are
+    trained together with the student; this is an ablation, as the paper's projectors are frozen. `path: full_width`
+    needs no directory and needs `train: true`: the projectors are matrices [d_T, d_S], drawn from the seed and learned
+    with the student, and the projected student is compared with the teacher's whole hidden states.
 
-    The others are for fit-bridge: `prompts` are sampled (each `rollout.per_prompt` times), of whose responses
-    `held_out` is kept for testing and as much for choices. `baselines` adds the baselines to the report in bridge.json.
+    The other keys are for fit-bridge: it samples `prompts` prompts, `rollout.per_prompt` responses each. The fraction
+    `held_out` of the responses is kept for testing, and the same fraction for choosing the rank. `baselines` adds the
+    baselines to the report in bridge.json.
     """
 
     path: str = "none"
     train: bool = False
-    rank: Literal["auto"] | int = 8
+    rank: Literal["auto"] | PositiveInt = 8
     fit: Literal["ridge", "adamw"] = "ridge"
     center_student: bool = False
-    held_out: float = 0.1
-    prompts: int = 512
+    held_out: HeldOut = 0.1
+    prompts: PositiveInt = 512
     baselines: bool = False
 
+    @model_validator(mode="after")
+    def _check(self) -> BridgeConfig:
+        if self.path == "full_width" and not self.train:
+            raise ValueError(
+                "bridge.path=full_width with bridge.train=false would compare through frozen random matrices; expected "
+                "bridge.train=true: set it, or fit a bridge and name its directory"
+            )
+        if self.path == "none" and self.train:
+            raise ValueError(
+                "bridge.train=true with bridge.path=none: expected a bridge to train; set bridge.path to a directory "
+                "that fit-bridge made, or to full_width"
+            )
+        return self
 
-@dataclass
+
+@dataclass(config=STRICT)
 class AlignmentConfig:
-    """Which of the teacher's states stands for which of the student's, where the teacher reads text.
+    """Which hidden state of the teacher is compared with which one of the student, where the teacher reads text.
 
-    That of the last token which ends at or before the end of the student's token; with `exact` only pairs that end on
-    the same byte are kept. A batch of which less than `min_coverage` of the tokens has a partner ends the run.
+    The partner of a student's token is the last token of the teacher that ends at or before the end of the student's
+    token. With `exact` only pairs whose tokens end on the same byte are kept. A batch in which less than `min_coverage`
+    of the student's tokens have a partner ends the run.
     """
 
     exact: bool = False
-    min_coverage: float = 0.5
+    min_coverage: Fraction = 0.5
 
 
-@dataclass
+@dataclass(config=STRICT)
 class RolloutConfig:
     """How the student samples.
 
-    `tensor` is the tensor-parallel size of the in-process engine; `max_batch` and `max_cache_tokens` bound how many
-    sequences, and how many tokens of KV cache, one of its data-parallel ranks holds at a time.
+    `tensor` is the tensor-parallel size of the in-process engine. `max_batch` and `max_cache_tokens` are the largest
+    number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
     """
 
     engine: Literal["megatron", "vllm"] = "megatron"
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_new_tokens: int = 1024
-    per_prompt: int = 1
+    temperature: NonNegativeFloat = 1.0
+    top_p: ProbabilityMass = 1.0
+    max_new_tokens: PositiveInt = 1024
+    per_prompt: PositiveInt = 1
     replay: str | None = None
     save: bool = False
-    tensor: int = 1
-    max_batch: int = 256
-    max_cache_tokens: int = 524288
+    tensor: PositiveInt = 1
+    max_batch: PositiveInt = 256
+    max_cache_tokens: PositiveInt = 524288
 
 
-@dataclass
+@dataclass(config=STRICT)
 class DataConfig:
-    """Prompt files: for training, and any number of named sets for validation.
+    """Prompt files: those for training, and any number of named sets for validation.
 
-    `train` may be a list of files. Training prompts of more than `max_prompt_tokens` tokens are left out (null: all are
-    kept).
+    `train` is one file or a list of files. Training prompts of more than `max_prompt_tokens` tokens are left out (null:
+    all prompts are kept).
     """
 
     train: str | list[str] | None = None
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: PositiveInt | None = None
     validation: dict[str, str] = field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.train == []:
+            raise ValueError("data.train=[]: expected a file of prompts, or several; name one, or set it to null")
+        return self
 
-@dataclass
+
+@dataclass(config=STRICT)
 class TrainConfig:
     """The optimization.
 
-    The newest `keep_checkpoints` are kept (0: all), and besides the one with the highest `keep_best`, a validation
-    metric such as val/heldout/avg@4. An update whose loss or gradient is not finite is skipped; `stop_after_skipped`
-    steps in a row with such an update end the run. A step makes `updates_per_rollout` updates on the same rollouts;
-    with sampled_token those after the first weigh a token by its ratio to the student that sampled
-    (`losses/divergences.py`).
+    The newest `keep_checkpoints` checkpoints are kept (0: all of them), and also the checkpoint with the highest value
+    of `keep_best`, a validation metric such as val/heldout/avg@4. An update whose loss or gradient is not finite is
+    skipped; `stop_after_skipped` steps in a row with a skipped update end the run. A step makes `updates_per_rollout`
+    updates on the same rollouts; with sampled_token every update after the first weights a token by the ratio of its
+    probability to that under the student that sampled it (`losses/divergences.py`).
     """
 
-    steps: int = 500
-    prompts_per_step: int = 8
-    updates_per_rollout: int = 1
-    tokens_per_microbatch: int = 16384
-    lr: float = 1e-5
-    min_lr: float = 0.0
+    steps: PositiveInt = 500
+    prompts_per_step: PositiveInt = 8
+    updates_per_rollout: PositiveInt = 1
+    tokens_per_microbatch: PositiveInt = 16384
+    lr: PositiveFloat = 1e-5
+    min_lr: NonNegativeFloat = 0.0
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup_fraction: float = 0.0
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
+    warmup_fraction: Fraction = 0.0
+    weight_decay: NonNegativeFloat = 0.01
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
     distributed_optimizer: bool = True
-    save_every: int = 0
-    keep_checkpoints: int = 2
+    save_every: NonNegativeInt = 0
+    keep_checkpoints: NonNegativeInt = 2
     keep_best: str | None = None
-    stop_after_skipped: int = 3
+    stop_after_skipped: PositiveInt = 3
     export_hf: bool = True
 
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"train.min_lr={self.min_lr} is above train.lr={self.lr}; expected at most that: lower it")
+        return self
 
-@dataclass
+
+@dataclass(config=STRICT)
 class EvaluationConfig:
     """Sampling on the validation sets every `every` steps (0: never), before the first and after the last step."""
 
-    every: int = 0
-    samples: int = 4
-    temperature: float = 0.7
-    top_p: float = 1.0
-    max_new_tokens: int | None = None
-    limit: int | None = None
+    every: NonNegativeInt = 0
+    samples: PositiveInt = 4
+    temperature: NonNegativeFloat = 0.7
+    top_p: ProbabilityMass = 1.0
+    max_new_tokens: PositiveInt | None = None
+    limit: PositiveInt | None = None
     teacher: bool = False
 
 
-@dataclass
+@dataclass(config=STRICT)
 class LoggingConfig:
-    """Where metrics go besides metrics.jsonl and the progress line. `wandb` is a project name.
+    """Where metrics go besides metrics.jsonl and the progress line. `wandb` is the name of a W&B project.
 
-    A term whose size is above `spike_factor` times the median of its last values is reported, and the rollouts kept
-    (0: never).
+    A term of the loss that exceeds `spike_factor` times the median of its latest values is reported, and the rollouts
+    of that step are kept (0: never).
 
-    Without an output-space term, its metrics (entropies, top-k overlap, KL) are measured on `output_metrics_rows`
-    response tokens, drawn anew in the first and in every `output_metrics_every`-th update (0: never), with temperature,
-    k and chunk_tokens of loss.output. The teacher then has all its layers, and the student the teacher's head. With
-    `sampled_token` they are measured in the same updates on all response tokens: the teacher sends its final hidden
-    states instead of log-probabilities there. Other terms measure them in every update.
+    Without an output-space term, the metrics of such a term (entropies, top-k overlap, KL) are measured on
+    `output_metrics_rows` response tokens, which are drawn anew in the first and in every `output_metrics_every`-th
+    update (0: never). The temperature, k and chunk_tokens are those of loss.output. The teacher then has all of its
+    layers, and the student holds a copy of the teacher's head. With `sampled_token` these metrics are measured in the
+    same updates on all response tokens, for which the teacher sends its final hidden states instead of
+    log-probabilities. The other kinds of the output-space term measure these metrics in every update.
 
-    The gradient's signal and noise are measured before the first and every `gradient_noise_every`-th update (0: never),
-    by one more pass over the batch, in halves; copies of both halves' gradients are held meanwhile.
+    The signal and the noise of the gradient are measured before the first and before every `gradient_noise_every`-th
+    update (0: never), by one more pass over the batch, in halves. Copies of the gradients of both halves are in memory
+    meanwhile.
     """
 
     tensorboard: bool = True
     wandb: str | None = None
-    every: int = 1
-    spike_factor: float = 10.0
-    output_metrics_every: int = 0
-    output_metrics_rows: int = 1024
-    gradient_noise_every: int = 0
+    every: PositiveInt = 1
+    spike_factor: NonNegativeFloat = 10.0
+    output_metrics_every: NonNegativeInt = 0
+    output_metrics_rows: PositiveInt = 1024
+    gradient_noise_every: NonNegativeInt = 0
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """A complete run.
 
-    `teachers` are several teachers in place of `teacher.hf_path`; the other settings of `teacher` hold for all of them.
-    With `teacher.offload` one at a time is in device memory, else all are.
+    `teachers` is a list of several teachers, which replaces `teacher.hf_path`; the other keys of `teacher` apply to all
+    of them. With `teacher.offload` one teacher at a time is in device memory, without it all of them are.
     """
 
     output: str = "runs/run"
     precision: Literal["fp32", "bf16"] = "bf16"
-    seed: int = 0
+    seed: NonNegativeInt = 0
     student: StudentConfig = field(default_factory=StudentConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     teachers: list[TeacherSource] = field(default_factory=list)
@@ -367,7 +395,7 @@ class Config:
 
     @property
     def teacher_sources(self) -> list[TeacherSource]:
-        """The teachers: the several ones, or the only one, which has all responses."""
+        """The list of several teachers, or the only teacher, which has all responses."""
         if self.teachers:
             return self.teachers
         model = self.teacher if self.teacher.weights == "own" else self.student

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
+
+from nemo_oprd.config.types import STRICT, NonNegativeFloat
 
 
-@dataclass
+@dataclass(config=STRICT)
 class WeightStage:
-    """The `weight` of the updates up to number `until` (null: to the end), counted from the run's beginning.
+    """The `weight` of the updates up to number `until` (null: to the end), counted from the beginning of the run.
 
     With `start` the weight changes linearly: of n updates, number i (1..n) has start + (weight - start) i / n.
     """
 
-    weight: float
+    weight: NonNegativeFloat
     until: int | None = None
-    start: float | None = None
+    start: NonNegativeFloat | None = None
 
 
-Weight: TypeAlias = "float | list[WeightStage]"
+def _check_stages(stages: list[WeightStage]) -> list[WeightStage]:
+    """Raises ValueError unless the stages follow one another and only the last one may be without an end.
+
+    In the messages `{key}` stands for the key of the list (`config/messages.py` fills it in).
+    """
+    if not stages:
+        raise ValueError("{key}=[]: expected a number, or at least one stage; give one")
+    begin = 0
+    for i, stage in enumerate(stages):
+        if stage.until is None and (i < len(stages) - 1 or stage.start is not None):
+            raise ValueError(
+                f"{{key}}[{i}] has no end; expected the number of its last update, which only a last stage of constant "
+                "weight may leave out: give until"
+            )
+        if stage.until is not None and stage.until <= begin:
+            raise ValueError(
+                f"{{key}}[{i}].until={stage.until}: expected more than {begin}, where the stage begins; choose a later "
+                "update"
+            )
+        begin = stage.until or begin
+    return stages
+
+
+Weight: TypeAlias = NonNegativeFloat | Annotated[list[WeightStage], AfterValidator(_check_stages)]
 
 
 def weight_at(weight: Weight, step: int) -> float:
-    """The weight of the update after `step` others; after the last stage its weight stays.
+    """The weight of the update that follows `step` earlier ones; after the end of the last stage its weight remains.
 
     >>> [weight_at([WeightStage(0.0, until=1), WeightStage(1.0, until=3, start=0.0)], step) for step in range(4)]
     [0.0, 0.5, 1.0, 1.0]

@@ -26,7 +26,7 @@ from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
-from nemo_oprd.models import ModelSpec
+from nemo_oprd.models import ModelSpec, check_same_shape
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def _match(
     bridge = None if fitting else _bridge(config, source, student, teacher, pairs)
     if bridge is None:
         if layers and not fitting:
-            _check_same_shape(student, teacher)
+            check_same_shape(student, teacher)
     else:
         made_for = {layer: bridge.layers[layer] for layer in layers}
         if loss.layer_map is not None and made_for != pairs:
@@ -344,13 +344,3 @@ def _bridge(
     if source.bridge == FULL_WIDTH:
         return full_width_bridge(pairs, *models, capture)
     return open_bridge(Path(source.bridge), student=models[0], teacher=models[1], layers=list(pairs), capture=capture)
-
-
-def _check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:
-    if student.hidden_size != teacher.hidden_size or student.num_layers != teacher.num_layers:
-        raise ValueError(
-            f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
-            f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
-            "between models of the same depth and width: fit a bridge and set bridge.path (of one of several teachers, "
-            "teachers[i].bridge), or choose a teacher of the student's shape"
-        )

@@ -1,6 +1,9 @@
 """SIGTERM, SIGUSR1 and Ctrl-C make a run finish its step, save and exit. A Ctrl-C after any of them ends it at once.
 
 Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted.
+
+Importing this module does not import torch: the command line asks it about every error, also where torch was not needed
+yet.
 """
 
 from __future__ import annotations
@@ -8,12 +11,13 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from nemo_oprd.fault_tolerance import watchdog
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 # exit code of a run that was asked to stop (BSD's EX_TEMPFAIL): no error; the same command resumes
 STOPPED_EXIT_CODE = 75
@@ -41,6 +45,8 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
+        import torch.distributed as dist
+
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
         if dist.is_initialized():
@@ -65,6 +71,9 @@ def agree(device: torch.device, *flags: bool, group: dist.ProcessGroup | None = 
 
     Every rank of the group must call this.
     """
+    import torch
+    import torch.distributed as dist
+
     merged = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in merged.tolist()]

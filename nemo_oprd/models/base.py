@@ -5,6 +5,9 @@ how the joined tensor is split over tensor-parallel ranks. Everything that moves
 sync, export, the gradients that `verify` writes) goes through these mappings, so a mapping mistake can't hide in one of
 them.
 
+Importing this package does not import torch, because a configuration is checked against the models' config.json before
+torch is loaded: the functions that work on tensors import torch themselves.
+
 Shapes: D hidden size, F feed-forward size, A attention heads, G key/value groups, C channels per head, V vocabulary.
 """
 
@@ -12,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from nemo_oprd.models.rope import Rope
+
+if TYPE_CHECKING:
+    import torch
 
 # Megatron-LM's default: embeddings are padded so that every tensor-parallel shard is a multiple of 128 rows.
 VOCAB_MULTIPLE = 128
@@ -67,10 +72,23 @@ class ModelSpec:
         Raises:
             ValueError: the config names a dtype that torch doesn't know.
         """
+        import torch
+
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"config.json: dtype {self.dtype!r} is unknown; expected e.g. bfloat16 or float32")
         return dtype
+
+
+def check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError unless hidden states of the two models can be compared without a bridge."""
+    if student.hidden_size != teacher.hidden_size or student.num_layers != teacher.num_layers:
+        raise ValueError(
+            f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
+            f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
+            "between models of the same depth and width: fit a bridge and set bridge.path (of one of several teachers, "
+            "teachers[i].bridge), or choose a teacher of the student's shape"
+        )
 
 
 class Form:
@@ -96,6 +114,8 @@ class Form:
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """The joined tensor from the shards of all TP ranks."""
+        import torch
+
         return shards[0] if self.axis is None else torch.cat(list(shards), dim=self.axis)
 
 
@@ -122,6 +142,8 @@ class Vocabulary(Form):
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
         """[V, H] -> [padded V / size, H]."""
+        import torch
+
         rows = spec.padded_vocab(size) // size
         part = tensor[rank * rows : (rank + 1) * rows]
         missing = rows - part.shape[0]
@@ -129,6 +151,8 @@ class Vocabulary(Form):
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """[padded V / size, H] from each rank -> [V, H]."""
+        import torch
+
         return torch.cat(list(shards))[: spec.vocab_size]
 
 
@@ -142,6 +166,8 @@ class GroupedQKV(Form):
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """(q, k, v) -> interleaved by group."""
+        import torch
+
         rest = tensors[0].shape[1:]
         parts = [tensor.reshape(spec.num_kv_heads, -1, *rest) for tensor in tensors]
         return torch.cat(parts, dim=1).reshape(-1, *rest)
@@ -161,6 +187,8 @@ class GateUp(Form):
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """(gate, up) -> stacked."""
+        import torch
+
         return torch.cat(list(tensors))
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
@@ -169,11 +197,15 @@ class GateUp(Form):
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
         """[2F, H] -> [2F / size, H]."""
+        import torch
+
         gate, up = tensor.chunk(2)
         return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """[2F / size, H] from each rank -> [2F, H]."""
+        import torch
+
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from nemo_oprd.models.base import Family, Form, GateUp, GroupedQKV, ModelSpec, ParamMapping
 from nemo_oprd.models.dense import RULES, parse_dense
 from nemo_oprd.models.rope import number
+
+if TYPE_CHECKING:
+    import torch
 
 
 class FusedQKV(GroupedQKV):
@@ -26,6 +28,8 @@ class FusedQKV(GroupedQKV):
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
         """Interleaved by group -> (qkv,)."""
+        import torch
+
         return (torch.cat(super().split_to_hf(tensor, spec)),)
 
 

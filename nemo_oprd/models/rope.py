@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Rope:
 
     def inv_freq(self, head_dim: int) -> torch.Tensor:
         """Angles per position, float32 [regimes, rotated channels / 2]: one regime, or short and long."""
+        import torch
+
         channels = rotated_channels(head_dim, self.share)
         exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
         plain = 1.0 / self.theta**exponents

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.schema import Config, ModelSource
-from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.evaluation.sample import Evaluator
-from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
 from nemo_oprd.setup.models import ModelFiles, RunFiles
+from nemo_oprd.setup.preflight import check_prompts_given, check_same_architecture
 from nemo_oprd.tokenization.tokenizer import Tokenizer
-
-
-def check_trains(config: Config) -> None:
-    """Raises ValueError where no term has a weight: weight decay alone would change the student."""
-    loss = config.loss
-    layers = 0.0 if loss.representation.layers == "none" else largest(loss.representation.weight)
-    if layers == largest(loss.output.weight) == 0:
-        raise ValueError(
-            "loss.representation.weight and loss.output.weight are both 0 (a representation term without layers has "
-            "none): expected something to learn; give one of them a weight"
-        )
-
-
-def check_sources_stay(config: Config) -> None:
-    """Raises ValueError where the export at the end would replace a model that the run reads."""
-    models: list[tuple[str, ModelSource]] = [("student", config.student), ("teacher", config.teacher)]
-    for role, model in [*models, *((f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers))]:
-        target = Path(config.output) / "hf"
-        if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
-            raise ValueError(
-                f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
-                "expected different directories: choose another output"
-            )
 
 
 @dataclass(frozen=True)
@@ -81,8 +55,7 @@ def read_prompts(config: Config, files: RunFiles) -> tuple[list[Request], list[T
     Raises:
         ValueError: no prompts, or prompts that don't fit the models; a tokenizer that doesn't fit its model.
     """
-    if config.data.train is None:
-        raise ValueError("data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)")
+    check_prompts_given(config)
     files.student.check_vocabulary()
     teacher_inputs = make_teacher_inputs(config, files)
     prompts = encode_prompts(config, files.student.tokenizer, files.student.spec.max_positions)
@@ -133,20 +106,6 @@ def check_tokenizers(student: Tokenizer, teacher: ModelFiles) -> None:
             f"the tokenizers of {student.path} and {teacher.directory} differ: the teacher would read other text than "
             "the student wrote; expected the same tokenizer: set teacher.reads=text (with a bridge), or choose another "
             "teacher"
-        )
-
-
-def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
-    """Raises ValueError where the teacher can't be sampled in the student's engine."""
-    differing = [
-        f.name
-        for f in dataclasses.fields(ModelSpec)
-        if f.compare and f.name != "dtype" and getattr(student, f.name) != getattr(teacher, f.name)
-    ]
-    if differing:
-        raise ValueError(
-            f"evaluation.teacher=true samples the teacher in the student's engine, but they differ in {differing}; "
-            "set evaluation.teacher=false and evaluate the teacher with `nemo-oprd evaluate`"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,9 +20,9 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.setup.preflight import check_layouts, model_directory
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.weights.hf import HFCheckpoint, TensorReader, load_hf
-from nemo_oprd.weights.torch_dist import hf_directory
 
 
 class ModelFiles:
@@ -39,7 +38,7 @@ class ModelFiles:
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
-        self.directory = Path(source.hf_path) if source.hf_path else hf_directory(Path(str(source.checkpoint)))
+        self.directory = model_directory(source)
         self.spec: ModelSpec = read_model_spec(self.directory)
 
     @cached_property
@@ -94,29 +93,6 @@ class RunFiles:
             return False
 
 
-def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
-    """(student layout, teacher layout) on `world_size` ranks.
-
-    Raises:
-        ValueError: the sizes don't fit the ranks.
-    """
-    teacher = config.teacher.parallel
-    if config.teacher.placement == "colocated":
-        student = config.student.parallel.layout(world_size, 0, "student")
-        is_student = config.teacher.weights in ("student", "ema")
-        return student, student if is_student else teacher.layout(world_size, 0, "teacher")
-    ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
-    if not 0 < ranks < world_size:
-        raise ValueError(
-            f"teacher.placement=dedicated with {ranks} teacher rank(s) leaves none of the {world_size} rank(s) for the "
-            "student; start more ranks or use teacher.placement=colocated"
-        )
-    return (
-        config.student.parallel.layout(world_size - ranks, 0, "student"),
-        teacher.layout(ranks, world_size - ranks, "teacher"),
-    )
-
-
 def _same_source(one: ModelSource, other: ModelSource) -> bool:
     return (one.hf_path, one.checkpoint) == (other.hf_path, other.checkpoint)
 
@@ -151,14 +127,7 @@ def make_plan(config: Config, files: RunFiles | None = None, *, fitting: bool = 
     student, teachers = files.student.spec, [teacher.spec for teacher in files.teachers]
     objective = Objective.build(config, student, teachers, files.same_tokenizer, fitting=fitting)
     watched = None if fitting else WatchedMetrics.build(config.loss.output, config.logging, config.seed)
-    student_layout, teacher_layout = make_layouts(config, world_size())
-    roles = [("student", student, student_layout), *(("teacher", spec, teacher_layout) for spec in teachers)]
-    for role, spec, layout in roles:
-        spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
-        layout.layers_per_stage(spec.num_layers)
-    student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
-    check_rollout_ranks(config, student_layout.size)
-    check_recompute(config, student.num_layers)
+    student_layout, teacher_layout = check_layouts(config, student, teachers, world_size())
     for model in (files.student, *files.teachers):
         _ = model.read  # opens the weights: what is wrong with them is found before anything is built
     return RunPlan(files, objective, watched, student_layout, teacher_layout)
@@ -227,20 +196,3 @@ def _build_teacher(
 def world_size() -> int:
     """Ranks of this job, also before the process group is joined."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def check_rollout_ranks(config: Config, ranks: int) -> None:
-    """Raises ValueError unless `rollout.tensor` divides the student's ranks."""
-    if ranks % config.rollout.tensor:
-        raise ValueError(
-            f"rollout.tensor={config.rollout.tensor} does not divide the student's {ranks} rank(s); choose a divisor"
-        )
-
-
-def check_recompute(config: Config, num_layers: int) -> None:
-    """Raises ValueError where more layers are to be recomputed at a time than the model has."""
-    if config.student.recompute_num_layers > num_layers:
-        raise ValueError(
-            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
-            f"{num_layers} layers; choose 1 to {num_layers}"
-        )

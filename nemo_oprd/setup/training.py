@@ -32,11 +32,10 @@ from nemo_oprd.rollout.sampler import RolloutSampler
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
-    check_sources_stay,
-    check_trains,
     read_training_data,
 )
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_models, make_plan
+from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.weights.hf_export import export_hf
 
 

@@ -26,8 +26,9 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.param_names import TE_NAMES
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
 from nemo_oprd.models.base import GateUp, ParamMapping, Vocabulary
+from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.weights.hf import HFCheckpoint
-from nemo_oprd.weights.torch_dist import TorchDistWriter, hf_directory, open_torch_dist, read_megatron_tensor
+from nemo_oprd.weights.torch_dist import TorchDistWriter, open_torch_dist, read_megatron_tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
 

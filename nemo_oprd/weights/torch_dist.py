@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from nemo_oprd.models.checkpoint_directory import check_torch_dist
 from nemo_oprd.weights import safe_unpickling
 
 safe_unpickling.install()
@@ -126,42 +127,6 @@ def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
     _check_files(path, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     return reader, metadata
-
-
-def check_torch_dist(path: Path) -> None:
-    """Raises ValueError unless `path` looks like a complete torch_dist checkpoint; reads no index and no tensors."""
-    if not path.is_dir():
-        raise ValueError(f"{path}: no such directory; expected a torch_dist checkpoint")
-    try:
-        config = maybe_load_config(str(path))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path / 'metadata.json'}: not readable ({error}); copy the checkpoint again") from error
-    if config is None or not (path / ".metadata").is_file():
-        inside = sorted(file.parent.name for file in path.glob("*/metadata.json"))
-        hint = f"did you mean {path / inside[-1]}?" if inside else "was its writing interrupted?"
-        if (path / "config.json").is_file():
-            hint = "this is a Hugging Face model: set hf_path= to it, or convert it with hf_to_megatron.py"
-        raise ValueError(f"{path}: no metadata.json and .metadata there; expected a torch_dist checkpoint: {hint}")
-    if config.sharded_backend != "torch_dist":
-        raise ValueError(
-            f"{path}: a checkpoint of format {config.sharded_backend!r}; expected 'torch_dist': save it again with "
-            "Megatron's --ckpt-format torch_dist"
-        )
-
-
-def hf_directory(path: Path) -> Path:
-    """The directory of a torch_dist checkpoint that holds its model's config.json and tokenizer.
-
-    Raises:
-        ValueError: as `check_torch_dist`, or the directory has no config.json.
-    """
-    check_torch_dist(path)
-    if not (path / "hf" / "config.json").is_file():
-        raise ValueError(
-            f"{path}: no hf/config.json there; copy config.json and the tokenizer files of the model's source into "
-            f"{path / 'hf'}"
-        )
-    return path / "hf"
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:

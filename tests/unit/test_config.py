@@ -134,12 +134,49 @@ def test_saved_configuration_loads_again(tmp_path: Path) -> None:
         ("seed=-1", "0 or more"),
         ("train.betas=[0.9,1.5]", "[0, 1)"),
         ("student.parallel.first_stage_layers=0", "at least 1"),
+        ("train.steps=true", "train.steps=True: expected an integer"),
+        ("train.steps='3'", "train.steps='3': expected an integer"),
+        ("train.steps=3.0", "train.steps=3.0: expected an integer"),
+        ("logging.tensorboard=1", "logging.tensorboard=1: expected true or false"),
+        ("output=3", "output=3: expected text"),
+        ("train.lr=nan", "train.lr=nan: expected a finite number"),
+        ("teacher.ranks=x", "teacher.ranks='x': expected an integer | null"),
+        ("bridge.rank=0", "bridge.rank=0: expected more than 0"),
+        ("bridge.rank=most", "bridge.rank='most': expected auto | an integer"),
+        ("bridge.held_out=0.5", "bridge.held_out=0.5: expected a number in (0, 0.5)"),
+        ("loss.output.jsd_beta=1", "loss.output.jsd_beta=1.0: expected a number in (0, 1)"),
+        ("loss.representation.layers=[1,a]", "loss.representation.layers=[1, 'a']: expected all | last"),
+        ("loss.representation.weight=inf", "loss.representation.weight=inf: expected a finite number"),
+        ("loss.representation.weight=x", "weight='x': expected a number | list of {weight, until, start}"),
+        ("loss.representation.weight=[{weight:x}]", "loss.representation.weight[0].weight='x': expected a number"),
+        ("loss.representation.weight=[3]", "loss.representation.weight=[3]: expected a number | list of"),
+        ("loss.representation.layer_weights={1:x}", "expected list of a number | dict of a number | null"),
+        ("loss.representation.layer_weights=[1,nan]", "layer_weights[1]=nan: expected a finite number"),
+        ("loss.representation.layer_map={1:x}", "loss.representation.layer_map.1='x': expected an integer"),
+        ("loss.output.clip=[0.2]", "loss.output.clip=[0.2]: expected a number | [a number, a number] | null"),
+        ("train.betas=[0.9]", "train.betas=[0.9]: expected [a number, a number]"),
+        ("train.betas=[0.9,0.9,0.9]", "train.betas=[0.9, 0.9, 0.9]: expected [a number, a number]"),
+        ("teachers=[3]", "teachers[0]=3: expected a group of keys; give one of them, e.g. teachers[0].hf_path"),
+        ("teachers=[{data_sources:[1]}]", "teachers[0].data_sources[0]=1: expected text"),
+        ("data.validation={a:1}", "data.validation.a=1: expected text"),
     ],
 )
 def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_config("verify", [*MODELS, override])
     assert message in str(error.value)
+
+
+def test_a_misspelt_key_is_named_before_what_it_causes() -> None:
+    with pytest.raises(ValueError, match=r"unknown key 'loss.representation.weight\[0\].wait'"):
+        load_config("verify", [*MODELS, "loss.representation.weight=[{wait:1}]"])
+
+
+def test_numbers_are_read_exactly() -> None:
+    """A number passes through pydantic's JSON parser, which must not change its last bit."""
+    numbers = [1 / 3, 5e-324, 1.7976931348623157e308, 0.1 + 0.2, 2**53 + 1.0, 123456789012345678]
+    config = load_config("verify", [*MODELS, f"loss.representation.layer_weights={numbers}"])
+    assert config.loss.representation.layer_weights == [float(number) for number in numbers]
 
 
 def test_unknown_key_in_a_file(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.objective import Objective, model_identity
 from nemo_oprd.distillation.watched_metrics import ModelNeeds
 from nemo_oprd.models import FAMILIES, parse_model_spec
-from nemo_oprd.setup.models import make_layouts
+from nemo_oprd.setup.preflight import make_layouts
 from nemo_oprd.weights.convert import checkpoint_parameters
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}

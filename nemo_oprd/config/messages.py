@@ -1,0 +1,187 @@
+"""pydantic's errors -> one line that names the key, the value, what was expected and the fix; and unknown keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+import types
+import typing
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_oprd.config.secret_values import SECRET_KEY
+
+_UNKNOWN = "unexpected_keyword_argument"
+# groups whose keys are the user's
+_OPEN_GROUPS = ("data.validation", "loss.representation.kind_args")
+# errors that say what a value is not; all others are about values of the right type
+_WRONG_TYPE = re.compile(r"_type$|^literal_error$|^missing$|^too_long$|^int_from_float$")
+
+
+def build(root: type, value: dict) -> Any:
+    """`value` (nested dicts, lists and scalars, as YAML gives them) as an object of the pydantic dataclass `root`.
+
+    Raises:
+        ValueError: an unknown key (the nearest known one is named), a value of the wrong type or out of range, or
+            values of one group that contradict each other.
+    """
+    text = json.dumps(value, default=_refuse_object)
+    try:
+        # JSON, because pydantic's strict mode takes its objects for groups of keys and its lists for tuples
+        return TypeAdapter(root).validate_json(text)
+    except ValidationError as error:
+        raise ValueError(_message(root, json.loads(text), error.errors(include_url=False))) from error
+
+
+def check_key(root: type, key: str, where: str) -> None:
+    """Raises ValueError unless `key` is one of the schema `root` (list items by number), or one of the user's names."""
+    known = _all_keys(root)
+    if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] not in _OPEN_GROUPS:
+        raise ValueError(_unknown_key(root, key, where))
+
+
+class _Place(NamedTuple):
+    """Where an error is: the key, the type that belongs there, and the value that is there.
+
+    `specific` is False where alternatives were tried in turn, and the error only says why one of them is none.
+    """
+
+    key: str
+    hint: Any
+    value: Any
+    specific: bool
+
+
+def _message(root: type, value: dict, errors: list[ErrorDetails]) -> str:
+    """One line for the first mistake; a misspelt key comes first, as it may explain the others."""
+    error = next((e for e in errors if e["type"] == _UNKNOWN), None)
+    if error is not None:
+        group = _place(root, value, {**error, "loc": error["loc"][:-1]})
+        return _unknown_key(root, f"{group.key}.{error['loc'][-1]}".removeprefix("."), "configuration")
+    error, place = errors[0], _place(root, value, errors[0])
+    if not place.specific:
+        others = [(e, _place(root, value, e)) for e in errors[1:]]
+        inside = (pair for pair in others if pair[1].specific and pair[1].key.startswith(place.key))
+        error, place = next(inside, (error, place))
+    return _describe_error(error, place)
+
+
+def _place(root: type, value: Any, error: ErrorDetails) -> _Place:
+    """Follows pydantic's path, in which alternatives of a union have names of their own between the keys."""
+    key, hint, union = "", root, None
+    about_a_group = error["type"] == "missing" and isinstance(error["loc"][-1], str)
+    for part in error["loc"][:-1] if error["type"] == "missing" else error["loc"]:
+        options = _options(hint)
+        group: Any = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        if isinstance(part, int):
+            items = [typing.get_args(option) for option in options if typing.get_origin(option) in (list, tuple)]
+            key, hint, value = f"{key}[{part}]", items[0][part if len(items[0]) > part else 0], value[part]
+        elif group is not None and part in _fields(group):
+            key, hint, value = f"{key}.{part}".removeprefix("."), _fields(group)[part], value[part]
+            about_a_group = about_a_group or union is not None
+        elif isinstance(value, dict) and part in value:
+            items = [typing.get_args(option) for option in options if typing.get_origin(option) is dict]
+            key, hint, value = f"{key}.{part}", items[0][1], value[part]
+        else:  # the name of an alternative
+            union = _Place(key, hint, value, False)
+    specific = union is None or about_a_group or not _WRONG_TYPE.search(error["type"])
+    return _Place(key, hint, value, True) if specific or union is None else union
+
+
+def _describe_error(error: ErrorDetails, place: _Place) -> str:
+    key, value = place.key, place.value
+    if error["type"] == "value_error":  # a rule of ours, which has its own words
+        return str(error["ctx"]["error"]).replace("{key}", key)
+    if error["type"] == "finite_number":
+        return f"{key}={value}: expected a finite number; choose one"
+    if error["type"] == "dataclass_type":
+        first = next(iter(_fields(_options(place.hint)[0])))
+        return f"{key}={value!r}: expected a group of keys; give one of them, e.g. {key}.{first}"
+    if error["type"] == "missing" and isinstance(error["loc"][-1], str):
+        return f"{key}={value!r}: expected {_describe(place.hint)}; give {error['loc'][-1]}"
+    if _WRONG_TYPE.search(error["type"]):
+        return f"{key}={value!r}: expected {_describe(place.hint)}; give one"
+    ranges = [pair for pair in map(_range, _options(place.hint)) if pair[1]]
+    if not ranges:  # what only pydantic has words for, such as text that is not Unicode
+        return f"{key or 'configuration'}: {error['msg']}; expected another value: correct it"
+    ranged, description = ranges[0]
+    return f"{key}={float(value) if ranged is float else value}: expected {description}"
+
+
+def _unknown_key(root: type, key: str, where: str) -> str:
+    if SECRET_KEY.search(key):
+        return (
+            f"{where}: unknown key {key!r}; expected no secrets in a configuration, because it is saved with the run: "
+            "set the environment variable that the program reads (WANDB_API_KEY, HF_TOKEN)"
+        )
+    near = difflib.get_close_matches(key, _all_keys(root), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(_fields(root))}, or a key in them"
+    return f"{where}: unknown key {key!r}{hint}"
+
+
+def _refuse_object(value: Any) -> Any:
+    raise ValueError(f"configuration: {value!r} is a {type(value).__name__}; expected text, numbers, lists and groups")
+
+
+@functools.cache
+def _fields(group: type) -> dict[str, Any]:
+    """The keys of a group, and their types."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(group)}
+
+
+def _all_keys(group: type, prefix: str = "") -> list[str]:
+    """The keys below a group; those of the groups in a list without numbers."""
+    keys = []
+    for name, hint in _fields(group).items():
+        keys.append(prefix + name)
+        inner = (*typing.get_args(hint), None)[0] if typing.get_origin(hint) is list else hint
+        if dataclasses.is_dataclass(inner):
+            keys += _all_keys(typing.cast(type, inner), f"{prefix}{name}.")
+    return keys
+
+
+def _options(hint: Any) -> list[Any]:
+    """The alternatives of a type; lists without the checks around them."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [option for each in typing.get_args(hint) for option in _options(each)]
+    if typing.get_origin(hint) is Annotated and typing.get_origin(typing.get_args(hint)[0]) is list:
+        return [typing.get_args(hint)[0]]
+    return [hint]
+
+
+def _range(hint: Any) -> tuple[Any, str]:
+    """The type under a range, and the range in words; no words where there is none."""
+    plain, *metadata = typing.get_args(hint) or (hint,)
+    return plain, next((each.description for each in metadata if getattr(each, "description", None)), "")
+
+
+def _describe(hint: Any) -> str:
+    """A type in words."""
+    if len(_options(hint)) > 1:
+        return " | ".join(map(_describe, _options(hint)))
+    hint = _options(hint)[0]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _describe(arguments[0])
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if dataclasses.is_dataclass(hint):
+        return "{" + ", ".join(_fields(typing.cast(type, hint))) + "}"
+    if origin is tuple:
+        return "[" + ", ".join(map(_describe, arguments)) + "]"
+    if origin in (list, dict):
+        return f"{origin.__name__} of {_describe(arguments[-1])}"
+    return {
+        Any: "a value",
+        types.NoneType: "null",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+    }[hint]

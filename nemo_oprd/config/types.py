@@ -1,0 +1,35 @@
+"""Types of configuration values: pydantic's checks, and the words in which a message says what a value has to be.
+
+The `description` of a type completes "KEY=VALUE: expected ..."; `config/messages.py` puts the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+# No unknown keys; no "1" for 1 and no true for 1, but an integer for a number; neither NaN nor infinity.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+_MORE_THAN_ZERO = Field(gt=0, description="more than 0; choose a larger number")
+_ZERO_OR_MORE = Field(ge=0, description="0 or more; choose another number")
+
+PositiveInt = Annotated[int, _MORE_THAN_ZERO]
+PositiveFloat = Annotated[float, _MORE_THAN_ZERO]
+NonNegativeInt = Annotated[int, _ZERO_OR_MORE]
+NonNegativeFloat = Annotated[float, _ZERO_OR_MORE]
+
+# ranks, stages and layers of a parallel layout
+Size = Annotated[int, Field(ge=1, description="at least 1; choose 1 or more")]
+# the probability mass that sampling keeps
+ProbabilityMass = Annotated[float, Field(gt=0, le=1, description="a number in (0, 1]; choose one, 1 for all")]
+# the decay of an exponential moving average: at 1 the average would never change
+Decay = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1); choose e.g. 0.9 or 0.999")]
+Fraction = Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]; choose one")]
+# a part of the responses that is set aside twice
+HeldOut = Annotated[float, Field(gt=0, lt=0.5, description="a number in (0, 0.5); choose e.g. 0.1")]
+# between two divergences, which it excludes
+JsdBeta = Annotated[
+    float, Field(gt=0, lt=1, description="a number in (0, 1); choose one, or kind forward_kl or full_vocab")
+]

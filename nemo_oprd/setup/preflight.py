@@ -1,0 +1,220 @@
+"""The checks that need only the configuration, the number of ranks and the models' config.json: no torch, no weights.
+
+The command line runs `preflight` before anything imports torch, so that such a mistake is reported within a second. The
+functions here are the only implementation of these checks: `make_plan` and the commands call them, too, for callers
+that start from a `Config`. What needs tokenizers, prompts, bridges or weights is checked later, in `setup/models.py`,
+`setup/data.py` and the commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.layout import Layout
+from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
+from nemo_oprd.models import ModelSpec, check_same_shape, read_model_spec
+from nemo_oprd.models.checkpoint_directory import hf_directory
+
+
+def preflight(config: Config, world_size: int, command: str, *, against_reference: bool = False) -> None:
+    """Checks what `command` needs of a configuration on `world_size` ranks.
+
+    Args:
+        command: train, verify, fit-bridge or evaluate.
+        against_reference: `verify` also computes the Hugging Face reference.
+
+    Raises:
+        ValueError: a mistake that the configuration and the models' config.json show by themselves.
+    """
+    if command == "train":
+        check_trains(config)
+        check_sources_stay(config)
+    elif command == "verify":
+        check_replays(config, against_reference=against_reference)
+    elif command == "fit-bridge":
+        check_one_teacher(config)
+    else:
+        check_evaluates(config)
+    if command in ("train", "fit-bridge") and config.rollout.replay is None:
+        check_prompts_given(config)
+    student = read_model_spec(model_directory(config.student))
+    if command == "evaluate":
+        student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+        check_rollout_ranks(config, world_size)
+        return
+    fitting = command == "fit-bridge"
+    sources = config.teacher_sources
+    teachers = [read_model_spec(model_directory(source)) for source in sources]
+    for source, teacher in zip(sources, teachers, strict=True):
+        check_layers(config, student, teacher, source, fitting=fitting)
+    if command == "train" and config.evaluation.teacher and config.rollout.replay is None:
+        check_same_architecture(student, teachers[0])
+    check_layouts(config, student, teachers, world_size)
+    if fitting:
+        check_bridge_rank(config, student, teachers[0])
+
+
+def model_directory(model: ModelSource) -> Path:
+    """Where a model's config.json and tokenizer are: the HF directory, or the copy inside a Megatron checkpoint.
+
+    Raises:
+        ValueError: `model.checkpoint` is not a torch_dist checkpoint with a config.json.
+    """
+    return Path(model.hf_path) if model.hf_path else hf_directory(Path(str(model.checkpoint)))
+
+
+def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
+    """(student layout, teacher layout) on `world_size` ranks.
+
+    Raises:
+        ValueError: the sizes don't fit the ranks.
+    """
+    teacher = config.teacher.parallel
+    if config.teacher.placement == "colocated":
+        student = config.student.parallel.layout(world_size, 0, "student")
+        is_student = config.teacher.weights in ("student", "ema")
+        return student, student if is_student else teacher.layout(world_size, 0, "teacher")
+    ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
+    if not 0 < ranks < world_size:
+        raise ValueError(
+            f"teacher.placement=dedicated with {ranks} teacher rank(s) leaves none of the {world_size} rank(s) for the "
+            "student; start more ranks or use teacher.placement=colocated"
+        )
+    return (
+        config.student.parallel.layout(world_size - ranks, 0, "student"),
+        teacher.layout(ranks, world_size - ranks, "teacher"),
+    )
+
+
+def check_layouts(
+    config: Config, student: ModelSpec, teachers: Sequence[ModelSpec], world_size: int
+) -> tuple[Layout, Layout]:
+    """(student layout, teacher layout), in which all models can be built and the student can be sampled.
+
+    Raises:
+        ValueError: the sizes don't fit the ranks, a model's heads, widths or layers.
+    """
+    student_layout, teacher_layout = make_layouts(config, world_size)
+    roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in teachers)]
+    for role, spec, layout in roles:
+        spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
+        layout.layers_per_stage(spec.num_layers)
+    student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    check_rollout_ranks(config, student_layout.size)
+    check_recompute(config, student.num_layers)
+    return student_layout, teacher_layout
+
+
+def check_layers(
+    config: Config, student: ModelSpec, teacher: ModelSpec, source: TeacherSource, *, fitting: bool = False
+) -> None:
+    """Raises ValueError unless the configured layers exist, and can be compared with those of the teacher.
+
+    Args:
+        source: where the teacher comes from.
+        fitting: a bridge between the two models is to be made, so their shapes may differ.
+    """
+    loss = config.loss.representation
+    layers = supervised_layers(loss.layers, student.num_layers)
+    layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
+    if layers and source.bridge is None and not fitting:
+        check_same_shape(student, teacher)
+    weights_of_layers(loss.layer_weights, loss.layers, student.num_layers)
+
+
+def check_rollout_ranks(config: Config, ranks: int) -> None:
+    """Raises ValueError unless `rollout.tensor` divides the student's ranks."""
+    if ranks % config.rollout.tensor:
+        raise ValueError(
+            f"rollout.tensor={config.rollout.tensor} does not divide the student's {ranks} rank(s); choose a divisor"
+        )
+
+
+def check_recompute(config: Config, num_layers: int) -> None:
+    """Raises ValueError where more layers are to be recomputed at a time than the model has."""
+    if config.student.recompute_num_layers > num_layers:
+        raise ValueError(
+            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
+            f"{num_layers} layers; choose 1 to {num_layers}"
+        )
+
+
+def check_bridge_rank(config: Config, student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError where a bridge of `bridge.rank` would be wider than one of the two models."""
+    narrow = min(student.hidden_size, teacher.hidden_size)
+    if config.bridge.rank != "auto" and config.bridge.rank > narrow:
+        raise ValueError(
+            f"bridge.rank={config.bridge.rank}: expected at most {narrow}, the narrower model's width; lower it"
+        )
+
+
+def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError where the teacher can't be sampled in the student's engine."""
+    differing = [
+        f.name
+        for f in dataclasses.fields(ModelSpec)
+        if f.compare and f.name != "dtype" and getattr(student, f.name) != getattr(teacher, f.name)
+    ]
+    if differing:
+        raise ValueError(
+            f"evaluation.teacher=true samples the teacher in the student's engine, but they differ in {differing}; "
+            "set evaluation.teacher=false and evaluate the teacher with `nemo-oprd evaluate`"
+        )
+
+
+def check_trains(config: Config) -> None:
+    """Raises ValueError where no term has a weight: weight decay alone would change the student."""
+    loss = config.loss
+    layers = 0.0 if loss.representation.layers == "none" else largest(loss.representation.weight)
+    if layers == largest(loss.output.weight) == 0:
+        raise ValueError(
+            "loss.representation.weight and loss.output.weight are both 0 (a representation term without layers has "
+            "none): expected something to learn; give one of them a weight"
+        )
+
+
+def check_sources_stay(config: Config) -> None:
+    """Raises ValueError where the export at the end would replace a model that the run reads."""
+    models: list[tuple[str, ModelSource]] = [("student", config.student), ("teacher", config.teacher)]
+    for role, model in [*models, *((f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers))]:
+        target = Path(config.output) / "hf"
+        if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
+            raise ValueError(
+                f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
+                "expected different directories: choose another output"
+            )
+
+
+def check_prompts_given(config: Config) -> None:
+    """Raises ValueError where rollouts are to be sampled and there are no training prompts."""
+    if config.data.train is None:
+        raise ValueError("data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)")
+
+
+def check_replays(config: Config, *, against_reference: bool = False) -> None:
+    """Raises ValueError unless `verify` has recorded rollouts, and models that its reference can read."""
+    if config.rollout.replay is None:
+        raise ValueError(
+            "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
+        )
+    if against_reference and not all(model.hf_path for model in (config.student, *config.teacher_sources)):
+        raise ValueError("verify --against reference needs all models as hf_path: student.hf_path and teacher.hf_path")
+
+
+def check_one_teacher(config: Config) -> None:
+    """Raises ValueError unless fit-bridge has one teacher, which is another model than the student."""
+    if config.teachers or config.teacher.weights != "own":
+        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
+        raise ValueError(
+            f"fit-bridge with {given}: a bridge belongs to one teacher; expected one: name it in teacher.hf_path"
+        )
+
+
+def check_evaluates(config: Config) -> None:
+    """Raises ValueError unless `evaluate` has a validation set."""
+    if not config.data.validation:
+        raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")
