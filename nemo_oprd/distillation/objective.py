@@ -92,7 +92,7 @@ class OutputObjective:
         """One row per response token with mask 1, where its distribution is predicted; some of them to watch."""
         asks = "logging.output_metrics_every" if self.only_watched else f"loss.output.kind={self.loss.kind}"
         table = make_rows(
-            rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation, asks=asks
+            rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation, requested_by=asks
         )
         return table.draw(self.watch_rows, self.draw) if self.only_watched else table
 

@@ -118,7 +118,7 @@ class MegatronEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 eos_ids=self.eos_ids,
-                give_up=enough,
+                is_cancelled=enough,
             )
             if generated is None:
                 return None

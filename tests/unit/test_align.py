@@ -372,7 +372,7 @@ def test_another_tokenizer_than_expected():
 
 
 def test_ids_of_another_tokenizer():
-    with pytest.raises(ValueError, match=r"letters: token id 300 at position 1 .* expected ids below 30 .*; give the"):
+    with pytest.raises(ValueError, match=r"letters: token id 300 at position 1 .* expected ids below 30 .*; use the"):
         align(load("letters"), load("bpe"), USER, [1, 300])
 
 
