@@ -13,9 +13,15 @@ from _command import run
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Hugging Face model -> Megatron torch_dist checkpoint.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the checkpoint; must be a missing or empty directory")
     parser.add_argument(
-        "--tensor", type=int, default=1, metavar="N", help="split tensors into chunks for this tensor-parallel size (default 1)"
+        "--output", required=True, metavar="DIR", help="the checkpoint; a missing or empty directory"
+    )
+    parser.add_argument(
+        "--tensor",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split chunks for this tensor-parallel size (default 1)",
     )
     parser.add_argument(
         "--pipeline", type=int, default=1, metavar="N", help="write files for this many pipeline stages (default 1)"
