@@ -13,9 +13,7 @@ from _command import run
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Hugging Face model -> Megatron torch_dist checkpoint.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="the checkpoint; a missing or empty directory"
-    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="the checkpoint; a missing or empty directory")
     parser.add_argument(
         "--tensor",
         type=int,

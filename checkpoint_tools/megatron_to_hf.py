@@ -15,9 +15,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--megatron-path", required=True, metavar="DIR", help="the checkpoint, such as RUN/checkpoints/iter_0000050"
     )
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="the model; a missing or empty directory"
-    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="the model; a missing or empty directory")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
