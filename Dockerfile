@@ -1,7 +1,8 @@
-# GPU image: NVIDIA's PyTorch container brings CUDA, NCCL, Transformer Engine and Apex; this adds Megatron-core and us.
-# Give the full name of that container, its registry included: docker build --build-arg BASE=REGISTRY/pytorch:25.11-py3 .
-# Its Transformer Engine must be one that Megatron-core 0.16.1 takes (2.9 to 2.11), which the build checks. Not built or
-# run by the project's tests, which have no container engine.
+# GPU image: NVIDIA's PyTorch container provides CUDA, NCCL, Transformer Engine and Apex; this file adds Megatron-core and
+# this project. Give the container's full name, including its registry:
+#   docker build --build-arg BASE=REGISTRY/pytorch:25.11-py3 .
+# The container's Transformer Engine must be supported by Megatron-core 0.16.1 (2.9 to 2.11); the build checks this. The
+# project's tests have no container engine and do not build or run this image.
 ARG BASE
 FROM ${BASE}
 
@@ -12,8 +13,8 @@ COPY conf conf
 COPY checkpoint_tools checkpoint_tools
 COPY scripts scripts
 
-# The container's torch, Transformer Engine and Apex fit each other: keep them, and let pip add only what is missing.
-# By version: what `pip freeze` says of packages that were built in place are paths that are gone.
+# The container's torch, Transformer Engine and Apex are built for each other: keep them, and let pip add only missing
+# packages. They are constrained by version, because `pip freeze` reports nonexistent paths for packages built in place.
 RUN python -c "from importlib.metadata import distributions; \
                keep = ('torch', 'transformer-engine', 'apex', 'triton', 'pytorch-triton', 'numpy'); \
                found = [(name, list(distributions(name=name))[:1]) for name in keep]; \

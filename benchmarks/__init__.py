@@ -1,1 +1,1 @@
-"""Checks and measurements that are no part of the package: run from the source tree."""
+"""Checks and measurements that are not part of the package; run them from the source tree."""

@@ -1,9 +1,9 @@
 """Tokens aligned per minute on one core: `python -m benchmarks.align [--out FILE.json]`.
 
-Two vocabularies are trained on this repository's own pages and sources, a byte-level BPE and a sentencepiece unigram
-model with byte fallback, and the same texts are cut into responses, so nothing is downloaded. The time is all that a
-training step pays: reading ids as text, tokenizing again, partners. Building the tables, once per run, is left out
-and printed beside it.
+Two vocabularies are trained on this repository's own documents and sources: a byte-level BPE and a sentencepiece
+unigram model with byte fallback. The same texts are cut into responses, so nothing is downloaded. The measured time is
+the whole cost of alignment in a training step: converting ids to text, tokenizing again, finding partners. The time for
+building the byte tables, once per run, is recorded separately.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ CONFIG = {"eos_token": "<eos>", "chat_template": "{% for m in messages %}{{ m['c
 
 
 def read_texts() -> list[str]:
-    """Responses of `RESPONSE_CHARACTERS` each."""
+    """Texts of `RESPONSE_CHARACTERS` each, to be used as responses."""
     files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("nemo_oprd/**/*.py")])
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     return [text[at : at + RESPONSE_CHARACTERS] for at in range(0, len(text), RESPONSE_CHARACTERS)]
 
 
 def byte_level(path: Path, texts: list[str]) -> Tokenizer:
-    """Trains a byte-level BPE, as GPT-2 and Qwen have."""
+    """Trains a byte-level BPE, the kind of GPT-2 and Qwen."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -58,7 +58,7 @@ def byte_level(path: Path, texts: list[str]) -> Tokenizer:
 
 
 def unigram(path: Path, texts: list[str]) -> Tokenizer:
-    """Trains a sentencepiece model that keeps the text as it is."""
+    """Trains a sentencepiece model that does not normalise the text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for text in texts for line in text.splitlines()),
@@ -87,7 +87,7 @@ def _load(path: Path, config: dict[str, str]) -> Tokenizer:
 
 
 def measure(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> dict[str, float]:
-    """Best of three passes over all responses."""
+    """The best of three passes over all responses."""
     ids = [[*one, student.eos_ids[0]] for one in student.encode_plain(texts)]
     start = time.perf_counter()
     byte_table(student), byte_table(teacher)
@@ -109,7 +109,7 @@ def measure(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> dict[st
 
 
 def main() -> None:
-    """Prints one line per direction; writes the numbers where `--out` says."""
+    """Prints one line per direction; writes the numbers to the file of `--out`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

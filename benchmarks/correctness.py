@@ -1,6 +1,6 @@
-"""The phases of `gpu_check` that compare with known results: golden cases in fp32 and bf16, the guard, decoding.
+"""The phases of `gpu_check` that compare with known results: golden cases in fp32 and bf16, gradient check, decoding.
 
-And the environment, which says what was compared.
+Also the phase `environment`, which records the software and hardware of the comparison.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from nemo_oprd.weights.hf import HFCheckpoint
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 # tests/golden/README.md: fp32 against float64
 FP32_LIMIT = 1e-5
-# our bf16 error by a plain Hugging Face bf16 run's: rounding falls differently, but no more than that
+# limit of (this project's bf16 error) / (error of a plain Hugging Face bf16 run): rounding differs by less than that
 BF16_LIMIT = 2.0
 GREEDY_TOKENS = 24
-# a golden case is a representation case if it sets nothing else
+# the options that a golden case of the representation loss may set
 REPRESENTATION = {"k", "layers", "positions", "position", "final_norm", "aggregation", "kind", "dim_reduction"}
 
 
 def environment(settings: Settings) -> Outcome:
-    """What this machine is; fails where no CUDA device is seen, unless the check is a quick one."""
+    """Describes this machine; fails without a CUDA device, unless the check is a quick one."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "transformers")}
     cuda = torch.cuda.is_available()
     gpu = torch.cuda.get_device_name() if cuda else "none (CPU)"
@@ -77,7 +77,7 @@ def _driver() -> str:
 
 
 def golden_cases() -> dict[str, dict[str, Any]]:
-    """The golden cases of the representation term: name -> options and expected losses."""
+    """The golden cases of the representation loss: name -> options and expected losses."""
     cases = json.loads((GOLDEN / "expected.json").read_text())
     return {
         name: case
@@ -94,7 +94,7 @@ def _configure(case: dict[str, Any], output: Path, models: Path = GOLDEN, precis
 
 
 def _worst(deviations: Iterable[float]) -> float:
-    """The largest, or NaN if there is one (`max` would pass over it)."""
+    """The largest value, or NaN if there is one (`max` may skip NaN)."""
     return max(deviations, key=lambda value: (math.isnan(value), value))
 
 
@@ -105,7 +105,7 @@ def _verify(config: Config) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def golden_fp32(settings: Settings) -> Outcome:
-    """Each golden case against its float64 numbers: the worst loss (total and per layer), the worst gradient."""
+    """Compares each golden case with its float64 numbers: the worst loss (total and per layer), the worst gradient."""
     outcome = Outcome()
     for name, case in golden_cases().items():
         losses, gradients = _verify(_configure(case, settings.scratch / "golden_fp32" / name))
@@ -126,10 +126,11 @@ def golden_fp32(settings: Settings) -> Outcome:
 
 
 def golden_bf16(settings: Settings) -> Outcome:
-    """Each golden case in bf16 against float64, next to plain Hugging Face models in bf16 on the same device.
+    """Compares each golden case in bf16 with float64, and with plain Hugging Face models in bf16 on the same device.
 
-    The weights are rounded to bf16 first, as real ones are stored, so that the arithmetic is measured; the float64
-    gradients are therefore computed here, by the reference that agrees with the golden ones on unrounded weights.
+    The weights are first rounded to bf16, the dtype in which real weights are stored, so that only the arithmetic is
+    measured. The float64 gradients of the rounded weights are computed by the reference, which agrees with the golden
+    gradients on unrounded weights.
     """
     models = settings.scratch / "golden_bf16"
     for role in ("student", "teacher"):
@@ -150,8 +151,11 @@ def golden_bf16(settings: Settings) -> Outcome:
         }
         ratio, worst_ratio = errors["ours"] / errors["plain"], worst["ours"] / worst["plain"]
         outcome.numbers[name] = {"error": errors, "worst": worst, "ratio": ratio, "worst_ratio": worst_ratio}
-        outcome.require(ratio <= BF16_LIMIT, f"{name}: all gradients err {ratio:.2f} times a plain bf16 run's error")
-        outcome.require(worst_ratio <= BF16_LIMIT, f"{name}: the worst gradient errs {worst_ratio:.2f} times the plain")
+        outcome.require(
+            ratio <= BF16_LIMIT, f"{name}: the error of all gradients is {ratio:.2f} times a plain bf16 run's"
+        )
+        problem = f"{name}: the worst gradient's error is {worst_ratio:.2f} times a plain bf16 run's"
+        outcome.require(worst_ratio <= BF16_LIMIT, problem)
     cases = outcome.numbers.values()
     outcome.lines.append(
         f"{len(cases)} cases: gradient error at most {_worst(c['ratio'] for c in cases):.2f} times (worst parameter: "
@@ -161,13 +165,13 @@ def golden_bf16(settings: Settings) -> Outcome:
 
 
 def _error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative error of all gradients together."""
+    """The relative error of all gradients together."""
     squared = sum(float((ours[name].double() - g.double()).square().sum()) for name, g in expected.items())
     return (squared / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
 
 
 def guard(settings: Settings) -> Outcome:
-    """A layer whose supervision is attached to a detached copy must stop the run and be named, before any output."""
+    """A loss on a detached copy of a hidden state must stop the run before any output, and the error name the layer."""
     from nemo_oprd.distillation.gradient_check import CaptureError
     from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
 
@@ -188,18 +192,18 @@ def guard(settings: Settings) -> Outcome:
             message = str(error)
     outcome = Outcome({"message": message}, [message.partition(";")[0].partition(": the")[0] or "nothing was raised"])
     outcome.require(
-        f"layer {broken_layer} " in message, f"layer {broken_layer} was detached and not named: {message!r}"
+        f"layer {broken_layer} " in message, f"the error does not name detached layer {broken_layer}: {message!r}"
     )
-    outcome.require(not output.exists(), "gradients were written although a layer trained nothing")
+    outcome.require(not output.exists(), "gradients were written although a layer was not trained")
     return outcome
 
 
 def decoding(settings: Settings) -> Outcome:
-    """Greedy responses of the in-process engine in fp32, token by token against plain full forwards in float64."""
+    """Compares greedy responses of the in-process engine in fp32 with plain full forwards in float64."""
     from transformers import AutoModelForCausalLM
 
     source = str(GOLDEN / "student")
-    prompts = [[5], [9, 2, 40], [7, 7, 1, 30, 12, 3, 60], [11, 50, 4, 8, 33]]  # ragged
+    prompts = [[5], [9, 2, 40], [7, 7, 1, 30, 12, 3, 60], [11, 50, 4, 8, 33]]  # of different lengths
     init_distributed()
     config = _configure({"options": {}}, settings.scratch / "unused")
     engine = MegatronEngine(config, read_model_spec(source), Layout(), eos_ids=())
@@ -214,7 +218,7 @@ def decoding(settings: Settings) -> Outcome:
         for _ in range(GREEDY_TOKENS):
             with torch.no_grad():
                 ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
-        outcome.require(rollout.response_ids == ids[len(prompt) :], f"the response to {prompt} is another one")
+        outcome.require(rollout.response_ids == ids[len(prompt) :], f"the response to {prompt} differs")
     outcome.lines.append(
         f"{len(prompts)} greedy responses of {GREEDY_TOKENS} tokens compared with float64 full forwards"
     )

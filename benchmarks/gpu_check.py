@@ -1,9 +1,10 @@
-"""One command that says whether this machine's GPU gives the right numbers, and how fast: `scripts/gpu_check.sh`.
+"""Checks whether this machine's GPU computes correct numbers, and measures its speed: `scripts/gpu_check.sh`.
 
-Each phase is a process of its own with a time limit, so one that fails or hangs costs the others nothing. This file
-needs the standard library alone: it must be able to say what is missing. Results go to a table on stdout and, after
-every phase, to DIR/gpu_check.json; what the phases print goes to DIR/gpu_check.log. Exit status 0 only if all are ok.
-Left out: more than one GPU; layouts are tested on the CPU (tests/functional/test_layouts.py).
+Each phase runs in a separate process with a time limit, so that a phase that fails or hangs does not affect the others.
+This file imports only the standard library, because it must be able to report missing packages. Results go to a table
+on stdout and, after every phase, to DIR/gpu_check.json; the output of the phases goes to DIR/gpu_check.log. The exit
+status is 0 only if all phases are ok. The check uses one GPU; layouts are tested on the CPU
+(tests/functional/test_layouts.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# name -> limit in seconds, in the order in which they run
+# phase -> time limit in seconds, in the order in which the phases run
 PHASES = {
     "environment": 90,
     "golden_fp32": 120,
@@ -37,9 +38,9 @@ PHASES = {
     "step_recompute_full": 150,
     "generation": 120,
 }
-# phases that read the models which that phase writes
+# the phase that writes models, and the phases that read them
 MODELS, NEED_MODELS = "models", ("step_recompute_none", "step_recompute_full", "generation")
-# import name -> what pip calls it, of all that the phases import; requirements-cpu.txt has the versions
+# import name -> package name, for all packages that the phases import; requirements-cpu.txt has the versions
 REQUIRED = {
     "torch": "torch",
     "numpy": "numpy",
@@ -54,16 +55,16 @@ REQUIRED = {
     "yaml": "PyYAML",
     "tqdm": "tqdm",
 }
-# kept free at the end, so that the report is out before the deadline
+# reserved at the end, so that the report is written before the deadline
 REPORT_SECONDS = 5
-# processes of phases, to be ended with this one
+# processes of phases, which must end with this process
 _running: set[subprocess.Popen] = set()
-# what a phase that did not finish has measured
+# the measurements of a phase that did not finish
 NOTHING: dict[str, Any] = {"numbers": {}, "lines": []}
 
 
 def missing_packages() -> list[str]:
-    """What can't be found, with the versions that the tests use; nothing is imported."""
+    """Required packages that are not installed, with the versions that the tests use; nothing is imported."""
     lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
     pinned = {line.partition("==")[0]: line.strip() for line in lines if "==" in line}
 
@@ -77,13 +78,13 @@ def missing_packages() -> list[str]:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something: an exception's message, where there is one."""
+    """The last line that is not blank: an exception's message, if there is one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
 
 
 def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log: Path) -> dict[str, Any]:
-    """One phase in its own process group, killed after `limit` seconds.
+    """Runs one phase in its own process group, which is killed after `limit` seconds.
 
     Returns:
         {"status": "ok" | "failed: ..." | "timeout ...", "seconds", "numbers", "lines"}.
@@ -108,7 +109,7 @@ def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log:
 
 
 def run_limited(command: list[str], limit: float, directory: Path, output: IO[str]) -> int | None:
-    """The exit status, None after `limit` seconds; the whole process group is killed then."""
+    """The exit status; None if the whole process group was killed after `limit` seconds."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
@@ -127,7 +128,7 @@ def run_limited(command: list[str], limit: float, directory: Path, output: IO[st
 
 
 def show(name: str, phase: dict[str, Any]) -> None:
-    """The phase's rows of the table."""
+    """Prints the phase's rows of the table."""
     print(f"{name:<21}{phase['seconds']:>7.1f} s  {phase['status']}", flush=True)
     for line in phase["lines"]:
         print(f"{'':<32}{line}", flush=True)
@@ -166,7 +167,7 @@ def check(options: argparse.Namespace, scratch: Path) -> bool:
             (options.output / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in tuple(_running):  # we are stopped
+        for process in tuple(_running):  # left over only if this process is stopped early
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -177,13 +178,17 @@ def check(options: argparse.Namespace, scratch: Path) -> bool:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Is this GPU right, and how fast is it?")
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Does this GPU compute correctly, and how fast?")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
-    parser.add_argument("--minutes", type=float, default=10, help="for everything (default: 10)")
-    parser.add_argument("--layers", type=int, help="depth of the 1.5B-shaped models (default: what fits, at most 28)")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, also without a GPU")
-    parser.add_argument("--jobs", type=int, default=1, help="phases at a time; with more than 1, times say nothing")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where 8 GB may lie for a while (default: /tmp)")
+    parser.add_argument("--minutes", type=float, default=10, help="time limit of the whole check (default: 10)")
+    parser.add_argument(
+        "--layers", type=int, help="depth of the 1.5B-shaped models (default: as many layers as fit, at most 28)"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes; works without a GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="phases at a time; with more than 1, times are meaningless")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="directory for up to 8 GB of temporary files (default: /tmp)"
+    )
     options = parser.parse_args()
     if options.layers is not None and options.layers < 1:
         parser.error(f"--layers {options.layers}: expected at least 1")
@@ -193,7 +198,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Exit status: 0 all ok, 1 a phase was not, 2 the check can't run here."""
+    """Exit status: 0 if all phases are ok, 1 if a phase is not, 2 if packages are missing."""
     options = parse_arguments()
     missing = missing_packages()
     if missing:
@@ -204,7 +209,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     if options.scratch is not None:
         options.scratch.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that models and processes are cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` clauses remove models and processes
     scratch = Path(tempfile.mkdtemp(prefix="gpu_check_", dir=options.scratch))
     try:
         ok = check(options, scratch)

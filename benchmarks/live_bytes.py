@@ -1,8 +1,8 @@
-"""Counted bytes: what is alive at the peak of an output-space loss, chunked as here and with whole logits by autograd.
+"""Counts the live bytes at the peak of an output-space loss: chunked, and with whole logits by autograd.
 
     python -m benchmarks.live_bytes
 
-Counts storages as operations create and free them, so the figures are exact and the same on every machine.
+Storages are counted as operations create and free them, so the figures are exact and the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = ("full_vocab", "top_k", "jsd", "sampled_token")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create, while they live: `now`, and `peak` so far."""
+    """Counts the live bytes of storages that operations create: `now`, and the maximum so far, `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, and counts what it makes."""
+        """Runs the operation and counts the storages of its results."""
         known = {id(a.untyped_storage()) for a in args if isinstance(a, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else [out]:
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def chunked(kind: str, vocabulary: int) -> int:
-    """Peak of loss and gradients of 512 rows, 64 at a time, beyond the gradients themselves."""
+    """Peak bytes of loss and gradients for `ROWS` rows, `CHUNK` at a time, in addition to the gradients themselves."""
     from nemo_oprd.losses.chunked import Teacher, TeacherStates, chunked_output_loss
     from nemo_oprd.losses.divergences import OutputLoss
     from nemo_oprd.losses.vocab_parallel import VocabShard
@@ -69,7 +69,7 @@ def chunked(kind: str, vocabulary: int) -> int:
 
 
 def whole(vocabulary: int) -> int:
-    """The same for full-vocabulary reverse KL on whole logits, as `loss.backward()` does it."""
+    """The same for full-vocabulary reverse KL on whole logits, with `loss.backward()`."""
     hidden, head, teacher_hidden, teacher_head, _ = _problem(vocabulary)
     for tensor in (hidden, head):
         tensor.requires_grad_(True)
@@ -91,7 +91,9 @@ def _problem(vocabulary: int) -> tuple[torch.Tensor, ...]:
 def main() -> None:
     """Command line."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print(f"MB at the peak, {ROWS} rows, chunks of {CHUNK}, float32; in brackets [chunk, vocabulary] tensors")
+    print(
+        f"MB at the peak, {ROWS} rows, chunks of {CHUNK}, float32; in brackets: number of [chunk, vocabulary] tensors"
+    )
     print("| vocabulary | one chunk's logits | " + " | ".join(KINDS) + " | whole logits, full_vocab |")
     print("|---" * (len(KINDS) + 3) + "|")
     for vocabulary in VOCABULARIES:

@@ -1,11 +1,12 @@
-"""Arithmetic of one update per objective, counted, at the shape of R1-Distill-Qwen-1.5B (student and teacher).
+"""Counts the floating-point operations of one update per objective at the shape of R1-Distill-Qwen-1.5B.
 
     python -m benchmarks.objective_flops
 
 A step of the real code runs under torch's FlopCounterMode at the model's real width with 1 or 2 layers and 1,024 or
-2,048 ids. Operations of matrix products are linear in both, which the fourth of these shapes checks, so the counts for
-28 layers and 151,936 ids follow to the digit. Softmax and the like aren't counted, nor is sampling, which is the same
-for all. Responses are short (120 tokens behind a prompt of 8): attention over long ones adds the same to every row.
+2,048 ids. The operations of matrix products are linear in both numbers, so the exact counts for 28 layers and 151,936
+ids follow from three of these shapes; the fourth checks the linearity. Softmax and other elementwise operations are not
+counted, nor is sampling, which is the same for all objectives. Responses are short (120 tokens after a prompt of 8);
+longer attention would add the same amount to every row of the table.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ LAYERS, IDS = (1, 2), (1024, 2048)
 
 @dataclass(frozen=True)
 class Count:
-    """Floating-point operations of one step: the teacher's part and the student's forward and backward pass."""
+    """Floating-point operations of one step: of the teacher, and of the student's forward and backward passes."""
 
     teacher: float
     update: float
 
     @staticmethod
-    def at(counts: dict[tuple[int, int], Count], layers: int, ids: int) -> Count:
-        """The plane through three of the counts (by layers and ids), at another shape.
+    def extrapolate(counts: dict[tuple[int, int], Count], layers: int, ids: int) -> Count:
+        """The count at another shape, from the plane through three of the counts, which are keyed by (layers, ids).
 
         Raises:
-            ValueError: the fourth is not on it, so what was counted isn't linear.
+            ValueError: the fourth count is not on the plane, so the counts are not linear.
         """
         return Count(
             *(_plane({k: getattr(c, name) for k, c in counts.items()}, layers, ids) for name in ("teacher", "update"))
@@ -63,7 +64,7 @@ def _plane(counts: dict[tuple[int, int], float], layers: int, ids: int) -> float
 
 
 def count(shape: Shape, settings: tuple[str, ...]) -> Count:
-    """Of one step on a random pair of this shape."""
+    """Counts one step on a random pair of this shape."""
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
         for seed, role in enumerate(("student", "teacher")):
@@ -99,7 +100,7 @@ def main() -> None:
                 (layers, ids): count(replace(real, num_hidden_layers=layers, vocab_size=ids), arm.settings)
                 for layers, ids in itertools.product(LAYERS, IDS)
             }
-            found[arm.method] = Count.at(counts, real.num_hidden_layers, real.vocab_size)
+            found[arm.method] = Count.extrapolate(counts, real.num_hidden_layers, real.vocab_size)
     base = found["OPRD"].teacher + found["OPRD"].update
     for method, each in found.items():
         together = each.teacher + each.update

@@ -1,6 +1,6 @@
-"""One phase of `gpu_check` in a process of its own: `python -m benchmarks.phase NAME RESULT.json [options]`.
+"""Runs one phase of `gpu_check` in this process: `python -m benchmarks.phase NAME RESULT.json [options]`.
 
-Writes what the phase measured, or which exception ended it; the traceback goes to the output.
+Writes the measurements of the phase, or the exception that ended it, to RESULT.json; a traceback goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """What all phases share.
+    """Settings that all phases share.
 
-    `scratch` is a directory for models and run directories that is deleted in the end; `layers` None lets the free GPU
-    memory decide the depth of the real-shape models.
+    `scratch` is a directory for models and run directories, deleted at the end. `layers` is the depth of the real-shape
+    models; None chooses it by the free GPU memory.
     """
 
     scratch: Path
@@ -30,20 +30,20 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What a phase found: numbers for the JSON, lines for the table, and the limits that were not kept."""
+    """The results of a phase: numbers for the JSON file, lines for the table, and the limits that were exceeded."""
 
     numbers: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def require(self, holds: bool, problem: str) -> None:
-        """Notes `problem` unless `holds`; the phase goes on, so that its other numbers are not lost."""
+        """Records `problem` unless `holds`; the phase continues, so that its other numbers are not lost."""
         if not holds:
             self.problems.append(problem)
 
 
 def phases() -> dict[str, Callable[[Settings], Outcome]]:
-    """Name -> what to run; `gpu_check.PHASES` has the order and the time limits."""
+    """Name -> function of the phase; `gpu_check.PHASES` has the order and the time limits."""
     from benchmarks import correctness, real_shape, short_training
 
     return {
@@ -73,7 +73,7 @@ def main() -> None:
     try:
         outcome = phases()[options.name](Settings(options.scratch, options.quick, options.layers))
     except Exception as error:
-        # told here, because CUDA and NCCL print more after a traceback; CUDA says what went wrong in its first line
+        # Recorded here, because CUDA and NCCL print more text after a traceback. CUDA's first line names the error.
         first_line = str(error).strip().partition("\n")[0]
         options.result.write_text(json.dumps({"error": f"{type(error).__name__}: {first_line}"}))
         raise

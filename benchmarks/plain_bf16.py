@@ -1,7 +1,7 @@
-"""Gradients of a plain Hugging Face run in bfloat16: what the project's own bfloat16 error is measured against.
+"""Gradients of a plain Hugging Face run in bfloat16, to which the project's own bfloat16 error is compared.
 
 Used by the layout tests on the CPU and by `gpu_check` on a GPU. The computation is that of
-`nemo_oprd.verification.reference`; only where it runs and where gradients are added up is changed here.
+`nemo_oprd.verification.reference`, but it runs on another device and adds gradients in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def plain_bf16_gradients(
 ) -> dict[str, torch.Tensor]:
     """HF name -> float32 gradient on the CPU: models in bfloat16 on `device`, the loss in float32.
 
-    One pass per response, added up in float32: a plain run would add in bfloat16, so this errs less than it.
+    The gradients of the responses are added in float32. A plain run would add in bfloat16, with a larger error.
     """
     row_loss, load = reference.row_loss, reference._load
     sums: dict[str, torch.Tensor] = {}

@@ -1,7 +1,6 @@
 """Random Qwen2 models as Hugging Face directories, and random rollouts for them.
 
-Weights are drawn on the GPU where there is one and written tensor by tensor, so a 1.5B pair takes seconds; nothing is
-ever built in float32.
+Weights are drawn on the GPU if there is one, tensor by tensor and never in float32, so a 1.5B pair takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from nemo_oprd.rollout.replay import write_rollouts
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 model, named as in its config.json."""
+    """The shape of a Qwen2 model; the fields are keys of its config.json."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -32,7 +31,7 @@ class Shape:
 
 
 def save_random_model(path: Path, shape: Shape, *, seed: int, std: float, dtype: torch.dtype) -> None:
-    """config.json and one safetensors file: weights and biases of deviation `std`, norms of 1. The head is untied."""
+    """Writes config.json and a safetensors file: weights and biases of deviation `std`, norms of 1, an untied head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -55,7 +54,7 @@ def save_random_model(path: Path, shape: Shape, *, seed: int, std: float, dtype:
 
 
 def save_random_rollouts(path: Path, shape: Shape, *, prompt: int, responses: list[int], seed: int = 0) -> None:
-    """One rollout per response length, each with `prompt` tokens before it; every response token may be supervised."""
+    """Writes one rollout per response length, each with a prompt of `prompt` tokens; the mask is 1 everywhere."""
     draw = random.Random(seed)
     ids = [[draw.randrange(shape.vocab_size) for _ in range(prompt + length)] for length in responses]
     write_rollouts(path, [Rollout(tokens[:prompt], tokens[prompt:]) for tokens in ids])

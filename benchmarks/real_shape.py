@@ -1,7 +1,7 @@
-"""The phases of `gpu_check` that measure: one training step at the shape of R1-Distill-Qwen-1.5B, and sampling.
+"""The phases of `gpu_check` that measure speed: a training step at the shape of R1-Distill-Qwen-1.5B, and sampling.
 
-Student and teacher are colocated on one GPU, in bf16, with random weights: time and memory don't depend on what the
-weights are. Each phase of a step is timed with the device synchronised, and its memory peak is counted on its own.
+Student and teacher share one GPU, in bf16, with random weights, because time and memory do not depend on the values of
+weights. Each phase of a step is timed with a synchronised device, and has its own memory peak.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WARMUP, STEPS = 2, 3
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is measured: the models, one batch of recorded responses, and the batch that is sampled."""
+    """The sizes of a measurement: the models, one batch of recorded responses, and the batch to sample."""
 
     shape: Shape
     prompt: int
@@ -56,14 +56,14 @@ QUICK = Size(Shape(2, 64, 128, 4, 2, 512, 512), 8, (20, 25, 30, 40, 50, 60, 70, 
 
 # Bytes for a layer of the 1.5B: 46.8 M parameters (student: bf16 weight, fp32 gradient, main weight and two moments;
 # teacher: bf16 weight) and, without recompute, activations per token of a microbatch: 130 kB are kept for the backward
-# pass (counted with saved-tensor hooks on our local layers), the rest is room.
+# pass (counted with saved-tensor hooks on local layers), the rest is a reserve.
 LAYER_BYTES = 46.8e6 * (18 + 2) + 150e3 * REAL.tokens_per_microbatch
-# the same for both embeddings and the student's head, and room for temporary tensors
+# the same for both embeddings and the student's head, and a reserve for temporary tensors
 OTHER_BYTES = 233e6 * (18 + 2 + 2) + 5e9
 
 
 def layers_that_fit(free_bytes: float) -> int:
-    """Depth of a 1.5B-shaped pair whose step without recompute fits, from 1 to the model's 28; an estimate."""
+    """An estimate of the depth, from 1 to 28, at which a step of a 1.5B-shaped pair fits without recompute."""
     return int(min(R1_DISTILL_1P5B.num_hidden_layers, max(1, (free_bytes - OTHER_BYTES) // LAYER_BYTES)))
 
 
@@ -85,7 +85,7 @@ def models(settings: Settings) -> Outcome:
 
 
 class Meter:
-    """Seconds and peak memory of the phases of a step. Without CUDA the memory is not measured (None)."""
+    """Measures seconds and peak memory of the phases of a step. Without CUDA, memory is not measured (None)."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -108,7 +108,7 @@ class Meter:
             self.above[phase].append(self.peaks[phase][-1] - resident)
 
     def summary(self, warmup: int) -> dict[str, dict[str, float | None]]:
-        """Phase -> median seconds after the warm-up, and the largest peak (`above`: over what was resident before)."""
+        """Phase -> median seconds and largest peak after the warm-up (`above_gb`: peak minus memory in use before)."""
         return {
             phase: {
                 "seconds": statistics.median(self.seconds[phase][warmup:]),
@@ -124,17 +124,17 @@ def _largest(values: list[int]) -> float | None:
 
 
 def resident_bytes() -> int | None:
-    """Bytes of tensors that are allocated on the GPU now; None without one."""
+    """Bytes of the tensors on the GPU; None without a GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
 
 
 def step_recompute_none(settings: Settings) -> Outcome:
-    """All activations kept."""
+    """A training step that keeps all activations."""
     return _step(settings, "none")
 
 
 def step_recompute_full(settings: Settings) -> Outcome:
-    """One layer's activations at a time, as `conf/oprd_1p5b.yaml` has it."""
+    """A training step that keeps one layer's activations at a time, as `conf/oprd_1p5b.yaml` does."""
     return _step(settings, "full")
 
 
@@ -174,7 +174,7 @@ def _step(settings: Settings, recompute: str) -> Outcome:
 
 
 def _without_loss(models: Models, batch: StepBatch, targets: Any) -> float:
-    """Median seconds of forward and backward with loss.representation.weight=0: losses are measured, none injected."""
+    """Median seconds of forward and backward with loss.representation.weight=0: losses are computed, not injected."""
     meter = Meter()
     without = dataclasses.replace(batch, objective=dataclasses.replace(batch.objective, weight=0.0))
     for _ in range(WARMUP + STEPS):
@@ -197,7 +197,7 @@ def _step_lines(numbers: dict[str, Any], tokens: int) -> Iterator[str]:
     for name, phase in numbers["phases"].items():
         memory = "memory not measured (no GPU)"
         if phase["peak_gb"] is not None:
-            memory = f"peak {phase['peak_gb']:6.2f} GB, {phase['above_gb']:6.2f} GB above what was there before"
+            memory = f"peak {phase['peak_gb']:6.2f} GB, {phase['above_gb']:6.2f} GB above the memory in use before"
         yield f"{name:<10}{phase['seconds']:8.3f} s   {memory}"
     yield f"update with loss.representation.weight=0: {numbers['update_without_loss_seconds']:.3f} s"
 
@@ -220,7 +220,7 @@ def _configure(settings: Settings, size: Size, *more: str) -> Config:
 
 
 def generation(settings: Settings) -> Outcome:
-    """Tokens per second of the in-process engine at temperature 1; no end-of-sequence id, so all responses are full."""
+    """Tokens per second of the in-process engine at temperature 1; without a stop id, so all responses are full."""
     size = QUICK if settings.quick else REAL
     source, shape = str(settings.scratch / "student"), read_shape(settings.scratch / "student")
     init_distributed()
@@ -238,7 +238,10 @@ def generation(settings: Settings) -> Outcome:
     rate = sampled / seconds
     line = f"{size.sequences} sequences x {size.new_tokens} tokens: {seconds:.3f} s, {rate:.0f} tokens/s{memory}"
     outcome = Outcome({**measured, "sampled_tokens": sampled, "tokens_per_s": rate}, [line])
-    outcome.require(sampled == size.sequences * size.new_tokens, f"{sampled} tokens came back")
+    outcome.require(
+        sampled == size.sequences * size.new_tokens,
+        f"{sampled} tokens were sampled, expected {size.sequences * size.new_tokens}",
+    )
     ids = {token for rollout in rollouts for token in rollout.response_ids}
     outcome.require(len(ids) > 1, "every sampled token is the same")
     return outcome

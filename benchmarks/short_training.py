@@ -1,4 +1,4 @@
-"""The training phase of `gpu_check`: the real loop on a tiny random pair and a recorded batch, in fp32 and in bf16."""
+"""The training phase of `gpu_check`: the real loop on a tiny random pair and a recorded batch, in fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nemo_oprd.train import train
 SHAPE = Shape(4, 64, 128, 4, 2, 256, 256)
 RESPONSES = [20, 35, 50, 60, 75, 90, 100, 120]
 STEPS = 50
-# The batch is the same at every step. On the CPU the loss falls to 0.19 of its start (--quick: 0.11) in both
-# precisions; a student that learns nothing stays at 1.
+# The batch is the same at every step. On the CPU the loss falls to 0.19 of its initial value (--quick: 0.11) in both
+# precisions; without learning it would stay at 1.
 FALLS_TO = 0.5
 
 
 def training(settings: Settings) -> Outcome:
-    """`train` for some steps; the loss of the last must be at most `FALLS_TO` of the first one's."""
+    """Trains `STEPS` steps; the last step's loss must be at most `FALLS_TO` times the first step's."""
     root = settings.scratch / "training"
     for seed, role in enumerate(("student", "teacher")):
         save_random_model(root / role, SHAPE, seed=seed, std=0.1, dtype=torch.float32)
@@ -33,7 +33,9 @@ def training(settings: Settings) -> Outcome:
         outcome.numbers[precision] = {"ratio": ratio, "losses": losses}
         outcome.lines.append(f"{precision}: loss {losses[0]:.4g} -> {losses[-1]:.4g} in {STEPS} steps ({ratio:.2f})")
         outcome.require(len(losses) == STEPS, f"{precision}: {len(losses)} steps were logged, expected {STEPS}")
-        outcome.require(ratio <= FALLS_TO, f"{precision}: the loss fell to {ratio:.2f} of its start, limit {FALLS_TO}")
+        outcome.require(
+            ratio <= FALLS_TO, f"{precision}: the loss fell to {ratio:.2f} of its initial value, limit {FALLS_TO}"
+        )
     return outcome
 
 

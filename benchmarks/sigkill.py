@@ -1,15 +1,15 @@
-"""Kills one toy run again and again with SIGKILL and starts it with the same command until it ends; then compares.
+"""Kills a toy run repeatedly with SIGKILL and restarts it until it ends; then compares it with an uninterrupted run.
 
     python -m benchmarks.sigkill [--kills 20] [--seed 0] [--steps 16]
 
-Every rank of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
-CPU) is killed at once: at a random moment within a phase of a step, or held at a point that is too short to hit
-(between the renaming of a checkpoint and its tracker, half a line of metrics.jsonl). At the end metrics (all but time,
-timing/ and perf/) and exported weights must be those of a run that was never interrupted, bit by bit, and no process
-may be left.
+All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
+CPU) are killed at once: at a random moment within a phase of a step, or while the run is held at a point that is too
+short to hit by chance (between the renaming of a checkpoint and its tracker, after half a line of metrics.jsonl). At
+the end, metrics (except time, timing/ and perf/) and exported weights must equal those of an uninterrupted run bit by
+bit, and no process may be left.
 
 A start costs seconds of imports, so this process imports everything once and forks the ranks, which run the real
-command line. Left out: the launcher (tests/e2e/test_launchers.py has torchrun), and machines that lose power.
+command line. The launcher is not covered (tests/e2e/test_launchers.py uses torchrun), nor is a loss of power.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ ATTEMPT_S = 120.0
 
 @dataclass(frozen=True)
 class Phase:
-    """Where a run can be killed: `during` a call at a random moment; held `before`, `after` or `inside` it.
+    """A place where a run can be killed: at a random moment `during` a call, or held `before`, `after` or `inside` it.
 
-    `only` is part of the repr of the call's arguments; `once`: it comes at the run's start or end, not in every step.
+    `only` selects calls whose arguments contain that text in their repr. `once`: the phase occurs at the run's start or
+    end, not in every step.
     """
 
     name: str
@@ -72,9 +73,9 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Target:
-    """Kill in `phase`, from step `step` (updates done before it) on; held or not, as the phase says.
+    """Kill in `phase` at the first opportunity after `step` updates.
 
-    With `until` the first rank is held at the phase's beginning until that file exists, and goes on.
+    With `until`, the first rank is held at the beginning of the phase until that file exists, and then resumes.
     """
 
     phase: Phase
@@ -94,7 +95,7 @@ class Kill:
 
 @dataclass
 class Result:
-    """What became of the killed run."""
+    """The history of the killed run."""
 
     kills: list[Kill] = field(default_factory=list)
     starts: int = 0
@@ -105,7 +106,7 @@ class Bench:
     """One directory with the toy pair, the uninterrupted run `whole` and the killed run `killed`.
 
     Args:
-        overrides: added to the configuration of both.
+        overrides: added to the configuration of both runs.
     """
 
     def __init__(self, directory: Path, steps: int = 16, overrides: tuple[str, ...] = ()) -> None:
@@ -126,7 +127,7 @@ class Bench:
         import_everything()
 
     def whole(self) -> dict[str, float]:
-        """The uninterrupted run; returns how long its phases took (median, in seconds)."""
+        """Runs without interruption; returns the median duration of each phase in seconds."""
         attempt = self.start("whole")
         code = attempt.wait()
         if code:
@@ -134,20 +135,20 @@ class Bench:
         return {name: statistics.median(times) for name, times in attempt.durations.items()}
 
     def start(self, output: str, target: Target | None = None) -> Attempt:
-        """Starts the run, to be killed at `target`."""
+        """Starts the run, which will be killed at `target`."""
         return Attempt(["output=" + str(self.directory / output), *self.overrides], self.log, target)
 
     def kill_and_finish(self, phases: list[Phase], durations: dict[str, float], draw: random.Random) -> Result:
         """Kills the run in each of `phases` in turn, then lets it end.
 
         Raises:
-            RuntimeError: the run ended by itself before it was killed, a process outlived it, or it did not end well.
+            RuntimeError: the run ended before it was killed, left a process behind, or failed.
         """
         result, began = Result(), time.monotonic()
         output = self.directory / "killed"
         for number, phase in enumerate(phases):
             done = self.done(output)
-            # an attempt may get over a checkpoint (of every second step) where the run lags behind the kills
+            # Checkpoints are written every second step. If the run lags behind the kills, reach past the next one.
             lags = done < (self.steps - 4) * number / len(phases)
             reach = draw.choice((1, 2, 3)) if lags else 1
             target = Target(phase, 0 if phase.once else done + reach - 1)
@@ -170,13 +171,13 @@ class Bench:
         return result
 
     def done(self, output: Path) -> int:
-        """Updates in the checkpoint that the next start goes on from."""
+        """Number of updates in the checkpoint from which the next start resumes."""
         from nemo_oprd.checkpointing.directory import find_checkpoint
 
         return find_checkpoint(output / "checkpoints")[0] or 0
 
     def differences(self) -> list[str]:
-        """What is not the same in both runs: metrics but for times, and exported weights."""
+        """The differences between both runs: in metrics, except for times, and in exported weights."""
         one, other = (self.directory / name for name in ("whole", "killed"))
         found = [
             f"metrics.jsonl: {expected} in one run, {got} in the other"
@@ -190,7 +191,7 @@ class Bench:
 
 
 class Attempt:
-    """One start of the run: its forked ranks, and what the first of them says about its phases."""
+    """One start of the run: its forked ranks, and the first rank's messages about its phases."""
 
     def __init__(self, overrides: list[str], log: Path, target: Target | None) -> None:
         self.durations: dict[str, list[float]] = {}
@@ -203,17 +204,17 @@ class Attempt:
         self._pipe, self._unread = reader, b""
 
     def wait_for_target(self) -> int:
-        """Blocks until the target is reached; returns the step. Raises RuntimeError if the run ends before."""
+        """Blocks until the target is reached; returns the step. Raises RuntimeError if the run ends earlier."""
         while True:
             line = self._line()
             if line.startswith("reached"):
                 return int(line.split()[1])
             if not line:
                 self.kill()
-                raise RuntimeError("the run ended, or hung, before it came to where it was to be killed")
+                raise RuntimeError("the run ended or hung before it reached the place where it was to be killed")
 
     def wait(self) -> int:
-        """Lets the run end; the largest exit status of its ranks."""
+        """Waits for the run to end; returns the largest exit status of its ranks."""
         while line := self._line():
             kind, seconds, name = line.split(" ", 2)
             if kind == "left":
@@ -221,12 +222,12 @@ class Attempt:
         return max(self.codes())
 
     def codes(self) -> list[int]:
-        """Waits for the ranks to end; their exit status, that of a signal negative."""
+        """Waits for the ranks to end; returns their exit statuses, negative for a signal."""
         os.close(self._pipe)
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.ranks]
 
     def _line(self) -> str:
-        """What the first rank says next; nothing if it has ended, or is silent for too long."""
+        """The first rank's next message; empty if the rank has ended, or sends nothing for too long."""
         while b"\n" not in self._unread:
             ready, _, _ = select.select([self._pipe], [], [], ATTEMPT_S)
             said = os.read(self._pipe, 4096) if ready else b""
@@ -243,7 +244,7 @@ class Attempt:
         self.codes()
 
     def orphans(self) -> list[str]:
-        """Command lines of processes of this attempt that don't end in time; each rank began a session of its own."""
+        """Command lines of this attempt's processes that do not end in time; each rank started its own session."""
         deadline = time.monotonic() + ORPHANS_GONE_S
         while (left := _in_sessions(set(self.ranks))) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -265,7 +266,7 @@ def _in_sessions(sessions: set[int]) -> list[str]:
 
 
 def import_everything() -> None:
-    """What a rank needs, imported before the fork; starts no thread."""
+    """Imports all modules that a rank needs, before the fork; starts no thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
@@ -274,7 +275,7 @@ def import_everything() -> None:
         importlib.import_module(name)
     for phase in PHASES:
         importlib.import_module(phase.call.split(":")[0])
-    gc.freeze()  # Megatron collects before a save: not what is shared with this process
+    gc.freeze()  # Megatron collects garbage before a save; objects shared with this process are excluded
 
 
 def _fork_rank(rank: int, port: int, overrides: list[str], log: Path, target: Target | None, pipe: int) -> int:
@@ -308,13 +309,13 @@ def _fork_rank(rank: int, port: int, overrides: list[str], log: Path, target: Ta
 
 
 class Probe:
-    """In the first rank: tells of the phases through a pipe, and holds the rank where that is asked for."""
+    """In the first rank: reports its phases through a pipe, and holds the rank at the target."""
 
     def __init__(self, pipe: int, target: Target | None) -> None:
         self.pipe, self.target, self.step, self.said = pipe, target, 0, False
 
     def install(self) -> None:
-        """Wraps the calls of all phases, and the one that tells the step."""
+        """Wraps the calls of all phases, and the call from which the step is known."""
         for phase in PHASES:
             owner, name = _find(phase.call)
             setattr(owner, name, self._watched(phase, getattr(owner, name)))
@@ -334,34 +335,34 @@ class Probe:
                 return call(*args, **kwargs)
             if phase.how in ("during", "before"):
                 self._reach(phase)
-            if phase.how == "inside" and self._aims_at(phase):
+            if phase.how == "inside" and self._is_target(phase):
                 run_log, step = args[:2]
                 with run_log.path.open("a") as file:
                     file.write(json.dumps({"step": step, "time": 0.0, "loss/total": 0.0})[: 10 + step])
                 self._reach(phase)
             began = time.monotonic()
             result = call(*args, **kwargs)
-            self._tell(f"left {time.monotonic() - began} {phase.name}")
+            self._send(f"left {time.monotonic() - began} {phase.name}")
             if phase.how == "after":
                 self._reach(phase)
             return result
 
         return watched
 
-    def _aims_at(self, phase: Phase) -> bool:
+    def _is_target(self, phase: Phase) -> bool:
         return self.target is not None and self.target.phase == phase and self.step >= self.target.step
 
     def _reach(self, phase: Phase) -> None:
-        if self._aims_at(phase) and not self.said:
+        if self._is_target(phase) and not self.said:
             self.said = True
-            self._tell(f"reached {self.step} {phase.name}")
+            self._send(f"reached {self.step} {phase.name}")
             if self.target is not None and self.target.until is not None:
                 while not self.target.until.exists():
                     time.sleep(0.01)
             elif phase.how != "during":
                 time.sleep(ATTEMPT_S)  # held until it is killed
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         os.write(self.pipe, f"{line}\n".encode())
 
 
@@ -375,19 +376,19 @@ def _find(call: str) -> tuple[Any, str]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what a clock or the machine says."""
+    """The lines of metrics.jsonl without times and measurements of the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "time" and not k.startswith(("timing/", "perf/"))} for line in lines]
 
 
 def choose(kills: int, draw: random.Random) -> list[Phase]:
-    """Every phase at least once, if there are as many kills; in random order, but the run's end comes last."""
+    """Every phase at least once, if there are enough kills; in random order, with the run's end last."""
     steps = [phase for phase in PHASES if phase.once != "end"]
     ends = [phase for phase in PHASES if phase.once == "end"]
     chosen = draw.sample(steps, len(steps)) + [draw.choice(steps) for _ in range(kills)]
     chosen = chosen[: max(0, kills - len(ends))]
     draw.shuffle(chosen)
-    chosen.sort(key=lambda phase: phase.once == "start")  # there is a checkpoint to be read by then
+    chosen.sort(key=lambda phase: phase.once == "start")  # a checkpoint to read exists by then
     return chosen + ends[: kills - len(chosen)]
 
 
@@ -404,7 +405,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Kill a toy run with SIGKILL and compare it with an uninterrupted one")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
     draw = random.Random(options.seed)

@@ -1,11 +1,12 @@
-"""Measures what the paper's theory says, on the toy pair in float64: variances, SNR, the LM head's blindness.
+"""Measures the claims of the paper's theory on the toy pair in float64: variances, SNR, invisible directions of the
+head.
 
     python -m benchmarks.theory --output DIR [--pair DIR] [--quick]
 
-Writes DIR/theory.json and DIR/theory.svg and prints a table; docs/theory.md derives what is measured and reads it.
-`--pair` is a directory that `nemo-oprd toy` wrote; without it one is made in DIR/pair (a minute or two). The gap
+Writes DIR/theory.json and DIR/theory.svg and prints a table; docs/theory.md derives and discusses the measurements.
+`--pair` is a directory that `nemo-oprd toy` wrote; without it, a pair is made in DIR/pair (a minute or two). The gap
 between the models is varied by moving the student's weights on a straight line to the teacher's. `DIR/narrow` is a
-second pair, narrower than its vocabulary as real models are. Everything is seeded; the same pair gives the same
+second pair, narrower than its vocabulary, as real models are. Everything is seeded; the same pair gives the same
 numbers on the same machine.
 """
 
@@ -24,10 +25,10 @@ import torch
 from benchmarks import theory_gradients, theory_head, theory_rollouts
 from benchmarks.theory_figure import figure
 
-# What is left of the way to the teacher: 1 is the student
+# The remaining part of the way to the teacher: 1 is the student
 GAPS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01, 1e-3)
 ROLLOUT_GAPS = (1.0, 0.3, 0.1, 0.01)
-# Slopes are fitted below this gap, where the leading order rules
+# Slopes are fitted below this gap, where the leading order dominates
 FIT_BELOW = 0.05
 DRAWS = 100_000
 # 16 < 25 tokens: a head of full column rank
@@ -36,7 +37,7 @@ NARROW_LAYERS, NARROW_WIDTH, NARROW_STEPS = 2, 16, 300
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured: `positions` prefixes at each gap, `responses` whole responses at each of fewer gaps."""
+    """How much is measured: `positions` prefixes at each of `gaps`, `responses` at each of `rollout_gaps`."""
 
     positions: int = 24
     responses: int = 256
@@ -51,10 +52,10 @@ Rollouts = list[tuple[list[int], list[int]]]
 
 
 class Pair:
-    """Student and teacher of a toy directory in float64, and a model anywhere between them."""
+    """Student and teacher of a toy directory in float64, and models on the line between them."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ValueError if the directory holds no pair of one architecture."""
+        """Raises ValueError if the directory holds no pair of equal architectures."""
         if missing := [n for n in ("student", "teacher", "prompts/heldout.jsonl") if not (directory / n).exists()]:
             raise ValueError(f"--pair {directory} has no {missing[0]}; expected a directory written by nemo-oprd toy")
         self.student, self.teacher, self.between = (
@@ -69,11 +70,11 @@ class Pair:
         self.direction = theory_gradients.flat_parameters(self.student) - theory_gradients.flat_parameters(self.teacher)
 
     def at(self, gap: float) -> Any:
-        """teacher + gap * (student - teacher); the same model object at each call."""
+        """teacher + gap * (student - teacher); every call returns the same model object with new weights."""
         models = (self.between, self.student, self.teacher)
         with torch.no_grad():
-            for here, student, teacher in zip(*(model.parameters() for model in models), strict=True):
-                here.copy_(teacher + gap * (student - teacher))
+            for between, student, teacher in zip(*(model.parameters() for model in models), strict=True):
+                between.copy_(teacher + gap * (student - teacher))
         return self.between
 
     def rollouts(self, model: Any, count: int, seed: int) -> Rollouts:
@@ -88,20 +89,21 @@ class Pair:
 
 
 def load(directory: Path) -> Any:
-    """The Hugging Face model, in float64 throughout, ready to be differentiated by every parameter."""
+    """The Hugging Face model, entirely in float64, with gradients for all parameters."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, local_files_only=True)
-    # the enumeration feeds the padding id too, and its embedding has a gradient like any other
+    # the enumeration includes the padding id, whose embedding must have a gradient too
     model.get_input_embeddings().padding_idx = None
     return in_float64(model).eval()
 
 
 def in_float64(model: Any) -> Any:
-    """Makes `model` compute in float64 where Hugging Face's code falls back to float32 whatever the weights are.
+    """Makes `model` compute in float64 also where Hugging Face's code always uses float32.
 
-    That is in RMS norms and in the softmax of eager attention. Gradients at small gaps are differences of nearly equal
-    numbers and would drown. (Rotary angles stay rounded to float32: constants that make no difference noisy.)
+    These places are RMS norms and the softmax of eager attention. Gradients at small gaps are differences of nearly
+    equal numbers and would be lost in rounding errors. Rotary angles remain rounded to float32, because as constants
+    they add no noise to differences.
     """
     model.double().set_attn_implementation("sdpa")
     for parent in list(model.modules()):
@@ -114,7 +116,7 @@ def in_float64(model: Any) -> Any:
 
 
 def read_problems(file: Path) -> np.ndarray:
-    """int64 [n, 2]: the numbers to be added."""
+    """int64 [n, 2]: the numbers to add."""
     prompts = [json.loads(line)["prompt"][0]["content"] for line in file.read_text(encoding="utf-8").splitlines()]
     return np.array([[int(x) for x in prompt.rstrip("=").split("+")] for prompt in prompts])
 
@@ -126,7 +128,7 @@ def choose_prefixes(rollouts: Rollouts, seed: int) -> list[list[int]]:
 
 
 def measure_gaps(pair: Pair, prefixes: list[list[int]], settings: Settings) -> dict[str, Any]:
-    """Per gap the means over positions of `measure_position`, the limit that they should tend to, and the slopes."""
+    """The means of `measure_position` at each gap, their theoretical limit for small gaps, and the slopes."""
     targets = [theory_gradients.teacher_target(pair.teacher, prefix) for prefix in prefixes]
     rows = []
     for gap in settings.gaps:
@@ -154,14 +156,14 @@ def measure_gaps(pair: Pair, prefixes: list[list[int]], settings: Settings) -> d
 
 
 def slope(rows: list[dict[str, Any]], name: str) -> float:
-    """d log name / d log delta over the small gaps: 1 means proportional to delta, 0 that it does not change."""
+    """d log name / d log delta over the small gaps: 1 means proportional to delta, 0 independent of delta."""
     small = [row for row in rows if row["gap"] <= FIT_BELOW]
     x, y = (np.log([row[key] for row in small]) for key in ("delta", name))
     return float(np.polyfit(x, y, 1)[0])
 
 
 def check_by_sampling(pair: Pair, prefixes: list[list[int]], seed: int) -> dict[str, Any]:
-    """Exact variances against Monte Carlo at the position with the largest entropy, at the full gap."""
+    """Compares exact variances with Monte Carlo at the position with the largest entropy, at the full gap."""
     student = pair.at(1.0)
     logits = [student(torch.tensor([prefix])).logits[0, -1].detach().log_softmax(-1) for prefix in prefixes]
     prefix = prefixes[int(np.argmax([float(-(x.exp() * x).sum()) for x in logits]))]
@@ -177,7 +179,7 @@ def check_by_sampling(pair: Pair, prefixes: list[list[int]], seed: int) -> dict[
 
 
 def measure_rollouts(pair: Pair, settings: Settings) -> list[dict[str, Any]]:
-    """Whole responses, sampled anew at each gap from the model there."""
+    """Measures whole responses, which are sampled again at each gap from the model at that gap."""
     rows = []
     for gap in settings.rollout_gaps:
         model = pair.at(gap)
@@ -189,7 +191,7 @@ def measure_rollouts(pair: Pair, settings: Settings) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def states(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-    """At all positions that predict a response token: states before and after the final norm, [N, D] each."""
+    """(states before, states after the final norm), [N, D] each, at all positions that predict a response token."""
     before: list[torch.Tensor] = []
     after: list[torch.Tensor] = []
     inputs: list[torch.Tensor] = []
@@ -204,7 +206,7 @@ def states(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure_head(pair: Pair, settings: Settings) -> dict[str, Any]:
-    """What objectives see of perturbations of the teacher's states, on responses of the student."""
+    """How objectives respond to perturbations of the teacher's states, on responses of the student."""
     rollouts = pair.rollouts(pair.student, settings.positions, settings.seed)
     before, after = states(pair.teacher, rollouts)
     head = pair.teacher.lm_head.weight.detach()
@@ -221,7 +223,7 @@ def measure_head(pair: Pair, settings: Settings) -> dict[str, Any]:
 
 
 def measure(pair: Pair, narrow: Pair, settings: Settings) -> dict[str, Any]:
-    """Everything in theory.json."""
+    """The contents of theory.json."""
     start = time.monotonic()
     prefixes = choose_prefixes(pair.rollouts(pair.student, settings.positions, settings.seed), settings.seed)
     found = {
@@ -269,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the paper's theory on the toy pair")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--pair", type=Path, help="written by nemo-oprd toy; made in OUTPUT/pair if not given")
-    parser.add_argument("--quick", action="store_true", help="a few positions and gaps, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="only a few positions and gaps, as a functional test")
     options = parser.parse_args()
     from nemo_oprd.toy.pair import make_pair
 

@@ -1,4 +1,4 @@
-"""The figure of docs/theory.md: four plots of what `benchmarks.theory` measured, as one SVG."""
+"""The figure of docs/theory.md: four plots of the measurements of `benchmarks.theory`, as one SVG."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def figure(found: dict[str, Any]) -> str:
         _head(axes[1, 1], found)
         page.savefig(buffer, format="svg", metadata={"Date": None})
     text = re.sub(r"\s*(<metadata>.*?</metadata>|<!--.*?-->)", "", buffer.getvalue(), flags=re.DOTALL)
-    return re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\n\s+", "\n", text))  # half the size, and the same to the eye
+    return re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\n\s+", "\n", text))  # half the size, with no visible difference
 
 
 def _moments(axes: Any, given_prefix: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _snr(axes: Any, given_prefix: dict[str, Any]) -> None:
 
 
 def _responses(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Estimates within two errors of zero have no place on this axis: shown as upper limits."""
+    """Estimates within two standard errors of zero cannot be shown on a logarithmic axis; they are upper limits."""
     gap = np.array([row["gap"] for row in rows])
     for i, (name, label) in enumerate(ROLLOUT_NAMES.items()):
         snr, error = (np.array([row[name][key] for row in rows]) for key in ("snr", "snr_error"))

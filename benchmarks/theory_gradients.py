@@ -1,17 +1,17 @@
 """Gradient estimators at one response position, given the prefix, in closed form: every next token is enumerated.
 
-Given the prompt and the tokens before position t, the only thing left to chance is the token v ~ p that the student
-samples. With a vocabulary small enough to try all of it, the mean and the variance of an estimator g(v) are sums over
-v, and no Monte Carlo error is left. The estimators are those of one training position, for all parameters at once:
+Given the prompt and the tokens before position t, the only random quantity is the token v ~ p that the student samples.
+If the vocabulary is small enough to enumerate, the mean and the variance of an estimator g(v) are sums over v, without
+a Monte Carlo error. The estimators are those of one training position, for all parameters at once:
 
     sampled     g(v) = u(v) grad log p(v),  u = log p - log q         sampled-token OPD as it is trained
-    baseline    g(v) = (u(v) - KL(p || q)) grad log p(v)              the same, less its mean reward
-    written     g(v) = grad log p(v)                                  derivative of log p(v) - log q(v) as it stands
+    baseline    g(v) = (u(v) - KL(p || q)) grad log p(v)              the same with the mean reward subtracted
+    written     g(v) = grad log p(v)                                  derivative of log p(v) - log q(v) for fixed v
     token       g(v) = grad mean_l ||h_S - h_T||^2 / D, states where v is the input
     predicting  the same, states one position earlier, which predict v
 
-Plain PyTorch on Hugging Face models, one sequence at a time. Left out: what a choice of v does to later positions
-(theory_rollouts measures whole responses).
+Plain PyTorch on Hugging Face models, one sequence at a time. The effect of v on later positions is not included;
+`theory_rollouts` measures whole responses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 @dataclass(frozen=True)
 class Moments:
-    """Of one estimator: `signal` = ||E g||^2 and `variance` = trace Cov g, whose quotient is the paper's SNR."""
+    """`signal` = ||E g||^2 and `variance` = trace Cov g of one estimator; their quotient is the paper's SNR."""
 
     signal: float
     variance: float
@@ -32,10 +32,10 @@ class Moments:
 
 @dataclass(frozen=True)
 class Target:
-    """What the teacher says at one position.
+    """The teacher's outputs at one position.
 
-    `log_q` is [V]; `hidden_LV2D` [L, V, 2, D] has for each next token the states at the predicting and the token
-    position.
+    `log_q` is [V]; `hidden_LV2D` [L, V, 2, D] holds, for each next token, the states at the predicting position and at
+    the token.
     """
 
     log_q: torch.Tensor
@@ -44,10 +44,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Position:
-    """What the student says there: `log_p` [V], its derivatives `scores` [V, P]; hidden-state losses and gradients.
+    """The student's outputs at one position: `log_p` [V], its derivatives `scores` [V, P], and hidden-state losses.
 
     `losses` and `gradients` map `token` and `predicting` to [V] and [V, P], as a run that sampled v would compute them.
-    The latter is computed for each v too: that it is always the same is a result, not an assumption.
+    `predicting` is computed for each v too; that its values are equal is a result, not an assumption.
     """
 
     log_p: torch.Tensor
@@ -62,13 +62,13 @@ def forward(model: Any, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return out.logits, torch.stack(out.hidden_states[1:])
 
 
-def squared_distance(ours_L_D: torch.Tensor, theirs_L_D: torch.Tensor) -> torch.Tensor:
+def squared_distance(student_L_D: torch.Tensor, teacher_L_D: torch.Tensor) -> torch.Tensor:
     """Mean over layers and width, one number per position: [L, ..., D] x 2 -> [...]."""
-    return (ours_L_D - theirs_L_D).square().mean(-1).mean(0)
+    return (student_L_D - teacher_L_D).square().mean(-1).mean(0)
 
 
 def flat_gradient(value: torch.Tensor, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """[P]: the derivative of a scalar by all parameters, zero where it does not depend on one; keeps the graph."""
+    """[P]: the derivative of a scalar by all parameters, zero for those it does not depend on; keeps the graph."""
     found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
     pairs = zip(found, parameters, strict=True)
     return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in pairs])
@@ -96,7 +96,7 @@ def log_probabilities_and_scores(model: Any, prefix: list[int]) -> tuple[torch.T
 
 
 def position(student: Any, prefix: list[int], target: Target) -> Position:
-    """Runs the student on the prefix followed by each token of the vocabulary, and differentiates."""
+    """Runs the student on the prefix followed by each token of the vocabulary, with derivatives."""
     parameters = list(student.parameters())
     losses: dict[str, list[torch.Tensor]] = {"predicting": [], "token": []}
     gradients: dict[str, list[torch.Tensor]] = {"predicting": [], "token": []}
@@ -118,7 +118,7 @@ def moments(p_V: torch.Tensor, gradients_VP: torch.Tensor) -> Moments:
 
 
 def moments_of_products(p_V: torch.Tensor, reward_V: torch.Tensor, gram_VV: torch.Tensor) -> Moments:
-    """The same for g(v) = reward[v] * score[v], from the inner products of the scores, which are small."""
+    """The same for g(v) = reward[v] * score[v], from the inner products of the scores (a small matrix)."""
     weights = p_V * reward_V
     signal = float(weights @ gram_VV @ weights)
     return Moments(signal, float((weights * reward_V) @ gram_VV.diagonal()) - signal)
@@ -136,15 +136,15 @@ def sampled_moments(p_V: torch.Tensor, gradients_VP: torch.Tensor, draws: int, s
 
 
 def measure_position(found: Position, target: Target) -> dict[str, float]:
-    """Everything that the report says about one position, as numbers.
+    """All measurements of one position.
 
-    `delta` is the paper's symmetric divergence. `sampling_term` is the norm of the part of the derivative of the
-    expected hidden-state loss that no implementation of OPRD computes, sum_v loss(v) grad p(v), because p moves too;
-    the part that is computed has the norm sqrt(`token_signal`).
+    `delta` is the paper's symmetric divergence. The derivative of the expected hidden-state loss has two parts:
+    `sampling_term` is the norm of the part that no implementation of OPRD computes, sum_v loss(v) grad p(v), which
+    exists because p changes too; the computed part has the norm sqrt(`token_signal`).
     """
     p, u = found.log_p.exp(), found.log_p - target.log_q
     gram = found.scores @ found.scores.T
-    fisher = torch.linalg.eigvalsh(gram * p.outer(p).sqrt())  # its eigenvalues other than zero
+    fisher = torch.linalg.eigvalsh(gram * p.outer(p).sqrt())  # the nonzero eigenvalues of the Fisher matrix
     lost = p * found.losses["token"]
     by_name = {
         "sampled": moments_of_products(p, u, gram),
@@ -165,11 +165,11 @@ def measure_position(found: Position, target: Target) -> dict[str, float]:
 
 
 def limit_of_sampled(teacher: Any, prefix: list[int], direction_P: torch.Tensor) -> dict[str, float]:
-    """What the sampled-token estimator tends to as the student goes to the teacher along `direction_P`.
+    """The limit of the sampled-token estimator as the student approaches the teacher along `direction_P`.
 
     With theta = theta_T + e direction, u = e a + O(e^2) where a(v) = grad log q(v) . direction, so that to leading
     order delta = e^2 E[a^2], E g = e E[a s] (the Fisher matrix times the direction) and trace Cov g = e^2 (E[a^2 |s|^2]
-    - |E[a s]|^2). Everything here is per e^2.
+    - |E[a s]|^2). All results are divided by e^2.
     """
     log_q, scores = log_probabilities_and_scores(teacher, prefix)
     q, a = log_q.exp(), scores @ direction_P

@@ -1,12 +1,12 @@
-"""What the LM head hides: hidden-state perturbations of equal norm, and what each objective sees of them.
+"""Directions that the LM head hides: each objective's response to hidden-state perturbations of equal norm.
 
-A teacher's state h and a student's h + d, through the same head W [V, D]. To second order
+A teacher's state h and a student's state h + d go through the same head W [V, D]. To second order
 
     KL(p || q) = 1/2 d^T W^T (diag(q) - q q^T) W d,
 
-so a direction is invisible to every distribution-based loss exactly if W d is a constant vector, and otherwise counts
-by the head's singular value *and* by where the probabilities are. Hidden-state MSE sees |d|^2 / D whatever the
-direction. Left out: intermediate layers.
+so a direction is invisible to every distribution-based loss exactly if W d is a constant vector; otherwise its effect
+depends on the head's singular value *and* on the probabilities. Hidden-state MSE is |d|^2 / D for every direction.
+Intermediate layers are not considered.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def invisible_basis(head_VD: torch.Tensor) -> torch.Tensor:
 
 
 def constant_logit_direction(head_VD: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The unit direction [D] whose logits come closest to a constant, and how far from it they are (relative)."""
+    """The unit direction [D] whose logits are closest to a constant, and their relative distance from a constant."""
     ones = torch.ones(len(head_VD), dtype=head_VD.dtype)
     direction = torch.linalg.pinv(head_VD, rtol=RANK_TOLERANCE) @ ones
     missed = float((head_VD @ direction - ones).norm() / ones.norm())
@@ -48,18 +48,18 @@ def constant_logit_direction(head_VD: torch.Tensor) -> tuple[torch.Tensor, float
 
 
 def with_common_row(head_VD: torch.Tensor, row_D: torch.Tensor) -> torch.Tensor:
-    """The head with `row_D` as the mean of its rows: all logits of a state move alike, so no probability does."""
+    """The head with `row_D` as the mean of its rows: all logits of a state change equally, so no probability does."""
     return head_VD - head_VD.mean(0) + row_D
 
 
 def seen(states_ND: torch.Tensor, moves_ND: torch.Tensor, logits: Logits) -> dict[str, float]:
-    """What the objectives see where the teacher is at `states_ND` and the student at +- `moves_ND` from there.
+    """The objectives' values if the teacher's states are `states_ND` and the student's are `states_ND` +- `moves_ND`.
 
     Returns:
         Means over states and both signs: `full_vocab` = KL(p || q), `top_k` = KL on the student's k most probable
-        tokens, renormalised; of the sampled token's log p - log q the root mean square and the probability that it is
-        negative; `bound`: the largest KL / (1/4 |centred change of logits|^2), which is at most 1; `second_order`: KL
-        by the formula at the top of this file.
+        tokens, renormalised; `sampled_rms` and `sampled_negative` = root mean square of the sampled token's
+        log p - log q and the probability that it is negative; `second_order` = KL by the formula at the top of this
+        file. `bound` is the largest KL / (1/4 |centred change of logits|^2), which is at most 1.
     """
     z_q = logits(states_ND)
     log_q = z_q.log_softmax(-1)
@@ -99,7 +99,7 @@ def _top_k(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """[N]: sum of p (u + e^-u - 1), u = log p - log q, whose terms are positive: no noise of 1e-16 where KL is less."""
+    """[N]: sum of p (u + e^-u - 1), u = log p - log q; all terms are positive, so rounding cannot hide a small KL."""
     u = log_p - log_q
     return (log_p.exp() * (u + torch.expm1(-u))).sum(-1)
 
@@ -110,11 +110,11 @@ def along(states_ND: torch.Tensor, direction_D: torch.Tensor, size: float = RELA
 
 
 def after_norm(head_VD: torch.Tensor, states_ND: torch.Tensor, seed: int = 0) -> dict[str, Any]:
-    """Perturbs the states that the head reads (after the final norm) along each singular direction and special ones.
+    """Perturbs the states after the final norm along each singular direction and along special directions.
 
     Returns:
         `spectrum`: per singular direction `sigma`, `full_vocab` and `constant` (|cos| of its logits with the constant
-        vector); `directions`: name -> what `seen` says, with `sigma` and the `mse` of hidden states;
+        vector); `directions`: name -> results of `seen`, `sigma`, and the `mse` of hidden states;
         `invisible_dimensions`; `exponents`: d log loss / d log |d| of the sampled token (rms) and of the KL.
     """
     values, right, constant = singular_directions(head_VD)
@@ -159,9 +159,9 @@ def after_norm(head_VD: torch.Tensor, states_ND: torch.Tensor, seed: int = 0) ->
 
 
 def constructed(head_VD: torch.Tensor, states_ND: torch.Tensor) -> dict[str, float]:
-    """A head of the same probabilities whose *largest* singular value belongs to the direction that shows least.
+    """A head with the same probabilities whose *largest* singular value belongs to the least visible direction.
 
-    The common row points along the last singular direction of the centred head and is long enough to come first.
+    The common row points along the last singular direction of the centred head, and is long enough to become the first.
     """
     before, _, _ = singular_directions(head_VD)
     _, right, _ = singular_directions(head_VD - head_VD.mean(0))
@@ -180,10 +180,10 @@ def constructed(head_VD: torch.Tensor, states_ND: torch.Tensor) -> dict[str, flo
 
 
 def before_norm(model: Any, states_ND: torch.Tensor) -> dict[str, dict[str, float]]:
-    """The same for states before the final norm, which divides by the state's own size.
+    """The same as `after_norm` for states before the final norm, which divides by the magnitude of the state.
 
-    Directions are those of `after_norm` divided by the norm's gain (the gain multiplies them back), and the state's
-    own. `mse_before` and `mse_after` are what OPRD sees with `final_norm` false and true.
+    The directions are those of `after_norm` divided by the norm's gain, and the direction of the state itself
+    (`radial`). `mse_before` and `mse_after` are the losses of OPRD with `final_norm` false and true.
     """
     head, norm = model.lm_head.weight.detach(), model.model.norm
     values, right, _ = singular_directions(head)
@@ -202,20 +202,20 @@ def before_norm(model: Any, states_ND: torch.Tensor) -> dict[str, dict[str, floa
         }
 
 
-def pair_at(student: Any, teacher: Any, ours_ND: torch.Tensor, theirs_ND: torch.Tensor) -> dict[str, float]:
-    """How the two models really differ at the same positions (states after the final norm, student and teacher).
+def pair_at(student: Any, teacher: Any, student_ND: torch.Tensor, teacher_ND: torch.Tensor) -> dict[str, float]:
+    """The actual difference of the two models at the same positions, from their states after the final norm.
 
     Returns:
-        `invisible_share`: of ||h_S - h_T||^2, in the teacher head's invisible directions; `kl`: KL(p || q) now;
-        `kl_with_teacher_states`: what is left when the student's states are the teacher's and its head its own.
+        `invisible_share`: the share of ||h_S - h_T||^2 in the teacher head's invisible directions; `kl`: KL(p || q);
+        `kl_with_teacher_states`: KL that remains if the student's head reads the teacher's states.
     """
     basis = invisible_basis(teacher.lm_head.weight.detach())
-    difference = ours_ND - theirs_ND
+    difference = student_ND - teacher_ND
     share = float((difference @ basis.T).square().sum() / difference.square().sum())
     with torch.no_grad():
-        log_q = teacher.lm_head(theirs_ND).log_softmax(-1)
-        now, left = (student.lm_head(h).log_softmax(-1) for h in (ours_ND, theirs_ND))
-    kls = [float((x.exp() * (x - log_q)).sum(-1).mean()) for x in (now, left)]
+        log_q = teacher.lm_head(teacher_ND).log_softmax(-1)
+        log_p, log_p_replaced = (student.lm_head(h).log_softmax(-1) for h in (student_ND, teacher_ND))
+    kls = [float((x.exp() * (x - log_q)).sum(-1).mean()) for x in (log_p, log_p_replaced)]
     return {"invisible_share": share, "kl": kls[0], "kl_with_teacher_states": kls[1]}
 
 

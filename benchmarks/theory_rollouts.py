@@ -1,7 +1,7 @@
-"""Gradient estimators over whole responses: what is left of a variance of zero when the prefix is random too.
+"""Gradient estimators over whole responses: variances that remain because the prefix is random too.
 
-One sample is one response to one prompt, its gradient the mean over response tokens, as in training. The number of
-responses is finite, so this is Monte Carlo, with a jackknife over groups for its error.
+One sample is one response to one prompt; its gradient is the mean over response tokens, as in training. The number of
+responses is finite, so the result is a Monte Carlo estimate, whose error a jackknife over groups estimates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUPS = 8
 def response_losses(student: Any, teacher: Any, prompt: list[int], response: list[int]) -> dict[str, torch.Tensor]:
     """Scalars whose derivatives are the estimators: sampled token, full-vocabulary KL, hidden states at both positions.
 
-    That of `sampled` has no meaning as a value; its derivative is mean_t u_t grad log p(y_t).
+    The value of `sampled` has no meaning; its derivative is mean_t u_t grad log p(y_t).
     """
     ids = torch.tensor([prompt + response])
     logits, hidden = forward(student, ids)
@@ -39,7 +39,7 @@ def response_losses(student: Any, teacher: Any, prompt: list[int], response: lis
 
 
 def measure_rollouts(student: Any, teacher: Any, rollouts: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """For each estimator `signal`, `variance`, `snr` of one response's gradient and `snr_error` (jackknife).
+    """`signal`, `variance` and `snr` of one response's gradient and `snr_error` (jackknife), for each estimator.
 
     Args:
         rollouts: (prompt ids, response ids), sampled from `student` at temperature 1; at least 2 * GROUPS.
@@ -79,6 +79,6 @@ def _with_jackknife(sums_GP: torch.Tensor, squares: list[float], counts: list[in
 
 def unbiased_moments(sum_P: torch.Tensor, square: float, count: int) -> tuple[float, float]:
     """(||E g||^2, trace Cov g) from the sum of `count` gradients and the sum of their squared norms, both unbiased."""
-    of_mean = float(sum_P.square().sum()) / count**2
-    variance = (square / count - of_mean) * count / (count - 1)
-    return of_mean - variance / count, variance
+    squared_mean = float(sum_P.square().sum()) / count**2
+    variance = (square / count - squared_mean) * count / (count - 1)
+    return squared_mean - variance / count, variance

@@ -1,4 +1,4 @@
-"""The arms of the studies on toy models: which methods are compared, and how (`toy_study.py` runs them)."""
+"""The arms of the studies on toy models: the compared methods and their settings. `toy_study.py` runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BRIDGE = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One method: its settings, the bridge it uses (a name of `BRIDGES`), and a run of this study it goes on from."""
+    """One method: its settings, the name of its bridge, and (`after`) the arm from whose student it continues."""
 
     name: str
     settings: tuple[str, ...]
@@ -27,11 +27,11 @@ class Arm:
     after: str | None = None
     shown: bool = True
     reading: str = "right"  # or a wrong one of `benchmarks/wrong_reading.py`
-    method: str | None = None  # of several arms with one, the best goes on to the other seeds
+    method: str | None = None  # of several arms with the same method, only the best runs with the other seeds
 
 
 def objectives() -> list[Arm]:
-    """Same shape, same budget: every method at several learning rates, the best of them not at an end."""
+    """Same shape, same budget: every method at several learning rates, of which the best is an inner one."""
     methods = {
         "sampled token": (SAMPLED, (1e-4, 3e-4, 1e-3)),
         "top-16": ((*OPD, "loss.output.kind=top_k", "loss.output.k=16"), (1e-4, 3e-4, 1e-3, 3e-3)),
@@ -52,7 +52,7 @@ def objectives() -> list[Arm]:
 
 
 def ablation() -> list[Arm]:
-    """Which layers, and which tokens of the response (29 or 30 of them)."""
+    """Different layers, and different tokens of the response (of 29 or 30)."""
     tokens = {
         "last 8": ("last_k", 8, (5e-5, 1e-4, 2e-4, 5e-4)),
         "first 8": ("first_k", 8, (2e-4, 5e-4, 1e-3)),
@@ -72,9 +72,9 @@ def ablation() -> list[Arm]:
 
 
 def bridge() -> list[Arm]:
-    """Wider and deeper teacher -> student, through projections of several ranks, right and wrong ones."""
+    """A wider and deeper teacher, through projections of several ranks, correct and wrong ones."""
     through = (*BRIDGE, "train.lr=5e-4")
-    # nothing of the hidden states can be compared without a bridge
+    # without a bridge, hidden states of different widths cannot be compared
     opd = ("loss.representation.layers=none", "loss.output.weight=1", "loss.output.kind=sampled_token", "train.lr=1e-4")
     half = f"train.steps={STEPS // 2}"
     arms = [Arm(f"bridge r={rank}", through, f"rank {rank}") for rank in RANKS]
@@ -90,7 +90,7 @@ def bridge() -> list[Arm]:
 
 
 def tokenizers() -> list[Arm]:
-    """Character student, sentencepiece BPE teacher: right and wrong readings, each with a bridge fitted under it."""
+    """Character student, sentencepiece BPE teacher: correct and wrong alignments, each with its own bridge."""
     settings = ("teacher.reads=text", *BRIDGE, "train.lr=2e-4", "train.steps=60", "evaluation.every=30")
     exact = (*settings, "alignment.exact=true")
     return [
@@ -102,7 +102,7 @@ def tokenizers() -> list[Arm]:
 
 
 def merge() -> list[Arm]:
-    """Two specialists, one student that shall keep both; and what one of them alone makes of it."""
+    """Two specialists teach one student both tasks; for comparison, one of them teaches alone."""
     opd = ("loss.representation.layers=none", "loss.output.weight=1", "train.lr=3e-4")
     return [
         Arm("OPRD", ("train.lr=5e-4",)),
@@ -113,7 +113,7 @@ def merge() -> list[Arm]:
 
 
 def self_distillation() -> list[Arm]:
-    """The student shown the solution as its own teacher: which weights, and which loss."""
+    """The student is its own teacher and is shown the solution: different weights and losses."""
     opd = ("loss.representation.layers=none", "loss.output.weight=1", "loss.output.kind=full_vocab", "train.lr=3e-4")
     hidden = ("loss.representation.positions=all", "train.lr=3e-4")
     composed = (*hidden, "loss.output.weight=1", "loss.output.kind=sampled_token")

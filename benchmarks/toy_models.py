@@ -1,6 +1,6 @@
-"""Toy models for two applications: specialists to merge, and a student that can make use of being shown the solution.
+"""Toy models for two applications: specialists to merge, and a student that benefits from seeing the solution.
 
-Everything is trained as the toy pair is (`nemo_oprd/toy/pair.py`), from nothing, with its sizes and its tokenizer. The
+All models are trained from scratch like the toy pair (`nemo_oprd/toy/pair.py`), with the same sizes and tokenizer. The
 second task is subtraction modulo 10000, in the same columns: `5678.1234=` asks for 5678 - 1234.
 """
 
@@ -17,16 +17,16 @@ import torch
 from nemo_oprd.toy import task
 from nemo_oprd.toy.pair import IGNORED, Recipe, new_model, train_step
 
-# what teacher.prompt is to a teacher that is shown the worked solution
-TOLD = "{hint}={prompt}"
+# teacher.prompt of a teacher that is shown the worked solution
+SOLUTION_PROMPT = "{hint}={prompt}"
 DONE = "models.json"
-CHECK_EVERY, ENOUGH = 5, 0.4  # greedy; somewhat fewer at T = 0.7
+CHECK_EVERY, REQUIRED_ACCURACY = 5, 0.4  # of greedy decoding; the accuracy at T = 0.7 is somewhat lower
 MODULUS = 10**task.COLUMNS
 
 
 @dataclass(frozen=True)
 class Example:
-    """A problem, its right response, and the number that is graded."""
+    """A problem, its correct response, the graded number and the data source."""
 
     prompt: str
     response: str
@@ -51,55 +51,64 @@ def subtraction(a: int, b: int) -> Example:
     return Example(f"{a}.{b}=", "".join(columns) + task.boxed(answer), answer, "toy_subtraction")
 
 
-def told(example: Example) -> Example:
-    """The same with the solution before the problem, as `TOLD` has it."""
-    prompt = TOLD.replace("{hint}", example.response).replace("{prompt}", example.prompt)
+def with_solution(example: Example) -> Example:
+    """The same example with the solution before the problem, as in `SOLUTION_PROMPT`."""
+    prompt = SOLUTION_PROMPT.replace("{hint}", example.response).replace("{prompt}", example.prompt)
     return Example(prompt, example.response, example.answer, example.source)
 
 
 Draw = Callable[[np.ndarray], list[Example]]
 
 
-def of(*makers: Callable[[int, int], Example]) -> Draw:
-    """Problems [n, 2] -> examples, the makers in turn."""
+def examples_from(*makers: Callable[[int, int], Example]) -> Draw:
+    """A function: problems [n, 2] -> examples, from the makers in turn."""
     return lambda problems: [makers[i % len(makers)](a, b) for i, (a, b) in enumerate(problems.tolist())]
 
 
-def told_addition(a: int, b: int) -> Example:
+def addition_with_solution(a: int, b: int) -> Example:
     """An addition whose solution is shown."""
-    return told(addition(a, b))
+    return with_solution(addition(a, b))
 
 
 def make_specialists(output: Path, *, seed: int, log: Callable[[str], None] = print) -> None:
-    """`student` does some of both tasks; `teacher_addition` and `teacher_subtraction` went on with one of them each.
+    """Makes `student`, which partly solves both tasks, and two teachers that continue training with one task each.
 
-    Writes these directories and `prompts/{train,tune_*,heldout_*}.jsonl`; nothing where they are.
+    Writes `student`, `teacher_addition`, `teacher_subtraction` and `prompts/*.jsonl` unless they exist.
     """
     if (output / DONE).is_file():
         return
     training = _Training(seed, steps=600, log=log)
-    training.until(of(addition, subtraction), {"addition": of(addition), "subtraction": of(subtraction)})
+    training.until(
+        examples_from(addition, subtraction),
+        {"addition": examples_from(addition), "subtraction": examples_from(subtraction)},
+    )
     training.write(output / "student")
     start = {name: value.clone() for name, value in training.model.state_dict().items()}
-    found = {"student": training.accuracies({"addition": of(addition), "subtraction": of(subtraction)})}
+    found = {
+        "student": training.accuracies({"addition": examples_from(addition), "subtraction": examples_from(subtraction)})
+    }
     for name, maker in (("addition", addition), ("subtraction", subtraction)):
         training.model.load_state_dict(start)
         training.restart(steps=300)
-        training.run(of(maker), 300)
+        training.run(examples_from(maker), 300)
         training.write(output / f"teacher_{name}")
-        found[f"teacher_{name}"] = training.accuracies({"addition": of(addition), "subtraction": of(subtraction)})
+        found[f"teacher_{name}"] = training.accuracies(
+            {"addition": examples_from(addition), "subtraction": examples_from(subtraction)}
+        )
         log(f"teacher of {name}: {found[f'teacher_{name}']}")
     training.write_prompts(output, {"addition": addition, "subtraction": subtraction})
     (output / DONE).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def make_told_student(output: Path, *, seed: int, log: Callable[[str], None] = print) -> None:
-    """`student` adds some numbers rightly, and nearly all where it is shown the solution."""
+def make_self_teaching_student(output: Path, *, seed: int, log: Callable[[str], None] = print) -> None:
+    """Makes `student`, which solves some additions, and nearly all if it is shown the solution, unless it exists."""
     if (output / DONE).is_file():
         return
     training = _Training(seed, steps=600, log=log)
-    draws = {"plain": of(addition), "told": of(told_addition)}
-    training.until(of(addition, told_addition, told_addition), {"plain": of(addition)})
+    draws = {"plain": examples_from(addition), "told": examples_from(addition_with_solution)}
+    training.until(
+        examples_from(addition, addition_with_solution, addition_with_solution), {"plain": examples_from(addition)}
+    )
     training.write(output / "student")
     training.write_prompts(output, {"addition": addition})
     found = training.accuracies(draws)
@@ -108,7 +117,7 @@ def make_told_student(output: Path, *, seed: int, log: Callable[[str], None] = p
 
 
 class _Training:
-    """Supervised training of one model, with problems held out from it."""
+    """Supervised training of one model, with held-out problems."""
 
     def __init__(self, seed: int, steps: int, log: Callable[[str], None]) -> None:
         rng, self.rng = (np.random.default_rng([seed, stream]) for stream in range(2))
@@ -118,7 +127,7 @@ class _Training:
         self.restart(steps, new=True)
 
     def restart(self, steps: int, *, new: bool = False) -> None:
-        """A new optimizer and schedule; with a new model if `new`."""
+        """Starts a new optimizer and schedule, and a new model if `new`."""
         self.recipe = Recipe(self.seed, steps, None, layers=4, hidden=96)
         if new:
             self.model = new_model(self.recipe)
@@ -127,7 +136,7 @@ class _Training:
         )
 
     def run(self, draw: Draw, steps: int, first: int = 1) -> float:
-        """Updates `first` to `first + steps - 1` of the schedule; the last one's loss."""
+        """Runs updates `first` to `first + steps - 1` of the schedule; returns the last one's loss."""
         loss = float("nan")
         for step in range(first, first + steps):
             examples = draw(task.sample_problems(self.rng, self.recipe.batch, self.unseen))
@@ -135,34 +144,36 @@ class _Training:
         return loss
 
     def until(self, draw: Draw, tests: dict[str, Draw]) -> None:
-        """Trains until each of the tests is passed well enough, the slowest last."""
+        """Trains until the accuracy of every test is at least `REQUIRED_ACCURACY`."""
         for first in range(1, self.recipe.steps, CHECK_EVERY):
             loss = self.run(draw, CHECK_EVERY, first)
             if loss > 0.15:
                 continue
             found = self.accuracies(tests)
             self.log(f"step {first + CHECK_EVERY - 1}  loss {loss:.4f}  {found}")
-            if min(found.values()) >= ENOUGH:
+            if min(found.values()) >= REQUIRED_ACCURACY:
                 return
-        raise ValueError(f"seed {self.seed}: {self.recipe.steps} steps were not enough; expected {ENOUGH:.0%} solved")
+        raise ValueError(
+            f"seed {self.seed}: {self.recipe.steps} steps were not enough; expected {REQUIRED_ACCURACY:.0%} solved"
+        )
 
     @torch.inference_mode()
     def accuracies(self, tests: dict[str, Draw]) -> dict[str, float]:
-        """Shares of the tune problems where every token of the right response is the likeliest, as greedily sampled."""
+        """Share of tune problems solved greedily: every token of the correct response is the likeliest."""
         found = {}
         for name, draw in tests.items():
             inputs, labels = _batch(draw(self.problems["tune"]))
-            picked = self.model(input_ids=inputs, use_cache=False).logits.argmax(-1)
-            found[name] = float(((picked == labels) | (labels == IGNORED)).all(-1).float().mean())
+            predicted = self.model(input_ids=inputs, use_cache=False).logits.argmax(-1)
+            found[name] = float(((predicted == labels) | (labels == IGNORED)).all(-1).float().mean())
         return found
 
     def write(self, directory: Path) -> None:
-        """A Hugging Face directory."""
+        """Writes a Hugging Face model directory."""
         self.model.save_pretrained(directory)
         task.write_tokenizer(directory)
 
     def write_prompts(self, output: Path, makers: dict[str, Callable[[int, int], Example]]) -> None:
-        """Training prompts of all tasks in one file, test prompts in one for each."""
+        """Writes the prompts of every split and task to one file each."""
         (output / "prompts").mkdir(parents=True, exist_ok=True)
         for split, problems in self.problems.items():
             for name, maker in makers.items():

@@ -1,4 +1,4 @@
-"""Objectives compared on toy pairs over several seeds: runs what is missing, then writes a table and a figure.
+"""Compares objectives on toy pairs over several seeds: runs missing arms, then writes a table and a figure.
 
     python -m benchmarks.toy_study objectives --output runs/study --seeds 0 1 2 --jobs 2
     python -m benchmarks.toy_study ablation --output runs/study --seeds 0 1 2 --jobs 2
@@ -7,14 +7,15 @@
     python -m benchmarks.toy_study merge --output runs/study --seeds 0 1 2 --jobs 2
     python -m benchmarks.toy_study self --output runs/study --seeds 0 1 2 --jobs 2
 
-Every arm of a study is a plain `nemo-oprd train` in a process of one thread; its directory `STUDY/ARM-SEED` can be read
-with `nemo-oprd report`. Started again, arms that are done are left alone and others start over. Students are those of
-`nemo-oprd toy`: 96 wide, 4 layers, some 40 % of the problems solved. The bridge's teachers are models of their own, 128
-wide with 6 layers, trained from another seed on the same task; those of `tokenizers` have a vocabulary of their own
-(`nemo_oprd/toy/bpe_teacher.py`). Models of `merge` and `self` are those of `toy_models.py`.
+Every arm of a study is a plain `nemo-oprd train` in a single-threaded process; `nemo-oprd report` reads its directory
+`STUDY/ARM-SEED`. A restarted study keeps finished arms and starts the others over. Students are those of `nemo-oprd
+toy`: width 96, 4 layers, some 40 % of the problems solved. The teachers of `bridge` have width 128 and 6 layers and
+were trained from another seed on the same task; those of `tokenizers` have another vocabulary
+(`nemo_oprd/toy/bpe_teacher.py`). The models of `merge` and `self` are those of `toy_models.py`.
 
-Accuracy is on 200 held-out problems, 2 samples each at T = 0.7, after the last update. `objectives` and `ablation` try
-several learning rates per method on the first seed, and take the one that solves most tune problems to the others.
+Accuracy is measured on 200 held-out problems, with 2 samples each at T = 0.7, after the last update. `objectives` and
+`ablation` try several learning rates per method on the first seed; the other seeds use the rate that solves most tune
+problems.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.toy_arms import RANKS, STEPS, STUDIES, TEACHERS, Arm
-from benchmarks.toy_models import TOLD, make_specialists, make_told_student
+from benchmarks.toy_models import SOLUTION_PROMPT, make_self_teaching_student, make_specialists
 
 EVALUATED = 200
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Study:
-    """A study in a directory; models and bridges are shared by the studies in it."""
+    """A study in the directory `root`; the studies in a directory share models and bridges."""
 
     name: str
     root: Path
@@ -53,7 +54,7 @@ class Study:
         self.arms = STUDIES[self.name]()
 
     def run(self, seeds: list[int], jobs: int) -> None:
-        """Makes what is missing; arms that go on from others come after them."""
+        """Runs missing arms; an arm that continues from another one runs after it."""
         for seed in seeds:
             self._models(seed)
         for waiting in (False, True):
@@ -65,7 +66,7 @@ class Study:
                     list(pool.map(lambda item: self._train(*item), todo))
 
     def best(self, seed: int) -> list[Arm]:
-        """Of each method the arm that solves most tune problems; arms without a method all."""
+        """The arm of each method that solves most tune problems, and all arms without a method."""
         kept = [arm for arm in self.arms if arm.method is None]
         for method in dict.fromkeys(arm.method for arm in self.arms if arm.method is not None):
             arms = [arm for arm in self.arms if arm.method == method and self.done(arm, seed)]
@@ -73,7 +74,7 @@ class Study:
         return kept
 
     def directory(self, arm: Arm, seed: int) -> Path:
-        """Of one run."""
+        """The directory of one run."""
         return self.root / self.name / f"{''.join(c if c.isalnum() else '_' for c in arm.name)}-{seed}"
 
     def records(self, arm: Arm, seed: int) -> list[dict[str, Any]]:
@@ -82,14 +83,14 @@ class Study:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
     def done(self, arm: Arm, seed: int) -> bool:
-        """Whether a run came to its end."""
+        """Whether a run is finished."""
         return (self.directory(arm, seed) / "done").is_file()
 
     def _models(self, seed: int) -> None:
         from nemo_oprd.toy.pair import Recipe, build_pair, make_pair
 
         if self.name in ("merge", "self"):
-            make = {"merge": make_specialists, "self": make_told_student}[self.name]
+            make = {"merge": make_specialists, "self": make_self_teaching_student}[self.name]
             make(self.root / f"{self.name}_models" / str(seed), seed=seed, log=self.log)
             return
         make_pair(self.root / "pairs" / str(seed), seed=seed, log=self.log)
@@ -109,7 +110,7 @@ class Study:
                     self._command("fit-bridge", [*self._common(seed), *settings], bridge, arm.reading)
 
     def _application(self, seed: int) -> list[str]:
-        """What all arms of `merge` or `self` have in common."""
+        """The settings that all arms of `merge` or `self` share."""
         models = self.root / f"{self.name}_models" / str(seed)
         tasks = {"merge": ("addition", "subtraction"), "self": ("addition",)}[self.name]
         teachers = ", ".join(
@@ -123,7 +124,7 @@ class Study:
                 for name, task in zip(("heldout", "subtraction"), tasks, strict=False)
             ),
             f"seed={seed}", "evaluation.teacher=false",
-            f"teachers=[{teachers}]" if teachers else f"teacher.prompt='{TOLD}'",
+            f"teachers=[{teachers}]" if teachers else f"teacher.prompt='{SOLUTION_PROMPT}'",
         ]  # fmt: skip
 
     def _common(self, seed: int) -> list[str]:
@@ -137,12 +138,12 @@ class Study:
 
     def _train(self, arm: Arm, seed: int) -> None:
         pair, directory = self.root / "pairs" / str(seed), self.directory(arm, seed)
-        of_pair = [
+        pair_settings = [
             *self._common(seed),
             f"data.validation.heldout={pair}/prompts/heldout.jsonl", f"data.validation.tune={pair}/prompts/tune.jsonl",
         ]  # fmt: skip
         settings = [
-            *(self._application(seed) if self.name in ("merge", "self") else of_pair),
+            *(self._application(seed) if self.name in ("merge", "self") else pair_settings),
             f"output={directory}", f"evaluation.limit={EVALUATED}",
             f"evaluation.every={STEPS}", "train.save_every=0",
             f"train.export_hf={str(any(other.after == arm.name for other in self.arms)).lower()}",
@@ -175,7 +176,7 @@ class Study:
             raise RuntimeError(f"{command} ended with {ended.returncode}; see {log}:\n{log.read_text()[-800:]}")
 
     def _bridges(self, seed: int) -> None:
-        """The widest bridge by `fit-bridge`; lower ranks are its first rows: basis and regulariser are shared."""
+        """Fits the highest rank; lower ranks are its first rows, because basis and regulariser are the same."""
         from nemo_oprd.bridge.artifact import load_bridge, save_bridge
 
         place = self.root / "bridges" / str(seed)
@@ -190,14 +191,14 @@ class Study:
         for rank in RANKS[:-1]:
             save_bridge(first_rows(whole, rank), place / f"rank_{rank}")
         eight = first_rows(whole, 8)
-        save_bridge(of_other_layers(eight), place / "other_layers")
-        save_bridge(at_random(eight, seed), place / "random")
+        save_bridge(shift_projectors(eight), place / "other_layers")
+        save_bridge(random_projectors(eight, seed), place / "random")
 
-    def _accuracy(self, arm: Arm, seed: int, of: str = "heldout") -> float:
-        return float(self.records(arm, seed)[-1][f"val/{of}/avg@2"])
+    def _accuracy(self, arm: Arm, seed: int, problems: str = "heldout") -> float:
+        return float(self.records(arm, seed)[-1][f"val/{problems}/avg@2"])
 
     def results(self, seeds: list[int]) -> list[dict[str, Any]]:
-        """Per shown arm that is done for all seeds: mean and standard deviation of what the table shows."""
+        """For each shown arm that is finished for all seeds: mean and standard deviation of the table's columns."""
         rows = []
         for arm in filter(lambda arm: arm.shown, self.arms):
             if arm not in self.best(seeds[0]) or not all(self.done(arm, seed) for seed in seeds):
@@ -211,7 +212,7 @@ class Study:
         return rows
 
     def sweep(self, seed: int) -> str:
-        """Every arm with a method, on one seed: method by method, the learning rates in their order."""
+        """A table of all arms with a method, on one seed: for each method, the learning rates in ascending order."""
         lines = ["| method | learning rate: tune, held-out |", "|---|---|"]
         for method in dict.fromkeys(arm.method for arm in self.arms if arm.method is not None):
             arms = [arm for arm in self.arms if arm.method == method and self.done(arm, seed)]
@@ -225,7 +226,7 @@ class Study:
 
 
 def first_rows(whole: Any, rank: int) -> Any:
-    """The bridge of a lower rank that is contained in one of a higher."""
+    """The bridge of a lower rank that a bridge of a higher rank contains."""
     pairs = {
         key: dataclasses.replace(
             pair,
@@ -238,8 +239,8 @@ def first_rows(whole: Any, rank: int) -> Any:
     return dataclasses.replace(whole, rank=rank, pairs=pairs, report={})
 
 
-def of_other_layers(right: Any) -> Any:
-    """Each pair with the student's projector of the next one."""
+def shift_projectors(right: Any) -> Any:
+    """Each layer pair with the student's projector of the next pair."""
     keys = sorted(right.pairs)
     shifted = dict(zip(keys, [*keys[1:], keys[0]], strict=True))
     pairs = {
@@ -249,8 +250,8 @@ def of_other_layers(right: Any) -> Any:
     return dataclasses.replace(right, pairs=pairs, report={})
 
 
-def at_random(right: Any, seed: int) -> Any:
-    """Gaussian projectors of the right ones' norm."""
+def random_projectors(right: Any, seed: int) -> Any:
+    """Gaussian projectors with the norms of the given ones."""
     import torch
 
     draw = torch.Generator().manual_seed(seed)
@@ -288,7 +289,7 @@ SCORES = ("accuracy", "tune", "subtraction", "start")
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table."""
+    """The results as a Markdown table."""
 
     def cell(name: str, value: Any) -> str:
         if value is None:
@@ -305,7 +306,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Accuracy per arm, a dot per seed."""
+    """Draws the accuracy of each arm, with a dot for each seed."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -333,8 +334,10 @@ def main() -> None:
     parser.add_argument("study", choices=sorted(STUDIES))
     parser.add_argument("--output", required=True, metavar="DIR")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each has one thread")
-    parser.add_argument("--arms", nargs="+", metavar="TEXT", help="only arms whose name contains one of these")
+    parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs; each has one thread")
+    parser.add_argument(
+        "--arms", nargs="+", metavar="TEXT", help="run only arms whose name contains one of these texts"
+    )
     options = parser.parse_args()
     study = Study(options.study, Path(options.output).absolute(), lambda line: print(line, flush=True))
     if options.arms:

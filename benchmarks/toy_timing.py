@@ -1,9 +1,9 @@
-"""Seconds per update of the objectives on a toy pair, one run at a time: for machines that do nothing else meanwhile.
+"""Seconds per update of the objectives on a toy pair, one run at a time, for an otherwise idle machine.
 
     python -m benchmarks.toy_timing --pair runs/toy --output runs/timing
 
-Runs take turns, twice; the figures are medians over updates. Nothing but the objective is computed: runs on
-distributions alone capture no hidden states, and no metrics are measured besides.
+The objectives run in turn, twice; the figures are medians over updates. Only the objective is computed: runs with only
+an output-space loss capture no hidden states, and no additional metrics are computed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`nemo-oprd` with a teacher that reads wrongly what the student wrote, to see what the alignment is worth.
+"""`nemo-oprd` with a teacher that misreads the student's responses, to measure the value of the alignment.
 
     python -m benchmarks.wrong_reading shuffled train --config-name ...
     python -m benchmarks.wrong_reading raw train --config-name ...
 
-`shuffled`: the right sequences, but each token has the partner of another one. `raw`: the teacher is
-fed the student's ids, which mean other text to it; the command itself refuses that.
+`shuffled`: the sequences are correct, but each token has the partner of another token. `raw`: the teacher reads the
+student's ids, which stand for other text in the teacher's vocabulary; the plain command rejects that.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.teacher_inputs import TextInputs
 
-_right = TextInputs.add_to
+_correct_add = TextInputs.add_to
 
 
-def shuffled(reader: TextInputs, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-    """In place of `TextInputs.add_to`; the same permutation wherever a response is read."""
-    aligned = _right(reader, rollouts, requests)
+def shuffled(inputs: TextInputs, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
+    """Replaces `TextInputs.add_to`; a response always gets the same permutation."""
+    aligned = _correct_add(inputs, rollouts, requests)
     mixed = []
     for rollout in aligned:
         index = np.array(rollout.teacher_index)
@@ -34,7 +34,7 @@ def shuffled(reader: TextInputs, rollouts: list[Rollout], requests: list[Request
 
 
 def raw(reader: TextInputs, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-    """In place of `TextInputs.add_to`."""
+    """Replaces `TextInputs.add_to`; the teacher reads the student's ids."""
     return [
         replace(
             rollout,

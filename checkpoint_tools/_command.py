@@ -1,4 +1,4 @@
-"""What the commands here share: they run from a source checkout, and a user's mistake is one line, not a traceback."""
+"""The entry point that the commands share: it finds the source checkout and prints user errors as one line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def run(command: Callable[[], int]) -> None:
-    """Ends the program with what `command` returns, or with 2 after `error: ...` on stderr."""
-    if importlib.util.find_spec("nemo_oprd") is None:  # not installed: take the checkout that this file is in
+    """Exits with the return value of `command`; after a ValueError, prints `error: ...` on stderr and exits with 2."""
+    if importlib.util.find_spec("nemo_oprd") is None:  # not installed: use the checkout of this file
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    # Megatron warns that Apex and Transformer Engine are absent; nothing here would use them
+    # Megatron warns that Apex and Transformer Engine are missing; the commands do not use them
     warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         code = command()

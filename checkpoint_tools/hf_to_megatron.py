@@ -1,4 +1,4 @@
-"""Converts a Hugging Face model to a Megatron torch_dist checkpoint, which loads at any layout. Needs no torchrun.
+"""Converts a Hugging Face model to a Megatron torch_dist checkpoint, which loads in any layout. Needs no torchrun.
 
 python checkpoint_tools/hf_to_megatron.py --hf-path MODEL --output CHECKPOINT [--tensor 2 --pipeline 2]
 """
@@ -13,9 +13,13 @@ from _command import run
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Hugging Face model -> Megatron torch_dist checkpoint.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the checkpoint; must not exist or be empty")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the checkpoint; a missing or empty directory")
     parser.add_argument(
-        "--tensor", type=int, default=1, metavar="N", help="cut chunks for this tensor-parallel size (default 1)"
+        "--tensor",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split chunks for this tensor-parallel size (default 1)",
     )
     parser.add_argument(
         "--pipeline", type=int, default=1, metavar="N", help="write files for this many pipeline stages (default 1)"

@@ -1,4 +1,4 @@
-"""Converts a Megatron torch_dist checkpoint, also one saved in training, to a Hugging Face model. Needs no torchrun.
+"""Converts a Megatron torch_dist checkpoint (also a training checkpoint) to a Hugging Face model. Needs no torchrun.
 
 python checkpoint_tools/megatron_to_hf.py --megatron-path CHECKPOINT --output MODEL [--dtype bfloat16]
 """
@@ -15,11 +15,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--megatron-path", required=True, metavar="DIR", help="the checkpoint, such as RUN/checkpoints/iter_0000050"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="the model; must not exist or be empty")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the model; a missing or empty directory")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the written weights (default: that of the checkpoint's hf/config.json)",
+        help="dtype of the written weights (default: the dtype in the checkpoint's hf/config.json)",
     )
     return parser.parse_args()
 

@@ -2,7 +2,7 @@
 
     python checkpoint_tools/verify_roundtrip.py --hf-path MODEL [--work-dir DIR]
 
-Exit code 0: identical, 1: something differs, 2: the conversion refused. Needs twice the model's size on disk.
+Exit code 0: identical, 1: a difference, 2: the model cannot be converted. Needs twice the model's size on disk.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--work-dir",
         metavar="DIR",
-        help="keep both conversions there, as megatron/ and hf/ (default: a temporary directory, removed at the end)",
+        help="keep both conversions in DIR/megatron and DIR/hf (default: a temporary directory, removed at the end)",
     )
     return parser.parse_args()
 
 
 def round_trip(hf_path: Path, work: Path) -> int:
-    """Converts there and back under `work`, prints the comparison; the exit code."""
+    """Converts to Megatron and back in the directory `work`, prints the comparison; returns the exit code."""
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.weights.convert import hf_to_megatron, ignored_tensors, megatron_to_hf
     from nemo_oprd.weights.hf import HFCheckpoint
@@ -52,7 +52,7 @@ def round_trip(hf_path: Path, work: Path) -> int:
 
 
 def difference(before: object, after: object, name: str) -> str | None:
-    """How one tensor of the two `HFCheckpoint`s differs, None if it does not."""
+    """The difference of one tensor between two `HFCheckpoint`s; None if there is none."""
     import torch
 
     if name not in after.keys():  # type: ignore[attr-defined]  # noqa: SIM118
@@ -60,13 +60,13 @@ def difference(before: object, after: object, name: str) -> str | None:
     old, new = before[name], after[name]  # type: ignore[index]
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         return f"{old.dtype} {tuple(old.shape)} became {new.dtype} {tuple(new.shape)}"
-    # as bytes: equal NaNs are equal, 0.0 and -0.0 are not
+    # compared as bytes, so that equal NaNs are equal, and 0.0 and -0.0 are not
     same = old.contiguous().view(-1).view(torch.uint8) == new.contiguous().view(-1).view(torch.uint8)
     return None if bool(same.all()) else f"{int((~same).sum())} of {same.numel()} bytes differ"
 
 
 def table(names: list[str], differing: dict[str, str]) -> list[str]:
-    """One line per kind of tensor, the layers together, then one line per difference."""
+    """One line per kind of tensor (all layers together), then one line per difference."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in names:
         kinds[re.sub(r"\.\d+\.", ".*.", name)].append(name)

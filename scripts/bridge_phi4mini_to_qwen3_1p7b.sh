@@ -1,8 +1,8 @@
 #!/bin/bash
-# Qwen3-1.7B-Base from Phi-4-mini-reasoning, across tokenizers, on a Slurm cluster, both stages:
+# Distils Phi-4-mini-reasoning into Qwen3-1.7B-Base across tokenizers on a Slurm cluster, both stages:
 # `sbatch scripts/bridge_phi4mini_to_qwen3_1p7b.sh [key=value ...]`.
 #
-# Everything else is as in scripts/bridge_qwen3_4b_to_1p7b.sh: sizes, signals, going on where it stopped.
+# Sizes, signals and resuming are those of scripts/bridge_qwen3_4b_to_1p7b.sh.
 #SBATCH --job-name=bridge_phi4mini_to_qwen3_1p7b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

@@ -1,9 +1,9 @@
 #!/bin/bash
 # OPRD-Bridge on a Slurm cluster, both stages: `sbatch scripts/bridge_qwen3_4b_to_1p7b.sh [key=value ...]`.
 #
-# Stage 1 makes the bridge in $BRIDGE unless it is there, stage 2 distils through it. Settings go to both stages; where
-# the bridge is kept is said by the variable: BRIDGE=bridges/mine sbatch scripts/bridge_qwen3_4b_to_1p7b.sh bridge.rank=16
-# What happens at the time limit and when the job starts again: scripts/slurm_job.sh.
+# Stage 1 fits the bridge in $BRIDGE unless it exists, stage 2 distils through the bridge. Settings apply to both stages;
+# the variable chooses the bridge's directory: BRIDGE=bridges/mine sbatch scripts/bridge_qwen3_4b_to_1p7b.sh bridge.rank=16
+# scripts/slurm_job.sh describes what happens at the time limit and after a requeue.
 #SBATCH --job-name=bridge_qwen3_4b_to_1p7b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -22,7 +22,7 @@ BRIDGE=${BRIDGE:-bridges/qwen3_4b_to_1p7b}
 . scripts/slurm_job.sh
 
 SIZES=(student.parallel.tensor=2 teacher.parallel.tensor=2 rollout.tensor=1)
-if [ ! -f "$BRIDGE/bridge.json" ]; then # written last
+if [ ! -f "$BRIDGE/bridge.json" ]; then # fit-bridge writes this file last
   on_all_ranks fit-bridge "${SIZES[@]}" "$@" output="$BRIDGE"
 fi
 if [ "$code" -eq 0 ]; then

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Qwen3-1.7B-Base from Qwen3-4B on a Slurm cluster, first through a bridge, then on distributions:
-# `sbatch scripts/bridge_then_opd.sh [key=value ...]`. The bridge is fitted unless it is there.
+# Distils Qwen3-4B into Qwen3-1.7B-Base on a Slurm cluster, first through a bridge, then on distributions:
+# `sbatch scripts/bridge_then_opd.sh [key=value ...]`. The bridge is fitted unless it exists.
 #
-# Everything else is as in scripts/bridge_qwen3_4b_to_1p7b.sh: sizes, signals, going on where it stopped.
+# Sizes, signals and resuming are those of scripts/bridge_qwen3_4b_to_1p7b.sh.
 #SBATCH --job-name=bridge_then_opd
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

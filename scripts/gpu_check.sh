@@ -1,8 +1,8 @@
 #!/bin/bash
-# Is this machine's GPU right, and how fast is it? Unattended, at most ten minutes on one GPU:
+# Checks whether this machine's GPU computes correctly, and measures its speed; unattended, at most ten minutes on one GPU:
 #   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--jobs N] [--wheels DIR]
-# Runs in the active Python if its torch sees a GPU (PYTHON=... names another), else in the project's own environment.
-# --wheels DIR: install the wheels of DIR for this run only, from a machine with a package index, e.g.
+# Runs in the active Python if its torch sees a GPU (PYTHON=... names another), otherwise in the project's environment.
+# --wheels DIR: installs the wheels in DIR for this run only; make them on a machine with a package index, for example
 #   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR megatron-core einops hydra-core omegaconf \
 #     antlr4-python3-runtime filelock
 set -euo pipefail
@@ -10,7 +10,7 @@ arguments=() wheels=
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=$(realpath -e "${2:?--wheels needs a folder}"); shift 2 ;;
-    # relative to where the command was given; environment.sh changes the directory
+    # relative to the directory in which the command was started; environment.sh changes the directory
     --output | --scratch) arguments+=("$1" "$(realpath -m "${2:?$1 needs a folder}")"); shift 2 ;;
     *) arguments+=("$1"); shift ;;
   esac

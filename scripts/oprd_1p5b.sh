@@ -1,9 +1,9 @@
 #!/bin/bash
-# R1-Distill-Qwen-1.5B from JustRL-1.5B on a Slurm cluster: `sbatch scripts/oprd_1p5b.sh [key=value ...]`.
+# Distils JustRL-1.5B into R1-Distill-Qwen-1.5B on a Slurm cluster: `sbatch scripts/oprd_1p5b.sh [key=value ...]`.
 #
-# Give other sizes on the command line (sbatch's win over these):
+# Set other sizes on the command line (arguments of sbatch override the #SBATCH lines):
 #   sbatch --nodes=2 scripts/oprd_1p5b.sh student.parallel.tensor=2 teacher.parallel.tensor=1
-# What happens at the time limit and when the job starts again: scripts/slurm_job.sh.
+# scripts/slurm_job.sh describes what happens at the time limit and after a requeue.
 #SBATCH --job-name=oprd_1p5b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

@@ -1,6 +1,6 @@
 #!/bin/bash
-# The main job on two CPU cores: make a small model pair, convert it, distil the student on its own rollouts with the
-# student at TP2 and the teacher at TP1, evaluate before and after, export the student, draw the curves.
+# A small run of the main job on two CPU cores: makes a small model pair, converts it, distils the student on its own
+# rollouts with the student at TP2 and the teacher at TP1, evaluates before and after, exports the student, draws curves.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 

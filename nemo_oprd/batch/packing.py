@@ -1,8 +1,8 @@
-"""Rollouts -> packed microbatches for one layout, and where each token of a pack lives. Pure index arithmetic.
+"""Rollouts -> packed microbatches for one layout, and the rank and row of each token. Pure index arithmetic.
 
-Sequences are laid end to end (THD); there is no padded batch. A sequence is padded only where the layout needs it: to
-a multiple of 2 * context for zig-zag context parallelism, and at the very end of a pack so that sequence parallelism
-divides it. Padding comes after a sequence's last token, so causal attention never sees it.
+Sequences are concatenated (THD); there is no padded batch. A sequence is padded only where the layout requires it: to a
+multiple of 2 * context for zig-zag context parallelism, and at the end of a pack so that sequence parallelism divides
+the pack. Padding comes after a sequence's last token, so causal attention ignores it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nemo_oprd.layout import Coordinates, Layout
 def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:
     """Splits sequences over `parts` data-parallel ranks with balanced token counts; deterministic.
 
-    Longest first, each to the rank with the fewest tokens so far. Ranks may stay empty. Parts are ascending. Sequences
-    of length 0 are left out.
+    Assigns the longest sequence first, each to the rank with the fewest tokens so far. A rank may get no sequence.
+    Indices within a part are ascending. Sequences of length 0 are omitted.
     """
     loads = [0] * parts
     chosen: list[list[int]] = [[] for _ in range(parts)]
@@ -32,7 +32,7 @@ def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:
 def fill_microbatches(indices: list[int], lengths: list[int], token_budget: int) -> list[list[int]]:
     """Groups sequences into packs of at most `token_budget` tokens (first fit, longest first); deterministic.
 
-    A sequence longer than the budget gets a pack of its own: it can't be split without changing the result.
+    A sequence longer than the budget gets a pack of its own, because splitting the sequence would change the result.
     """
     packs: list[list[int]] = []
     room: list[int] = []
@@ -49,10 +49,10 @@ def fill_microbatches(indices: list[int], lengths: list[int], token_budget: int)
 
 @dataclass(frozen=True)
 class Pack:
-    """One microbatch: which sequences (indices into the step's rollouts) and their padded places.
+    """One microbatch: its sequences (indices into the step's rollouts) and their positions in the pack.
 
-    `lengths[j]` tokens of the j-th sequence are computed; `offsets[j]` and `padded[j]` are its start and its padded
-    length in the whole pack.
+    `lengths[j]` is the number of tokens of the j-th sequence that are computed; `offsets[j]` and `padded[j]` are the
+    start and the padded length of the sequence in the whole pack.
     """
 
     sequences: tuple[int, ...]
@@ -63,7 +63,7 @@ class Pack:
 
     @staticmethod
     def build(sequences: list[int], lengths: list[int], layout: Layout) -> Pack:
-        """Lays out `sequences` for `layout`; no sequences make a pack of padding only (a rank without work)."""
+        """Lays out `sequences` for `layout`; without sequences the pack holds only padding (a rank without work)."""
         unit = 2 * layout.context if layout.context > 1 else 1
         padded = np.array([-(-lengths[i] // unit) * unit for i in sequences] or [unit], dtype=np.int64)
         divisor = layout.context * (layout.tensor if layout.sequence else 1)
@@ -74,7 +74,7 @@ class Pack:
 
     @property
     def total(self) -> int:
-        """Tokens of the whole pack, padding included."""
+        """Number of tokens of the whole pack, including padding."""
         return int(self.padded.sum())
 
     @property
@@ -83,7 +83,7 @@ class Pack:
         return np.concatenate([self.offsets, [self.total]])
 
     def context_slice(self, context: int) -> np.ndarray:
-        """Whole-pack positions that context rank `context` holds, in the order in which it holds them."""
+        """Positions in the whole pack that context rank `context` holds, in that rank's order."""
         if self.layout.context == 1:
             return np.arange(self.total)
         size = self.layout.context
@@ -95,11 +95,16 @@ class Pack:
             parts.append(offset + np.arange(mirrored * chunk, (mirrored + 1) * chunk))
         return np.concatenate(parts)
 
-    def local_rows(self, slot: np.ndarray, position: np.ndarray, at: Coordinates) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the tokens (slot-th sequence of the pack, position in it) the rank at `at` holds, and where.
+    def local_rows(self, slot: np.ndarray, position: np.ndarray, coords: Coordinates) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that the rank at `coords` holds.
+
+        Args:
+            slot: [n] number of each token's sequence in the pack.
+            position: [n] position of each token in its sequence.
 
         Returns:
-            (which, rows): indices into the arguments, ascending, and the rows of the rank's hidden state [S, 1, D].
+            (which, rows): ascending indices into the arguments, and the tokens' rows in the rank's hidden state
+            [S, 1, D].
         """
         size = self.layout.context
         if size == 1:
@@ -110,20 +115,20 @@ class Pack:
             number = position // chunk
             owner = np.minimum(number, 2 * size - 1 - number)
             local = self.offsets[slot] // size + position % chunk + np.where(number < size, 0, chunk)
-        mine = owner == at.context
+        is_local = owner == coords.context
         if self.layout.sequence and self.layout.tensor > 1:
             share = self.total // size // self.layout.tensor
-            mine &= local // share == at.tensor
+            is_local &= local // share == coords.tensor
             local = local % share
-        which = np.flatnonzero(mine)
+        which = np.flatnonzero(is_local)
         return which, local[which]
 
 
 def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[list[Pack]]:
-    """All microbatches of a step: `packs[d]` are those of data-parallel rank d. Sequences of length 0 are left out.
+    """All microbatches of a step: `packs[d]` are those of data-parallel rank d. Sequences of length 0 are omitted.
 
-    Every rank gets the same number of microbatches, and with an interleaved schedule a multiple of the pipeline size
-    (it raises on short last groups otherwise); the missing ones are empty packs, whose rows weigh nothing.
+    Every rank gets the same number of microbatches; with an interleaved schedule the number is a multiple of the
+    pipeline size, because Megatron's schedule rejects an incomplete last group. Empty packs fill up the number.
     """
     parts = partition_by_length(lengths, layout.data)
     groups = [fill_microbatches(part, lengths, token_budget) for part in parts]

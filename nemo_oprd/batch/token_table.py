@@ -1,7 +1,7 @@
-"""Which tokens are supervised, and how much each weighs: from masks to one flat table of rows.
+"""The supervised tokens of a batch and their weights: masks -> one flat table of rows.
 
 A row is one supervised token of the global batch. Every rank builds the same table from the same rollouts, so the
-counts that normalise the loss are global by construction: there is no mean of means to get wrong.
+counts that normalise the loss are global by construction, and no rank computes a mean of means.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from nemo_oprd.batch.types import Rollout
 class TokenTable:
     """N supervised rows, ordered by response, then by position.
 
-    `response` [N] indexes the step's rollouts; `position` [N] is the row's index in prompt + response, where the hidden
-    state is taken, `teacher_position` [N] the same in the sequence that the teacher reads; `token` [N] is the response
-    token it belongs to, which is number `from_start` [N] of the response's supervisable tokens and number `from_end`
-    [N] counted backwards (0-based); `weight` [N] float64 sums to 1 over the batch, unless teachers have weights.
+    Attributes:
+        response: int64 [N], index of the row's response in the step's rollouts.
+        position: int64 [N], position in prompt + response at which the student's hidden state is taken.
+        teacher_position: int64 [N], the same in the sequence that the teacher reads.
+        token: int64 [N], the response token that the row belongs to.
+        from_start: int64 [N], 0-based number of that token among the response's tokens that can be supervised.
+        from_end: int64 [N], the same number counted from the end.
+        weight: float64 [N], sums to 1 over the batch unless teachers have weights.
+        num_responses: number of responses that have rows.
     """
 
     response: np.ndarray
@@ -36,21 +41,21 @@ class TokenTable:
         return len(self.response)
 
     def for_responses(self, responses: list[int]) -> TokenTable:
-        """The rows of some of the responses, with the weights that they have in the whole batch."""
+        """The rows of the given responses, with their weights in the whole batch."""
         kept = np.flatnonzero(np.isin(self.response, responses))
         arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
         return TokenTable(**arrays, num_responses=len(np.unique(self.response[kept])))
 
-    def times(self, factor: np.ndarray) -> TokenTable:
+    def scaled(self, factor: np.ndarray) -> TokenTable:
         """The same rows with their weights multiplied by `factor` [N]."""
         return replace(self, weight=self.weight * factor)
 
     def as_read_by_teacher(self) -> TokenTable:
-        """The same rows, at their positions in the teacher's sequences."""
+        """The same rows, with their positions in the teacher's sequences."""
         return replace(self, position=self.teacher_position)
 
     def draw(self, count: int, key: tuple[int, ...]) -> TokenTable:
-        """`count` of the rows (at most all) without replacement, the same for the same `key`; they weigh the same."""
+        """At most `count` random rows, without replacement and with equal weights. Equal keys give equal rows."""
         chosen = np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False)
         chosen.sort()
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "num_responses"}
@@ -58,21 +63,23 @@ class TokenTable:
         return TokenTable(**arrays, num_responses=len(np.unique(self.response[chosen])))
 
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
-        """[N] ids of the response tokens that the rows belong to."""
+        """int64 [N]: ids of the response tokens that the rows belong to."""
         flat = np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])
         starts = np.cumsum([0, *(len(rollout.response_ids) for rollout in rollouts)])
         return flat[starts[self.response] + self.token]
 
     def needed_tokens(self, num_responses: int) -> list[int]:
-        """Per response of the batch, the tokens of prompt + response that its rows depend on: none without rows, and
-        nothing after the last row, since attention is causal."""
+        """For each response of the batch, how many tokens of prompt + response its rows depend on.
+
+        0 for a response without rows. Tokens after the last row are not needed, because attention is causal.
+        """
         needed = np.zeros(num_responses, dtype=np.int64)
         np.maximum.at(needed, self.response, self.position + 1)
         return needed.tolist()
 
 
 def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.ndarray:
-    """Supervised response tokens of one response: those whose mask is 1, or the last/first k of them."""
+    """The supervised tokens of one response: those with mask 1 ("all"), or the last or first k of those."""
     tokens = np.flatnonzero(np.asarray(mask))
     if positions == "all":
         return tokens
@@ -80,10 +87,12 @@ def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.nd
 
 
 def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
-    """int64 [response tokens]: where the teacher's state for each token's row is in its sequence; -1 where it has none.
+    """int64 [response tokens]: position of the teacher's hidden state for each token, in the sequence that it reads.
+
+    -1 for a token without a state of the teacher.
 
     Args:
-        shift: 1 takes the states one token earlier: before the first response token that of the prompt's end.
+        shift: 1 takes the state one token earlier; for the first response token, the state of the prompt's last token.
     """
     prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
     if rollout.teacher_index is None:
@@ -100,16 +109,16 @@ def make_rows(
     k: int,
     position: str,
     aggregation: str,
-    asks: str = "loss.representation.position=predicting",
+    requested_by: str = "loss.representation.position=predicting",
 ) -> TokenTable:
-    """The supervised rows of a batch: response tokens whose mask is 1 and whose row has a state of the teacher's.
+    """The supervised rows of a batch: response tokens with mask 1 for which the teacher has a hidden state.
 
     Args:
-        positions: "all", "last_k" or "first_k" of them.
-        position: "token" takes the state where token t is the input, "predicting" one earlier.
-        aggregation: "sequence_mean" weighs a row 1 / (responses * rows of its response) (the paper's equation),
-            "token_mean" 1 / rows. Responses without rows count in neither.
-        asks: what needs the state before a token, for the error.
+        positions: which of these tokens: "all", "last_k" or "first_k".
+        position: "token" takes the state where token t is the input, "predicting" the state one token earlier.
+        aggregation: the weight of a row: 1 / (responses * rows of the response) for "sequence_mean" (the paper's
+            equation), 1 / rows for "token_mean". Responses without rows are not counted.
+        requested_by: the setting that needs the state before a token, for the error message.
 
     Raises:
         ValueError: no response has a supervised token, or "predicting" meets an empty prompt.
@@ -118,11 +127,11 @@ def make_rows(
     for i, rollout in enumerate(rollouts):
         if shift and not rollout.prompt_ids and any(rollout.mask):
             raise ValueError(
-                f"response {i} has an empty prompt: {asks} needs a token before it; expected at least one, "
-                "such as the tokenizer's first: put it in front"
+                f"response {i} has an empty prompt: {requested_by} needs a token before the response; expected "
+                "at least one prompt token: add one, such as the tokenizer's beginning-of-sequence token"
             )
-    theirs = [teacher_positions(rollout, shift) for rollout in rollouts]
-    masks = [(np.asarray(r.mask, dtype=np.int64) > 0) & (at >= 0) for r, at in zip(rollouts, theirs, strict=True)]
+    aligned = [teacher_positions(rollout, shift) for rollout in rollouts]
+    masks = [(np.asarray(r.mask, dtype=np.int64) > 0) & (at >= 0) for r, at in zip(rollouts, aligned, strict=True)]
     chosen = [select_tokens(mask, positions, k) for mask in masks]
     counts = np.array([len(tokens) for tokens in chosen], dtype=np.int64)
     if counts.sum() == 0:
@@ -142,6 +151,6 @@ def make_rows(
     from_start = np.concatenate([np.searchsorted(*pair) for pair in zip(masked_in, chosen, strict=True)])
     totals = np.array([len(tokens) for tokens in masked_in], dtype=np.int64)
     from_end = totals[response] - 1 - from_start
-    teacher_position = np.concatenate([at[tokens] for at, tokens in zip(theirs, chosen, strict=True)])
+    teacher_position = np.concatenate([at[tokens] for at, tokens in zip(aligned, chosen, strict=True)])
     position_in_student = starts[response] + token - shift
     return TokenTable(response, position_in_student, teacher_position, token, from_start, from_end, weight, active)

@@ -1,4 +1,4 @@
-"""What training reads: prompts and their order (`prompts`), and how responses are packed into microbatches (`packing`).
+"""The data that training reads: prompts, and the order in which training visits them (`prompts`).
 
-Rollouts are not read but made, by `nemo_oprd.rollout`; they travel as `nemo_oprd.batch.types.Rollout`.
+Rollouts are generated or replayed by `nemo_oprd.rollout`, and represented by `nemo_oprd.batch.types.Rollout`.
 """

@@ -1,8 +1,8 @@
 """Prompts from parquet or JSONL files, and the order in which training visits them.
 
-Files are read whole: prompt sets are tens of megabytes. Chat templates and token ids are left out, because they belong
-to a tokenizer and one prompt may be read by two; the visiting order is a pure function of (seed, position), so there is
-no iterator whose state a checkpoint would have to save.
+Files are read whole: prompt sets are tens of megabytes. Chat templates and token ids are not handled here, because they
+belong to a tokenizer and two tokenizers may read one prompt. The visiting order is a pure function of (seed, position),
+so there is no iterator whose state a checkpoint would have to save.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Prompt:
     Attributes:
         messages: the conversation so far, each message `{"role": ..., "content": ...}`.
         answer: the reference answer, not a worked solution; None if the file has none.
-        data_source: the name that the file gives the problem's origin, else the file's name without its ending.
+        data_source: the name of the data set that the problem comes from, as the file gives it; by default the file's
+            name without its extension.
         index: position in the file, from 0, not counting blank lines.
-        hint: privileged information for the teacher alone, such as a worked solution; None if the file has none.
+        hint: privileged information for the teacher only, such as a worked solution; None if the file has none.
 
     Example: `Prompt(({"role": "user", "content": "What is 2+3?"},), "5", "toy", 0)`.
     """
@@ -44,13 +45,14 @@ class Prompt:
     index: int
     hint: str | None = None
 
-    def told(self, template: str | None) -> tuple[dict[str, str], ...]:
-        """The conversation with its last message put into `template` (`teacher.prompt`); as it is without one.
+    def teacher_messages(self, template: str | None) -> tuple[dict[str, str], ...]:
+        """The conversation that the teacher reads: the last message is inserted into `template` (`teacher.prompt`).
 
-        {prompt}, {answer} and {hint} are replaced; other braces stay, as formulas have them.
+        {prompt}, {answer} and {hint} are replaced; other braces, as in formulas, are kept. Without a template the
+        conversation is unchanged.
 
         Raises:
-            ValueError: the template asks for what this prompt doesn't have.
+            ValueError: the template contains {answer} or {hint}, but this prompt has none.
         """
         if template is None:
             return self.messages
@@ -59,8 +61,8 @@ class Prompt:
         missing = [name for name, value in known.items() if value is None and f"{{{name}}}" in template]
         if missing:
             raise ValueError(
-                f"no {missing[0]}, but teacher.prompt tells the teacher {{{missing[0]}}}; expected a field "
-                f"{missing[0]!r}: add it, leave the prompt out, or change teacher.prompt"
+                f"no {missing[0]}, but teacher.prompt contains {{{missing[0]}}}; expected a field {missing[0]!r}: "
+                "add it, remove the prompt, or change teacher.prompt"
             )
         content = re.sub(r"\{(prompt|answer|hint)\}", lambda found: str(known[found[1]]), template)
         return (*self.messages[:-1], {**last, "content": content})
@@ -69,12 +71,12 @@ class Prompt:
 def load_prompts(path: str | Path) -> list[Prompt]:
     """Reads all prompts of a `.parquet` or `.jsonl` file, in file order.
 
-    A row holds a conversation or a plain text, which becomes one user message. The answer is
-    `reward_model.ground_truth`, else `answer`; numbers are turned into text, and a blank or missing answer is None.
-    Other fields are ignored.
+    A row holds a conversation, or a plain text that becomes one user message. The answer is
+    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer is
+    None. Other fields are ignored.
 
     Raises:
-        ValueError: the file is missing, empty, unreadable or of an unknown ending, or a row has none of the known
+        ValueError: the file is missing, empty, unreadable or has an unknown extension, or a row has none of the known
             shapes; the message names the file, the line (JSONL, from 1) or row (parquet, from 0) and the fix.
     """
     path = Path(path)
@@ -82,7 +84,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         raise ValueError(f"{path}: there is no such file; give the path of a .parquet or .jsonl file with prompts")
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if path.suffix not in readers:
-        raise ValueError(f"{path}: ending {path.suffix!r}, expected .parquet or .jsonl; convert or rename the file")
+        raise ValueError(f"{path}: extension {path.suffix!r}, expected .parquet or .jsonl; convert or rename the file")
     prompts = [_prompt(row, where, path.stem, index) for index, (where, row) in enumerate(readers[path.suffix](path))]
     if not prompts:
         raise ValueError(f"{path}: holds no prompts, expected at least one row; check how the file was written")
@@ -92,8 +94,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 def prompt_order(num_prompts: int, seed: int, start: int, count: int) -> list[int]:
     """The prompts at positions start, ..., start+count-1 of an endless order in which every epoch is a new permutation.
 
-    A pure function, so a run that resumes at position `start` sees what an uninterrupted run would have seen, whatever
-    the sizes of the requests before.
+    The order is a pure function of (seed, position), so a run that resumes at position `start` sees the same prompts as
+    an uninterrupted run, whatever the sizes of earlier requests.
 
     Example: `prompt_order(3, 0, 0, 4) == prompt_order(3, 0, 0, 2) + prompt_order(3, 0, 2, 2)`.
 
@@ -113,8 +115,8 @@ def prompt_order(num_prompts: int, seed: int, start: int, count: int) -> list[in
 
 
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [size]. Sorts raw draws of the bit generator: numpy keeps those equal between its versions, unlike the
-    methods of `Generator`, and a run may resume in another environment. 64-bit ties are settled by the stable sort."""
+    """int64 [size]. Sorts raw draws of the bit generator: numpy guarantees the same raw draws in all its versions,
+    unlike the methods of `Generator`, and a run may resume in another environment. The stable sort settles ties."""
     draws = np.random.Generator(np.random.PCG64([seed, epoch])).bit_generator.random_raw(size)
     return np.argsort(draws, kind="stable")
 
@@ -130,8 +132,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (where, row), reading only the columns that may be needed."""
-    import pyarrow as pa  # here, because it costs every command some 100 ms and only parquet files need it
+    """Yields (where, row); reads only the columns that may be needed."""
+    import pyarrow as pa  # imported only for parquet files, because the import takes some 100 ms
     import pyarrow.parquet as pq
 
     try:
@@ -152,10 +154,10 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
         raise ValueError(f"{where}: none of the fields {', '.join(PROMPT_FIELDS)}; write rows of the shape {SHAPES}")
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
-        raise _refused(f"{where}: data_source", source, "text; write the name of the set, or leave it out")
+        raise _refused(f"{where}: data_source", source, "text; write the name of the data set, or omit the field")
     hint = row.get("hint")
     if hint is not None and not isinstance(hint, str):
-        raise _refused(f"{where}: hint", hint, "text; write what the teacher shall know, or leave it out")
+        raise _refused(f"{where}: hint", hint, "text; write what the teacher may know, or omit the field")
     messages = _messages(row[field], f"{where}: {field}")
     return Prompt(messages, _answer(row, where), source or default_source, index, (hint or "").strip() or None)
 

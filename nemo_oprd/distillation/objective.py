@@ -73,7 +73,7 @@ class OutputTerm:
         """One row per response token with mask 1, at the position that predicts it; some of them where drawn."""
         asks = "logging.output_metrics_every" if self.only_watched else f"loss.output.kind={self.loss.kind}"
         table = make_rows(
-            rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation, asks=asks
+            rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation, requested_by=asks
         )
         return table.draw(self.drawn_rows, self.draw_key) if self.only_watched else table
 
@@ -287,7 +287,7 @@ class StepObjective:
         if self.position_factors is None:
             return table
         factors = self.position_factors[row_bins(table, self.run.positions)]
-        return table.times(factors * table.weight.sum() / (table.weight * factors).sum())
+        return table.scaled(factors * table.weight.sum() / (table.weight * factors).sum())
 
     def teacher_depth(self, number: int) -> int:
         """The deepest layer of a teacher that this update needs."""

@@ -58,4 +58,4 @@ class Routing:
     def weigh(self, table: TokenTable, taught_by: list[int]) -> TokenTable:
         """The rows with the weights of their teachers."""
         weights = np.array([teacher.weight for teacher in self.teachers])
-        return table.times(weights[np.asarray(taught_by, dtype=np.int64)[table.response]])
+        return table.scaled(weights[np.asarray(taught_by, dtype=np.int64)[table.response]])

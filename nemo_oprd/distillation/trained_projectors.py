@@ -3,7 +3,7 @@
 So everything else comes from Megatron, as for any replicated weight: DDP adds the gradients over data and context
 parallel ranks (and, under sequence parallelism, `finalize_model_grads` over tensor ranks), the optimizer updates them
 with the student's settings, clipping counts them once, checkpoints hold them at any layout. They are float32 whatever
-the model is, and no weight rule names them, so neither weight sync nor HF export sees them.
+the model is, and no weight mapping names them, so neither weight sync nor HF export sees them.
 """
 
 from __future__ import annotations

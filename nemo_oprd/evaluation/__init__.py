@@ -1,4 +1,4 @@
-"""Evaluation on math problems: sampling responses, grading their boxed answers, summarising the grades.
+"""Evaluation on math problems: samples responses, grades their boxed answers, summarises the grades.
 
-Checkpoint selection is left out on purpose: choosing a checkpoint by the sets it is reported on inflates the report.
+There is deliberately no checkpoint selection: selecting a checkpoint on the reported sets inflates the results.
 """

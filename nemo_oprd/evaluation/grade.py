@@ -1,15 +1,16 @@
 """Grades a response: is its last `\\boxed{...}` the reference answer?
 
-Text is compared first, after removing what does not change an answer's meaning; that settles nearly all of AIME and
-AMC. The rest goes to math-verify, restricted to its LaTeX grammar: its other parser hands whole expressions to Python's
-`eval` and finds numbers in prose. In LaTeX, sympy still evaluates number tokens (`Integer(10)`), nothing else.
+Answers are first compared as text, after removing everything that does not change an answer's meaning; that settles
+nearly all of AIME and AMC. The others go to math-verify, restricted to its LaTeX grammar: its other parser passes whole
+expressions to Python's `eval` and finds numbers in prose. With LaTeX, sympy evaluates only number tokens
+(`Integer(10)`).
 
-A model can box `9^{9^{9^9}}`. Python signals don't interrupt such a power (one C call) and don't work outside the main
-thread, so math-verify runs in a child process of its own, which the operating system ends when time is up; its own
-timeouts stay off. The child is this very file run as a program, one JSON pair per line; it starts with the first answer
-that needs it, and a machine without math-verify says so then.
+A model can box `9^{9^{9^9}}`. Python signals neither interrupt such a power (one C call) nor work outside the main
+thread. Therefore math-verify runs in a child process, which the operating system ends after the time limit, and
+math-verify's own timeouts are off. The child runs this file as a program and reads one JSON pair per line. It starts
+with the first answer that needs math-verify; a missing math-verify is reported then.
 
-Left out: partial credit, answers without a box, and any tolerance beyond math-verify's six decimals.
+There is no partial credit, no grade for answers without a box, and no tolerance beyond math-verify's six decimals.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_S = 10  # the slowest pair of MATH-500 takes well under one second
-MEMORY_LIMIT_BYTES = 4 * 2**30  # huge integers end in a MemoryError of the child, not in the machine's
+MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge integer must exhaust the child's limit, not the machine's memory
 MAX_CHARACTERS = 1_000  # the longest reference answer of MATH-500 has 53; longer boxes hold prose
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,12 @@ logger = logging.getLogger(__name__)
 def extract_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
 
-    Escaped braces (`\\{`, `\\}`) are content. A box that is cut off by the length limit does not count.
+    Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off is ignored.
 
     Example: `extract_boxed(r"so \\boxed{\\frac{1}{2}}.") == r"\\frac{1}{2}"`.
     """
     last: tuple[int, int] | None = None
-    open_braces: list[int | None] = []  # where a box's content starts; None for a brace that opens no box
+    open_braces: list[int | None] = []  # for each open brace, where a box's content starts; None if it is not a box
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
         if token.group() == "}" and open_braces:
             start = open_braces.pop()
@@ -55,11 +56,12 @@ def extract_boxed(text: str) -> str | None:
 def is_correct(response: str, answer: str) -> bool:
     """Whether the response's last box holds the reference answer, as text or as an equivalent expression.
 
-    Safe in any thread. A box of more than 1,000 characters is wrong, and so is an expression that math-verify cannot
-    settle within 10 seconds and 4 GiB; of that a warning is logged, because such a grade depends on the machine.
+    May be called from any thread. A box of more than 1,000 characters is graded as wrong, and so is an expression that
+    math-verify cannot decide within 10 seconds and 4 GiB. The latter logs a warning, because the grade then depends on
+    the machine.
 
     Raises:
-        RuntimeError: an answer needs math-verify and it does not start, for instance because it is not installed.
+        RuntimeError: an answer needs math-verify, but math-verify does not start, for example because it is missing.
     """
     boxed = extract_boxed(response)
     if not boxed or len(boxed) > MAX_CHARACTERS:
@@ -69,10 +71,11 @@ def is_correct(response: str, answer: str) -> bool:
         return True
     if (_is_number(given) and _is_number(wanted)) or _is_words(answer):
         return False
-    return _CHILD.equivalent(_clean(answer), _clean(boxed))
+    return _VERIFIER.equivalent(_clean(answer), _clean(boxed))
 
 
-# Applied in this order. Spacing, spelling and units go. A percent sign is a unit too: 50 answers "how many percent".
+# Applied in this order: normalises spacing and spelling, and removes units. A percent sign counts as a unit, because
+# 50 answers "how many percent".
 CLEANING = (
     (r",\s*\\!\s*", ","),
     (r"\N{MINUS SIGN}", "-"),
@@ -98,7 +101,7 @@ def _clean(text: str) -> str:
 
 
 def _canonical(text: str) -> str:
-    """A spelling to compare: cleaned, spaces only between digits, one form per decimal number, words in lower case."""
+    """A canonical spelling: cleaned, spaces only between digits, one form per decimal number, words in lower case."""
     text = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", _clean(text)))
     number = NUMBER.fullmatch(text)
     if number and (number[2] or number[3]):
@@ -115,12 +118,12 @@ def _is_number(canonical: str) -> bool:
 
 
 def _is_words(answer: str) -> bool:
-    """Whether the whole answer is a text: as an expression, `east` would be a product and equal to `seat`."""
+    """Whether the whole answer is words: as an expression, `east` would be a product and equal to `seat`."""
     return re.fullmatch(r"\s*\\text(bf|rm)?\s*\{[^{}]*\}\s*", answer) is not None
 
 
-class _Child:
-    """The process that runs math-verify. One per process that grades; calls from several threads take turns."""
+class _Verifier:
+    """The child process that runs math-verify: one for each process that grades; a lock serialises threads' calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -132,7 +135,7 @@ class _Child:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # then the reply is empty, and its exit code says why
+            with contextlib.suppress(BrokenPipeError):  # the reply is then empty, and the exit code tells the reason
                 process.stdin.write(json.dumps([answer, given]) + "\n")
                 process.stdin.flush()
             reply = process.stdout.readline()
@@ -143,20 +146,20 @@ class _Child:
         if code >= 0:
             raise RuntimeError(
                 f"math-verify's process ended with code {code} at answer {answer!r}, given {given!r}, expected a "
-                "verdict; its error is printed above. To install it: pip install 'math-verify[antlr4_9_3]'"
+                "verdict; the error is printed above. To install math-verify: pip install 'math-verify[antlr4_9_3]'"
             )
         logger.warning("graded as wrong, stopped by signal %d (time or memory): %r against %r", -code, given, answer)
         return False
 
     def _running(self) -> subprocess.Popen[str]:
-        """A forked process must not write into its parent's pipe, hence the owner."""
+        """The running child. `_owner` is its parent: a forked process must not write into its parent's pipe."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None or self._owner != os.getpid():
-            # -P keeps this folder off the import path, where metrics.py would hide other modules of that name.
+            # -P keeps this folder off the import path, where metrics.py would shadow other modules of that name.
             command = [sys.executable, "-P", __file__, str(TIME_LIMIT_S)]
-            # A signal to the whole job must not end the child before it has said that it ignores them: it starts with
-            # them blocked, and unblocks them there.
+            # A signal to the whole job must not end the child before the child ignores such signals: the child starts
+            # with them blocked and unblocks them once they are ignored.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
             try:
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -166,33 +169,33 @@ class _Child:
         return self._process
 
     def close(self) -> None:
-        """Ends the process; the next call starts another."""
+        """Ends the child; the next call starts another one."""
         if self._process is not None and self._owner == os.getpid():
             self._process.kill()
             self._process.communicate()
         self._process = None
 
 
-_CHILD = _Child()
-atexit.register(_CHILD.close)
+_VERIFIER = _Verifier()
+atexit.register(_VERIFIER.close)
 
 
 def _serve(time_limit_s: int) -> None:
-    """The child's loop: a line `[answer, given]` in, a line `true` or `false` out; ends when its input closes."""
+    """The child's loop: reads a line `[answer, given]`, writes `true` or `false`; ends when its input closes."""
     import resource
 
     for number in JOB_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a scheduler's signal to the job is the parent's to answer
+        signal.signal(number, signal.SIG_IGN)  # the parent handles a scheduler's signals to the job
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     from math_verify import LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the timeouts that are off on purpose
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     grammar = [LatexExtractionConfig()]
     for line in sys.stdin:
-        signal.alarm(time_limit_s)  # no handler: the operating system ends the process, also inside a C call
+        signal.alarm(time_limit_s)  # without a handler, the operating system ends the process, even inside a C call
         answer, given = (
             parse(rf"\boxed{{{text}}}", grammar, fallback_mode="no_fallback", parsing_timeout=0)
             for text in json.loads(line)

@@ -1,6 +1,6 @@
 """Summarises graded samples of one evaluation set: avg@k, best@k, 4-gram diversity and length.
 
-Sampling and grading are elsewhere; nothing here is averaged over sets, because their sizes differ by a factor of ten.
+`sample` and `grade` produce the samples. Nothing is averaged over sets, because their sizes differ by a factor of ten.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Sample:
     """One graded response.
 
     Attributes:
-        problem: which problem of the set it answers; any integer, the same for the k samples of a problem.
-        response: its text.
+        problem: number of the problem; any integer that all k samples of a problem share.
+        response: text of the response.
         correct: the grade.
-        num_tokens: length in the student's tokens, end-of-sequence included.
+        num_tokens: length in the student's tokens, including the end-of-sequence token.
     """
 
     problem: int
@@ -46,7 +46,7 @@ def summarize(samples: list[Sample], k: int) -> dict[str, float]:
     """
     if k < 1 or not samples:
         raise ValueError(
-            f"k is {k} with {len(samples)} samples, expected at least one of each; check the evaluation set"
+            f"k is {k} with {len(samples)} samples, expected k >= 1 and at least one sample; check the evaluation set"
         )
     by_problem: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -59,7 +59,8 @@ def summarize(samples: list[Sample], k: int) -> dict[str, float]:
     groups = list(by_problem.values())
     diversity = [ratio for group in groups if (ratio := _distinct_ratio(s.response for s in group)) is not None]
     return {
-        f"avg@{k}": sum(s.correct for s in samples) / len(samples),  # every problem has k, so the means agree
+        f"avg@{k}": sum(s.correct for s in samples)
+        / len(samples),  # k samples per problem: also the mean over problems
         f"best@{k}": sum(any(s.correct for s in group) for group in groups) / len(groups),
         "dist_4g": sum(diversity) / len(diversity) if diversity else 0.0,
         "avg_len": sum(s.num_tokens for s in samples) / len(samples),
@@ -67,7 +68,7 @@ def summarize(samples: list[Sample], k: int) -> dict[str, float]:
 
 
 def _distinct_ratio(responses: Iterable[str]) -> float | None:
-    """Distinct / all 4-grams of the responses' whitespace tokens; None if all are shorter than that."""
+    """Distinct / all 4-grams of the responses' whitespace tokens; None if no response has four tokens."""
     grams: list[tuple[str, ...]] = []
     for response in responses:
         words = response.split()

@@ -1,12 +1,13 @@
-"""Core attention on PyTorch's SDPA, for where Transformer Engine is not used: packed training and cached decoding.
+"""Core attention on PyTorch's SDPA, used where Transformer Engine is not: packed training and cached decoding.
 
-Stands where Megatron's `DotProductAttention` would (which refuses packed sequences and context parallelism and builds
-the whole score matrix). Three paths, chosen by what travels with the microbatch:
+Replaces Megatron's `DotProductAttention`, which rejects packed sequences and context parallelism and builds the whole
+score matrix. Three paths, chosen by the `PackedSeqParams` of the microbatch:
 - packed (THD), one context rank: sequences of similar length share one causal SDPA call;
-- packed, several context ranks: keys and values are gathered, each zig-zag chunk attends up to its own end;
-- decoding: keys and values live in a `KVCache` indexed by position.
+- packed, several context ranks: keys and values are gathered, and each zig-zag chunk attends up to its own end;
+- decoding: keys and values are in a `KVCache` indexed by position.
 
-Shapes: S packed tokens, A query heads, G key/value heads on this TP rank, C channels per head, B sequences.
+Shapes: S packed tokens, s tokens of a decoding call, A query heads and G key/value heads on this TP rank, C channels
+per head, B sequences, T positions of the cache.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.megatron.rotary import rotate
 
-# Sequences share a padded SDPA call while the longest is at most this many times the shortest: bounds wasted work.
+# Sequences share a padded SDPA call if the longest is at most this many times the shortest; this bounds wasted work.
 BUCKET_RATIO = 1.5
 
 
 @dataclass
 class AttentionPlan:
-    """Index arithmetic of one microbatch, done once and used by every layer.
+    """Index arithmetic of one microbatch, computed once and used by every layer.
 
-    `buckets` holds (index [B, L] into the packed tokens, valid [B, L]) per group of sequences of similar length.
+    Attributes:
+        buckets: for each group of B sequences of similar length (index int64 [B, T] into the packed tokens, valid bool
+            [B, T]), where T is the length of the longest; without context parallelism.
+        chunks: for each zig-zag chunk (first local query row, rows, first key of the sequence, keys).
+        gathered_order: int64 [S], puts the tokens gathered from all context ranks into their order in the pack.
     """
 
     buckets: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -40,7 +45,7 @@ class AttentionPlan:
 
     @staticmethod
     def build(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
-        """The plan of context rank `context` for `pack`."""
+        """The plan for `pack` on context rank `context`."""
         if pack.layout.context > 1:
             return AttentionPlan._zigzag(pack, context, device)
         order = sorted(range(len(pack.padded)), key=lambda j: -int(pack.padded[j]))
@@ -56,9 +61,8 @@ class AttentionPlan:
             lengths = torch.tensor([int(pack.padded[j]) for j in bucket])[:, None]
             starts = torch.tensor([int(pack.offsets[j]) for j in bucket])[:, None]
             valid = column < lengths
-            index = torch.where(
-                valid, starts + column, starts
-            )  # padding repeats the first token; its output is dropped
+            # padding repeats the first token; the output of padding is dropped
+            index = torch.where(valid, starts + column, starts)
             plan.buckets.append((index.to(device), valid.to(device)))
         return plan
 
@@ -78,11 +82,15 @@ class AttentionPlan:
 
 @dataclass
 class KVCache:
-    """Keys and values of a decoding batch: per layer [B, G, T, C], slot = position in the sequence.
+    """Keys and values of a decoding batch.
 
-    `positions` [B, s] are those of the tokens of the current call; `mask` [B, 1, s, T] is True where a token may attend
-    (None while prefilling right-padded prompts from position 0, which is plain causal attention). `lengths` [B] are the
-    tokens of each sequence so far, those of the current call included.
+    Attributes:
+        layers: for each layer number, keys and values [B, G, T, C] indexed by position in the sequence.
+        positions: int64 [B, s], positions of the current call's tokens.
+        mask: bool [B, 1, s, T], true where a token may attend; None while right-padded prompts are prefilled from
+            position 0, which is plain causal attention.
+        used: number of positions that are filled in the longest sequence.
+        lengths: int64 [B], number of tokens of each sequence so far, including those of the current call.
     """
 
     max_length: int
@@ -93,7 +101,7 @@ class KVCache:
     lengths: torch.Tensor | None = None
 
     def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new [B, G, s, C] at `positions`; returns all keys and values up to `used`."""
+        """Writes the new keys and values [B, G, s, C] at `positions`; returns all [B, G, used, C]."""
         if layer not in self.layers:
             shape = (key.shape[0], key.shape[1], self.max_length, key.shape[3])
             self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
@@ -109,17 +117,19 @@ class KVCache:
         return keys[:, :, : self.used], values[:, :, : self.used]
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keeps only the sequences `rows` (those not finished yet)."""
-        for layer in list(self.layers):  # one layer's copy alive at a time
+        """Keeps only the sequences with the indices `rows` (int64)."""
+        for layer in list(self.layers):  # one layer at a time, so that only one layer is in memory twice
             keys, values = self.layers.pop(layer)
             self.layers[layer] = keys[rows], values[rows]
 
 
 @dataclass
 class DecodeParams(PackedSeqParams):
-    """Carries the cache to the attention of every layer; "sbhd" keeps Megatron's attention off its packed path.
+    """Passes the cache to the attention of every layer; "sbhd" prevents Megatron's attention from taking its packed
+    path.
 
-    `rotation` is what turns queries and keys (`rotary.rotation`), from the model's forward: one for all layers.
+    `rotation` holds the cosines and sines that rotate queries and keys (`rotary.rotation`). The model's forward
+    computes them once for all layers.
     """
 
     qkv_format: str = "sbhd"
@@ -128,7 +138,7 @@ class DecodeParams(PackedSeqParams):
 
 
 class SDPAttention(MegatronModule):
-    """Core attention module for Megatron's `SelfAttentionSubmodules.core_attention`."""
+    """The core attention module, for Megatron's `SelfAttentionSubmodules.core_attention`."""
 
     def __init__(
         self,
@@ -144,11 +154,13 @@ class SDPAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout={config.attention_dropout}: distillation runs without dropout; set 0")
+            raise ValueError(
+                f"attention_dropout={config.attention_dropout}: expected 0, because distillation uses no dropout; set 0"
+            )
         self.layer_number = layer_number
         self.scale = softmax_scale
         self.cp_group = pg_collection.cp
-        self.tp_group = pg_collection.tp  # asked for when a sharded state dict is made
+        self.tp_group = pg_collection.tp  # Megatron reads it when it makes a sharded state dict
 
     def forward(
         self,
@@ -160,7 +172,7 @@ class SDPAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query [S, A, C] (packed) or [s, B, A, C] (decoding) -> the same with A * C as last dimension."""
+        """query [S, A, C] (packed) -> [S, A * C]; query [s, B, A, C] (decoding) -> [s, B, A * C]."""
         if isinstance(packed_seq_params, DecodeParams):
             assert packed_seq_params.cache is not None and packed_seq_params.rotation is not None
             query, key = (rotate(states, packed_seq_params.rotation) for states in (query, key))
@@ -179,11 +191,11 @@ class SDPAttention(MegatronModule):
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
-        """Every context rank gathers all keys and values; the gradient is reduce-scattered back."""
-        from torch.nn.attention.bias import causal_lower_right  # half a second: it imports torch's compiler
+        """Every context rank gathers all keys and values; their gradient is reduce-scattered."""
+        from torch.nn.attention.bias import causal_lower_right  # takes half a second: it imports torch's compiler
 
         both = torch.cat([key, value], dim=-1)
-        # the mapping is Megatron's for sequence parallelism; here it runs over the context group
+        # Megatron's mapping for sequence parallelism, applied to the context group
         gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
         k_all, v_all = gathered.index_select(0, plan.gathered_order).chunk(2, dim=-1)
         parts = []
@@ -201,8 +213,8 @@ class SDPAttention(MegatronModule):
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         k, v = cache.update(self.layer_number, k, v)
         if cache.mask is not None:
-            # One query token: the query heads of a group become its queries. Nothing is expanded, and fused kernels
-            # take the mask, which they don't together with grouped heads.
+            # One query token: the query heads of a group become the group's queries. Keys and values are not expanded,
+            # and fused kernels accept the mask, which they reject together with grouped heads.
             batch, heads, _, channels = q.shape
             grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], channels)
             mask = cache.mask[..., : cache.used]

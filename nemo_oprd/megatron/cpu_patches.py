@@ -1,17 +1,19 @@
 """Lets stock Megatron-core run on a machine without CUDA, over gloo.
 
 Megatron-core asks for CUDA devices by name in a few modules: `device="cuda"`, `torch.cuda.current_device()`,
-`tensor.type() == "torch.cuda.FloatTensor"`. `install()` replaces exactly those places. The global `torch` module
-stays as it is, so a device mistake in any other code (ours included) still fails loudly instead of landing on the CPU.
+`tensor.type() == "torch.cuda.FloatTensor"`. `install()` replaces exactly those places. The global `torch` module is not
+changed, so a device mistake in any other code, including this project's, still raises an error instead of silently
+using the CPU.
 
 Three kinds of change, each listed in a table below:
-- `MODULES_ASKING_FOR_CUDA`: the module's own name `torch` becomes a view of torch whose CUDA questions are answered
-  for the CPU.
+- `MODULES_ASKING_FOR_CUDA`: the module's global name `torch` is bound to a view of torch that reports the CPU where the
+  module asks for a CUDA device.
 - `FUNCTIONS_COMPARING_TYPE_NAMES`: CUDA type names among a function's constants become CPU type names.
-- `cuda_rng`: the two functions through which the RNG tracker and activation checkpointing read the CUDA generator.
+- The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
+  read and write the state of the CUDA generator use the CPU generator.
 
-Nothing here is changed where CUDA is available: `install()` refuses to run there. `import_uncompiled()`, which only
-saves time, asks for less: a torch that was built without CUDA.
+Nothing is changed where CUDA is available: `install()` raises an error there. `import_uncompiled()`, which only saves
+time, has an effect only on a torch that was built without CUDA.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ MODULES_ASKING_FOR_CUDA = (
     "megatron.core.utils",
 )
 
-# (module, qualified name) of functions that compare `tensor.type()` with CUDA names, or move with .cuda()
+# (module, qualified name) of functions that compare `tensor.type()` with CUDA names or call `.cuda()`
 FUNCTIONS_COMPARING_TYPE_NAMES = (
     ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._build_model_and_main_param_groups"),
@@ -58,7 +60,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor")
 _installed = False
 
 
-class _CpuAnswers(types.ModuleType):
+class _CpuInPlaceOfCuda(types.ModuleType):
     """The part of `torch.cuda` that Megatron-core calls unconditionally; anything else raises AttributeError."""
 
     def __init__(self) -> None:
@@ -76,11 +78,11 @@ class _CpuAnswers(types.ModuleType):
 
 
 class _TorchOnCpu(types.ModuleType):
-    """Torch as one Megatron module sees it: the same objects, with CUDA devices answered by the CPU."""
+    """The view of torch that a Megatron module gets: the same objects, with the CPU in place of CUDA devices."""
 
     def __init__(self) -> None:
         super().__init__("torch")
-        self.cuda = _CpuAnswers()
+        self.cuda = _CpuInPlaceOfCuda()
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
 
@@ -98,7 +100,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _replace_names(code: types.CodeType) -> types.CodeType:
-    """`code` with CPU type names for CUDA ones, and `.cpu()` for `.cuda()`, in nested tuples of constants too."""
+    """`code` with CPU type names for CUDA type names, also in nested constants, and with `.cpu()` for `.cuda()`."""
 
     def replace(constant: Any) -> Any:
         if isinstance(constant, tuple):
@@ -127,10 +129,11 @@ def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool =
 
 
 def import_uncompiled() -> None:
-    """Imports Megatron-core, on a torch built without CUDA with `torch.compile` as the identity meanwhile.
+    """Imports Megatron-core; on a torch built without CUDA, `torch.compile` is the identity during the import.
 
-    Megatron decorates its fused functions with it, which we don't use; the decorator imports the compiler, a quarter of
-    what a process takes to start. Such a torch (and no other) can be recognised without waking a driver.
+    Megatron decorates its fused functions, which this project does not use, with `torch.compile`. The decorator imports
+    the compiler, which takes a quarter of a process's start-up time. A torch built without CUDA can be recognised
+    without initialising a driver.
     """
     compile_ = torch.compile
     if torch.version.cuda is None and torch.version.hip is None:
@@ -145,7 +148,7 @@ def install() -> None:
     """Patches Megatron-core for a process without CUDA; calling it again changes nothing.
 
     Raises:
-        RuntimeError: CUDA is available. Megatron-core needs no help there, and a patched one would hide mistakes.
+        RuntimeError: CUDA is available. Megatron-core needs no patches there, and patches would hide mistakes.
     """
     global _installed
     if torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""From a `ModelSpec` and a role to Megatron model chunks: config, layer spec, and the GPTModel that is trained.
+"""`ModelSpec` and role -> Megatron model chunks: config, layer spec and the GPTModel that is trained.
 
-The model's forward returns hidden states; the LM head runs only where `logits` is called (generation, output-space
-terms). Layers are Transformer Engine's or Megatron's local ones, with our RMSNorm and SDPA attention; `layer_backend()`
-says which.
+The model's forward returns hidden states; the LM head runs only in `logits` (generation) and in the output-space
+losses. Layers are either Transformer Engine's or Megatron's local layers with this project's RMSNorm and SDPA
+attention; `layer_backend()` chooses.
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, rotation, scale_rotations
 from nemo_oprd.models import ModelSpec
 
-# the environment variable with which a user chooses the layers
+# the environment variable by which a user chooses the layers
 LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
 
 
 def layer_backend(dtype: torch.dtype) -> str:
     """Which layers are built for weights of `dtype`: "transformer_engine" or "local".
 
-    Transformer Engine where it is installed and CUDA is there, but not for float32: it multiplies float32 matrices in
-    TF32, whose 10 bits of mantissa hide what float32 is asked for (checks to 1e-5), and has no float32 attention kernel
-    for context parallelism. The environment variable NEMO_OPRD_LAYERS=local|transformer_engine overrides that, alike on
-    all ranks; local layers are also for GPU machines whose Transformer Engine doesn't fit.
+    Transformer Engine is chosen where it is installed and CUDA is available, but not for float32: Transformer Engine
+    multiplies float32 matrices in TF32, whose 10 bits of mantissa are too few for comparisons to 1e-5, and has no
+    float32 attention kernel for context parallelism. The environment variable NEMO_OPRD_LAYERS=local|transformer_engine
+    overrides the choice and must be equal on all ranks; use local layers on GPU machines with an incompatible version
+    of Transformer Engine.
 
     Raises:
-        ValueError: the variable holds another word, or asks for a Transformer Engine that isn't installed.
+        ValueError: the variable has another value, or asks for Transformer Engine, which is not installed.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
-    wish = os.environ.get(LAYERS_VARIABLE, "")
-    if wish not in ("", "local", "transformer_engine"):
-        raise ValueError(f"{LAYERS_VARIABLE}={wish!r}; expected 'local' or 'transformer_engine', or unset it")
-    if wish == "transformer_engine" and not installed:
+    requested = os.environ.get(LAYERS_VARIABLE, "")
+    if requested not in ("", "local", "transformer_engine"):
+        raise ValueError(f"{LAYERS_VARIABLE}={requested!r}; expected 'local' or 'transformer_engine', or unset it")
+    if requested == "transformer_engine" and not installed:
         raise ValueError(
             f"{LAYERS_VARIABLE}=transformer_engine, but the package transformer_engine is not installed; "
             f"install it with pip install 'nemo-oprd[te]', or set {LAYERS_VARIABLE}=local"
         )
     fits = installed and torch.cuda.is_available() and dtype != torch.float32
-    return wish or ("transformer_engine" if fits else "local")
+    return requested or ("transformer_engine" if fits else "local")
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm in float32 inside, like the HF models'. Marks its weight for Megatron's sequence-parallel gradient sum.
+    """RMSNorm computed in float32, as in the HF models; marks its weight for Megatron's sequence-parallel gradient sum.
 
-    Megatron's own fallback, `WrappedTorchNorm`, refuses sequence parallelism.
+    Megatron's own fallback, `WrappedTorchNorm`, rejects sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -88,7 +89,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def _with_bias(row_parallel: type) -> type:
-    """Output projection with a bias in models whose MLP has none (Qwen3 with `attention_bias`)."""
+    """The output projection with a bias, for models whose MLP has no biases (Qwen3 with `attention_bias`)."""
 
     class RowParallelWithBias(row_parallel):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +100,10 @@ def _with_bias(row_parallel: type) -> type:
 
 
 class _NotBuilt(MegatronModule):
-    """Stands where a role needs no layer (a teacher above its deepest supervised layer): no weights, never computed."""
+    """Placeholder for a layer that a role does not need (a teacher's layers above the deepest supervised one).
+
+    It has no weights and computes nothing.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int = 1, pg_collection: Any = None, vp_stage: int | None = None
@@ -108,13 +112,13 @@ class _NotBuilt(MegatronModule):
         self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
 
     def forward(self, hidden_states: torch.Tensor, context: Any = None, **_: Any) -> tuple[torch.Tensor, Any]:
-        """Passes its input through."""
+        """Returns its input."""
         return hidden_states, context
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Nothing."""
+        """An empty state."""
         return {}
 
 
@@ -143,21 +147,23 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         num_layers_in_first_pipeline_stage=None if even else stages[0],
-        # with two stages the first count says it all, and Megatron would divide by the zero stages in between
+        # with two stages the first count determines the last; given both, Megatron would divide by zero inner stages
         num_layers_in_last_pipeline_stage=None if even or layout.pipeline == 2 else stages[-1],
         context_parallel_size=layout.context,
         sequence_parallel=layout.sequence and layout.tensor > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Packs differ in length, so p2p shapes are exchanged per microbatch; Megatron ties that to this dispatcher.
+        # Packs differ in length, so p2p shapes are exchanged per microbatch; Megatron requires this dispatcher for
+        # that.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Batched p2p mixes up the two directions at PP2 with virtual stages, where both neighbours are one rank.
+        # At PP2 with virtual stages both neighbours are the same rank, and batched p2p confuses the two directions.
         batch_p2p_comm=layout.virtual_pipeline == 1,
         overlap_p2p_comm=layout.virtual_pipeline > 1,
         deallocate_pipeline_outputs=layout.pipeline > 1,
-        # Injected gradients hold their own 1 / counts; this setting makes data parallelism add and nothing rescale.
+        # Injected gradients already contain 1 / counts; with this setting data parallelism sums and nothing is
+        # rescaled.
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -205,7 +211,8 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
                 module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
             ),
             mlp_bda=get_bias_dropout_add,
-            # the names that Transformer Engine's fused layers use, so that checkpoints load in either kind
+            # the names of Transformer Engine's fused layers, so that either kind of layer loads a checkpoint of the
+            # other
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -214,20 +221,20 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
     )
 
 
-# Transformer Engine's norms have an extra state (empty: it is for FP8), which local layers and its older versions lack.
+# Transformer Engine's norms have an extra state for FP8 (empty here), which local layers and older versions lack.
 _NORM_EXTRA_STATE = "norm._extra_state"
 
 
 def _norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
-    """A hook for after `load_state_dict`, which would be strict about them."""
+    """Hook after `load_state_dict`: missing extra states of norms are no error in strict mode."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_NORM_EXTRA_STATE)]
 
 
 class DistillingModel(GPTModel):
-    """One model chunk of a role. Forward gives hidden states; `logits` is a separate step."""
+    """One model chunk of a role. Its forward returns hidden states; `logits` applies the LM head."""
 
     def __init__(self, *args: Any, spec: ModelSpec, **kwargs: Any) -> None:
-        # its rotary embedding stays unused: the angles are `rotary.py`'s
+        # GPTModel's own rotary embedding is unused: `rotary.py` computes the angles
         super().__init__(*args, position_embedding_type="rope", rotary_base=spec.rope.theta, **kwargs)
         self.rope = spec.rope
         self.inv_freq = spec.rope.inv_freq(spec.head_dim).to(device())
@@ -236,33 +243,33 @@ class DistillingModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Megatron's, without the norms' extra states: its loader fails over a key that a checkpoint lacks."""
+        """Megatron's sharded state dict without the norms' extra states: loading fails if a checkpoint lacks a key."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return {key: value for key, value in state.items() if not key.endswith(_NORM_EXTRA_STATE)}
 
     def build_schedule_plan(self, *_: Any, **__: Any) -> None:
-        """Refused: a schedule plan runs the parts of a layer without the layer's forward.
+        """Not supported: a schedule plan runs the parts of a layer without the layer's forward.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            "overlap_moe_expert_parallel_comm (a schedule plan) bypasses the layers' forward, where hidden states are "
-            "captured; expected overlap_moe_expert_parallel_comm=False"
+            "overlap_moe_expert_parallel_comm=True (a schedule plan) bypasses the layers' forward, where hidden states "
+            "are captured; expected overlap_moe_expert_parallel_comm=False"
         )
 
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor | None, sequences: ObservedSequences | DecodeParams
     ) -> torch.Tensor:
-        """input_ids [B, S] (this context rank's tokens; ignored after the first stage) -> [S, B, D].
+        """input_ids [B, S] (this context rank's tokens; ignored after the first stage) -> hidden states [S, B, D].
 
-        On the last stage the result is after the final norm.
+        The last stage returns the output of the final norm.
         """
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
         angles: torch.Tensor | None = self._rotary(sequences)
-        if isinstance(sequences, DecodeParams):  # our attention turns queries and keys itself
+        if isinstance(sequences, DecodeParams):  # `SDPAttention` rotates queries and keys itself
             sequences, angles = replace(sequences, rotation=rotation(angles, self.config)), None
         hidden = self.decoder(
             hidden_states=embedded,
@@ -270,14 +277,14 @@ class DistillingModel(GPTModel):
             rotary_pos_emb=angles,
             packed_seq_params=sequences,
         )
-        if not self.post_process and self._ends_passing_through(sequences):
-            # the schedule frees a stage's output, which must not be its input (or, under recompute, a view of it)
+        if not self.post_process and self._skips_last_layer(sequences):
+            # the schedule frees a stage's output, so the output must not be the input (or, under recompute, its view)
             hidden = hidden.clone()
         if self.post_process and isinstance(sequences, ObservedSequences) and sequences.observer is not None:
             hidden = sequences.observer.after_final_norm(hidden)
         return hidden
 
-    def _ends_passing_through(self, sequences: ObservedSequences | DecodeParams) -> bool:
+    def _skips_last_layer(self, sequences: ObservedSequences | DecodeParams) -> bool:
         depth = getattr(sequences, "depth", None)
         return depth is not None and self.decoder.layers[-1].layer_number > depth
 
@@ -290,7 +297,7 @@ class DistillingModel(GPTModel):
         )
 
     def output_weight(self) -> torch.nn.Parameter:
-        """The LM head's weight [padded vocabulary / TP, H], which may be the embedding's. Only on the last stage."""
+        """The LM head's weight [padded V / TP, D], which may be the embedding's. Only on the last stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -298,7 +305,7 @@ class DistillingModel(GPTModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, B, D] -> float32 [S, B, padded V], gathered over tensor ranks. Only on the last stage, without gradients.
 
-        In bf16 the product is not rounded, as in the losses: what is sampled is the policy that is trained.
+        In bf16 the product is not rounded, as in the losses, so that the sampled policy is the policy that is trained.
         """
         product = matmul(hidden.flatten(0, 1), self.output_weight().T)
         return gather_from_tensor_model_parallel_region(product, group=self.tp_group).view(*hidden.shape[:2], -1)
@@ -306,7 +313,7 @@ class DistillingModel(GPTModel):
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict
     ) -> None:
-        """Stores a tied head on another stage as a copy of the embedding. Megatron's own asks the global groups."""
+        """Stores a tied head on another stage as a copy of the embedding. Megatron's method uses the global groups."""
         if not self.post_process or self.pre_process:
             return
         group = metadata["dp_cp_group"]
@@ -320,13 +327,13 @@ class DistillingModel(GPTModel):
         )
 
 
-def recompute_group(layers: int, wish: int) -> int:
-    """Layers recomputed together under "uniform": the largest divisor of a chunk's layers that is at most `wish`.
+def recompute_group(layers: int, requested: int) -> int:
+    """Layers recomputed together under "uniform": the largest divisor of a chunk's layers that is at most `requested`.
 
-    Megatron steps through a chunk in groups of this size and would run past its end otherwise. The size changes what is
-    kept in memory, never a result.
+    Megatron steps through a chunk in groups of this size and would otherwise run past the chunk's end. The size changes
+    memory use, never a result.
     """
-    return max(size for size in range(1, layers + 1) if layers % size == 0 and size <= max(1, wish))
+    return max(size for size in range(1, layers + 1) if layers % size == 0 and size <= max(1, requested))
 
 
 def build_chunks(
@@ -339,12 +346,13 @@ def build_chunks(
     local_layers: bool = False,
     **training: Any,
 ) -> list[DistillingModel]:
-    """This rank's model chunks of a role, weights uninitialised.
+    """This rank's model chunks of a role, with uninitialised weights.
 
     Args:
         depth: build only layers 1..depth (a frozen teacher needs no deeper ones); None builds all.
-        head: False leaves the LM head out.
-        local_layers: build Megatron's local layers also where Transformer Engine is (decoding uses our KV cache).
+        head: whether to build the LM head.
+        local_layers: build Megatron's local layers even where Transformer Engine is available (decoding needs them for
+            `KVCache`).
         training: recompute settings of Megatron's config.
 
     Raises:
@@ -369,8 +377,8 @@ def build_chunks(
         ]
         specs = [layer if depth is None or i <= depth else ModuleSpec(module=_NotBuilt, params={}) for i in numbers]
         if training.get("recompute_method") == "uniform":
-            wish = training["recompute_num_layers"]
-            training = {**training, "recompute_num_layers": recompute_group(len(numbers), wish)}
+            requested = training["recompute_num_layers"]
+            training = {**training, "recompute_num_layers": recompute_group(len(numbers), requested)}
         first = role.coords.pipeline == 0 and chunk == 0
         last = role.coords.pipeline == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
         model = DistillingModel(
@@ -396,13 +404,13 @@ def build_chunks(
 
 
 def _mark_sharded_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
-    """Tells Megatron which parameters tensor ranks share out; the gradient norm counts the others once.
+    """Marks the parameters that are split over tensor ranks; the gradient norm counts all other parameters once.
 
-    Megatron sets these marks while it draws random weights, which we don't let it do.
+    Megatron sets these marks when it draws random weights, which is turned off.
     """
     mappings = mappings_by_name(spec)
     for name, parameter in named_parameters(chunks).items():
         axis = mappings[name].form.axis if name in mappings else 0  # a tied head's copy of the embedding
-        # Megatron marks the biases of column-parallel layers itself
+        # Megatron has already marked the biases of column-parallel layers
         if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)

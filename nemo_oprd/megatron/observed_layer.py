@@ -1,9 +1,9 @@
-"""The observed transformer layer: each layer's output is shown to the observer of the microbatch.
+"""The observed transformer layer, which passes its output to the observer of the microbatch.
 
-What a microbatch wants from the layers (capture for the teacher, a loss for the student) is an `Observer` on the
-`PackedSeqParams` that Megatron hands to every layer, also when it recomputes one. Hooks would not do: inside a
-recomputed region they see tensors without gradient. Nothing is kept on modules, and no order has to be kept in 1F1B or
-interleaved schedules.
+An `Observer` reads or changes the layers' outputs (the teacher captures hidden states, the student attaches losses). It
+is stored in the `PackedSeqParams` that Megatron passes to every layer, also when Megatron recomputes a layer. Hooks do
+not work: inside a recomputed region they see tensors without gradient. Modules hold no state of a microbatch, so 1F1B
+and interleaved schedules may run microbatches in any order.
 
 Layer numbers are 1-based over the whole model.
 """
@@ -24,11 +24,16 @@ class Observer(Protocol):
     """Sees the output of every layer that this stage owns, in order."""
 
     def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
-        """Gets [S, 1, D] (a sequence-parallel rank's part of it); returns what the next layer shall get."""
+        """Gets the layer's output [S, 1, D] (a sequence-parallel rank's part); returns the input of the next layer.
+
+        Args:
+            layer: 1-based number of the layer.
+            stage_ends: whether the output leaves this pipeline stage for another one.
+        """
         ...
 
     def after_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same for the output of the final norm; only on the last stage."""
+        """The same for the output [S, 1, D] of the final norm; called only on the last stage."""
         ...
 
 
@@ -36,8 +41,8 @@ class Observer(Protocol):
 class ObservedSequences(PackedSeqParams):
     """The packed sequences of one microbatch, with their observer.
 
-    `depth` is the deepest layer to run: those above pass their input through (nobody asks for their output).
-    `total_lengths` are the tokens of each whole sequence, also those behind the last one that is computed.
+    `depth` is the deepest layer to run; deeper layers return their input, because no loss needs their output.
+    `total_lengths` are the lengths of the whole sequences, including tokens after the last computed one.
     """
 
     attention_plan: AttentionPlan | None = None
@@ -47,13 +52,13 @@ class ObservedSequences(PackedSeqParams):
 
 
 class ObservedLayer(TransformerLayer):
-    """Megatron's transformer layer, observed. Named in the layer spec in place of `TransformerLayer`."""
+    """Megatron's transformer layer with an observer. The layer spec names it in place of `TransformerLayer`."""
 
-    # set by `DistillingModel` on the last layer of a stage whose output travels on to another stage
+    # `build_chunks` sets it on the last layer of a stage whose output is sent to another stage
     stage_ends = False
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the parent's; see `Observer` for what happens to the output."""
+        """As the parent class; the output is passed through the microbatch's `Observer`."""
         sequences = kwargs.get("packed_seq_params")
         if not isinstance(sequences, ObservedSequences):
             return super().forward(*args, **kwargs)

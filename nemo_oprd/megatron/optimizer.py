@@ -1,4 +1,4 @@
-"""DDP, optimizer and learning rate of the student. Parameters that no loss reaches are left out of all three."""
+"""DDP, optimizer and learning rate of the student. All three exclude the parameters that no loss reaches."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ from nemo_oprd.megatron.partial_training import GROUP_KEY, MARK
 
 
 def freeze_unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
-    """Turns gradients off where no loss has a path: they are not decayed, and have no optimizer state. See
-    `_unreached` for the arguments.
+    """Turns off gradients of parameters that no loss reaches: they are not decayed and have no optimizer state.
+
+    Args: those of `_unreached`.
     """
     for module in _unreached(chunks, depth, final_norm=final_norm, head=head):
         module.requires_grad_(False)
 
 
 def mark_partial(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
-    """Marks for `make_optimizer` what is out of the reach of the loss that is there in all steps."""
+    """Marks parameters for `make_optimizer` that the loss of all steps does not reach (see `partial_training`).
+
+    Args: those of `_unreached`, for the loss that is active in all steps.
+    """
     for module in _unreached(chunks, depth, final_norm=final_norm, head=head):
         for parameter in module.parameters():
             setattr(parameter, MARK, True)
 
 
 def _unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> Iterator[torch.nn.Module]:
-    """The parts of a model that no loss has a path to.
+    """The modules of a model that no loss reaches.
 
     Args:
         depth: the deepest layer that a loss reaches.
         final_norm: whether a loss reaches the final norm.
-        head: whether a loss reaches the LM head. A tied head trains through the embedding in any case.
+        head: whether a loss reaches the LM head. A tied head is always trained, through the embedding.
     """
     for chunk in chunks:
         for layer in chunk.decoder.layers:
@@ -64,8 +68,8 @@ def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer
         check_for_nan_in_grad=False,
     )
     # Without overlap a buffer is one bucket, unless it has a shared embedding. disable_bucketing, usual for later
-    # chunks, would also put the buckets of all dtypes into one group, whose parameters are gathered together: gloo then
-    # writes the bits of float32 projectors and bfloat16 weights into each other.
+    # chunks, would also put the buckets of all dtypes into one group, whose parameters are gathered together; gloo then
+    # mixes up the bytes of float32 projectors and bfloat16 weights.
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=role.groups) for chunk in chunks]
     for ddp in wrapped:
         for buffer in ddp.buffers:
@@ -74,10 +78,11 @@ def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer
 
 
 def _count_inner_padding(buffer: Any) -> None:
-    """Keeps the padding between a buffer's buckets in what Megatron's distributed optimizer saves.
+    """Makes Megatron's distributed optimizer save the padding between a buffer's buckets.
 
-    It leaves padding out bucket by bucket, but looks parameters up at their places in the padded buffer: those in later
-    buckets (a shared embedding has one of its own) would be saved and loaded shifted. Only the last padding is outside.
+    The optimizer omits the padding of each bucket but finds parameters by their offsets in the padded buffer.
+    Parameters in later buckets (a shared embedding has its own bucket) would be saved and loaded with a shift. With
+    this change only the last bucket's padding is omitted.
     """
     for bucket in buffer.buckets[:-1]:
         bucket.numel_unpadded = bucket.grad_data.numel()
@@ -110,8 +115,8 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
 def _index_mixed_groups(optimizer: Any) -> None:
     """Corrects which state of Megatron's distributed optimizer belongs to which parameter.
 
-    Its groups hold float32 parameters (trained projectors) before those of lower precision, but it numbers them in the
-    order of the gradient buffers, and would save and load one parameter's state as another's.
+    A parameter group holds float32 parameters (trained projectors) before those of lower precision, but the optimizer
+    numbers parameters in the order of the gradient buffers, and would save one parameter's state as another's.
     """
     for part in optimizer.chained_optimizers:
         if hasattr(part, "model_param_group_index_map"):
@@ -121,20 +126,21 @@ def _index_mixed_groups(optimizer: Any) -> None:
 
 
 def join_optimizer_creation() -> None:
-    """What ranks outside the role do while the others run `make_optimizer`.
+    """Takes part in the collectives of `make_optimizer` on a rank outside the role.
 
-    Megatron aligns parameter groups over the whole world, once for dense and once for expert parameters; a rank without
-    parameters has to take part in both exchanges, or the others wait for ever.
+    Megatron aligns parameter groups over the whole world, once for dense and once for expert parameters. If a rank
+    without parameters does not take part in both exchanges, the other ranks wait forever.
     """
     for _ in ("dense", "expert"):
         dist.all_gather_object([None] * dist.get_world_size(), [])
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Rate of update `step` (0-based): linear warm-up over warmup_fraction of the steps, then constant or cosine.
+    """Learning rate of update `step` (0-based): linear warm-up over warmup_fraction of the steps, then constant or
+    cosine.
 
-    The first update of a warm-up already moves (1 / warm-up steps of the peak); a pure function of the step, so a
-    resumed run needs no scheduler state.
+    The first update has the peak rate / warm-up steps, not 0. The rate is a pure function of the step, so a resumed run
+    needs no scheduler state.
     """
     warmup = math.ceil(train.warmup_fraction * train.steps)
     if step < warmup:
@@ -146,7 +152,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def set_learning_rate(optimizer: Any, rate: float, weight_decay: float) -> None:
-    """Writes the rate into every parameter group, and the decay where the group decays at all (`wd_mult`)."""
+    """Sets the learning rate and the weight decay of every parameter group, with its `lr_mult` and `wd_mult`."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

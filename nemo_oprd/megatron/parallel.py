@@ -1,8 +1,8 @@
-"""From a `Layout` to process groups: one `ProcessGroupCollection` per role, side by side on the same ranks or apart.
+"""`Layout` -> process groups: one `ProcessGroupCollection` per role; roles may share ranks or use different ranks.
 
-This is the only module that touches Megatron's global parallel state, and it only creates the global memory buffer
-there. The global groups stay uninitialised on purpose: a code path that would ask them, and so mix up two roles, stops
-with Megatron's own "not initialized" error.
+This is the only module that changes Megatron's global parallel state, and it creates only the global memory buffer. The
+global groups are deliberately not initialised: a code path that used them would confuse two roles, and now fails with
+Megatron's "not initialized" error.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 from nemo_oprd.fault_tolerance import watchdog
 from nemo_oprd.layout import Coordinates, Layout
 
-# How long a collective of any group may wait: ranks can be far apart, as where one loads a teacher over a slow network.
-# Not shorter for subgroups, to which torch gives ten minutes with NCCL. When a rank dies, the watchdog ends the others.
+# How long a collective of any group may wait. Ranks may arrive far apart, for example if one loads a teacher over a
+# slow network. Subgroups get the same limit (torch's default with NCCL is ten minutes). If a rank dies, the watchdog
+# ends the other ranks.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=3)
-# no limit in practice; the store counts milliseconds in 32 bits, so 24 days would be too many
+# Practically no limit; the store counts milliseconds in 32 bits, which overflows after 24 days.
 LONGEST_WAIT = datetime.timedelta(days=20)
 
 
 @dataclass
 class Role:
-    """A role (student, teacher, rollout) on this rank: its layout, and its groups if the rank has the role."""
+    """A role (student, teacher, rollout) on this rank: the layout, and the process groups if the rank has the role."""
 
     name: str
     layout: Layout
@@ -62,9 +63,10 @@ def device() -> torch.device:
 
 
 def device_index(local_rank: int, count: int) -> int:
-    """Which of the `count` GPUs that a process sees is this rank's: that of its local rank, or its only one.
+    """The index of this rank's GPU among the `count` GPUs that the process sees.
 
-    A Slurm task may be shown its own GPU alone (--gpus-per-task); a launcher on one machine shows all of them to all.
+    A Slurm task may see only its own GPU (--gpus-per-task), which has index 0; otherwise every process of a machine
+    sees all GPUs and uses the one of its local rank.
 
     Raises:
         ValueError: there are fewer GPUs than ranks on this machine.
@@ -75,15 +77,15 @@ def device_index(local_rank: int, count: int) -> int:
         raise ValueError(
             f"LOCAL_RANK={local_rank}, but this process sees {count} GPUs "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); expected one GPU per rank: "
-            "start as many ranks per machine as it has GPUs, or show every rank all of them, or its own only"
+            "start one rank per GPU, or make either all GPUs or only its own visible to every rank"
         )
     return local_rank
 
 
 def init_distributed() -> None:
-    """Joins the process group that torchrun or srun describes; a lone process makes one of size 1.
+    """Joins the process group that torchrun or srun describes; a single process creates a group of size 1.
 
-    NCCL where CUDA is available, else gloo. Also readies Megatron-core (CPU patches, memory buffer).
+    Uses NCCL if CUDA is available, otherwise gloo. Also prepares Megatron-core (CPU patches, memory buffer).
 
     Raises:
         ValueError: there is no GPU for this rank.
@@ -92,11 +94,11 @@ def init_distributed() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()))
-        # On H100 and later torch prefers cuDNN for scaled_dot_product_attention. That builds and keeps a graph for
-        # every new length of the keys, of which decoding has one per token, and was seen to compute wrong results
-        # without a word where there are few key/value heads (pytorch issue 193893).
+        # On H100 and later torch prefers cuDNN for scaled_dot_product_attention. cuDNN builds and keeps a graph for
+        # every new length of the keys, hence for every decoded token, and silently computed wrong results with few
+        # key/value heads (pytorch issue 193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # NVIDIA's containers allow TF32 by an environment variable; `precision: fp32` means float32
+        # NVIDIA's containers allow TF32 by an environment variable, but `precision: fp32` must mean float32
         torch.set_float32_matmul_precision("highest")
     else:
         from nemo_oprd.megatron import cpu_patches
@@ -109,8 +111,8 @@ def init_distributed() -> None:
             backend="nccl" if torch.cuda.is_available() else "gloo",
             timeout=COLLECTIVE_TIMEOUT,
         )
-        # Ranks can start minutes apart, and NCCL connects at the first collective only, which must be one of all ranks
-        # (transfers among some of them come later). Watching begins when everybody is here.
+        # Ranks may start minutes apart. NCCL connects at the first collective, which must include all ranks (transfers
+        # among some of them come later). The watchdog starts once all ranks have joined.
         dist.barrier()
     watchdog.start()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -118,30 +120,31 @@ def init_distributed() -> None:
 
 
 def wait_for_all() -> None:
-    """Waits until every rank of the world has come here, however late; a barrier's wait ends with the group's timeout.
+    """Waits until every rank of the world has called this function; unlike a barrier, without the group's timeout.
 
-    The ranks meet at the job's key-value store, so an accelerator is not kept spinning. Every rank calls this.
+    The ranks wait on the job's key-value store, so that no accelerator is kept busy. Every rank must call this
+    function.
     """
     world = dist.group.WORLD
     if _meetings.get("world") is not world:
-        # a connection of its own: one that waits answers nobody else, such as NCCL's threads
+        # a separate connection: while one waits, other users of it, such as NCCL's threads, get no answer
         _meetings.update(world=world, number=0, store=_get_default_store().clone())
     _meetings["number"] += 1
     store, number = _meetings["store"], _meetings["number"]
-    here, before = (f"nemo_oprd/meeting/{meeting}" for meeting in (number, number - 1))
-    if store.add(here, 1) == dist.get_world_size():
-        store.set(f"{here}/all", "here")
-    store.wait([f"{here}/all"], LONGEST_WAIT)
-    if dist.get_rank() == 0 and number > 1:  # all have come here, so nobody waits there any more
-        store.delete_key(before)
-        store.delete_key(f"{before}/all")
+    key, previous_key = (f"nemo_oprd/meeting/{meeting}" for meeting in (number, number - 1))
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/all", "here")
+    store.wait([f"{key}/all"], LONGEST_WAIT)
+    if dist.get_rank() == 0 and number > 1:  # all ranks have arrived, so no rank waits for the previous key any more
+        store.delete_key(previous_key)
+        store.delete_key(f"{previous_key}/all")
 
 
 _meetings: dict[str, Any] = {}
 
 
 def make_role(name: str, layout: Layout) -> Role:
-    """Creates the groups of a role. Every rank of the world calls this, for the same roles in the same order."""
+    """Creates the groups of a role. Every rank of the world must call this, for the same roles in the same order."""
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -152,23 +155,23 @@ def make_role(name: str, layout: Layout) -> Role:
     # Tied embeddings are summed over the first and the last stage only; with more ranks in the group the all-reduce
     # would wait for the stages in between.
     groups["embd"] = _subgroups([sorted({ranks[0], ranks[-1]}) for ranks in grid.get_rank_enum("pp")])
-    here = dist.get_rank() in layout.ranks
-    if not here:
+    if dist.get_rank() not in layout.ranks:
         return Role(name, layout, None, None)
     groups.update(pos_embd=None, expt_dp=groups["dp_cp"], expt_tp=groups["tp"])
     return Role(name, layout, ProcessGroupCollection(**groups), layout.coordinates(dist.get_rank()))
 
 
 def _subgroups(ranks: list[list[int]]) -> dist.ProcessGroup | None:
-    """The group of this rank in a partition; equal partitions (of one role or of several) share their groups.
+    """The group of this rank in a partition; equal partitions, of one role or of several, share their groups.
 
-    A communicator costs memory and threads, and most of a role's partitions are equal: without context parallelism
-    "dp" is "dp_cp", and a student and a teacher of one layout need the same groups. Every rank asks in the same order.
+    A communicator costs memory and threads, and many partitions are equal: without context parallelism "dp" equals
+    "dp_cp", and a student and a teacher with the same layout need the same groups. Every rank must call this in the
+    same order.
     """
     world = dist.group.WORLD
     partition = tuple(tuple(sorted(group)) for group in ranks)
     if _known_groups.get("world") is not world:
-        _known_groups.clear()  # another process group was joined since
+        _known_groups.clear()  # another process group has been initialised since
         _known_groups["world"] = world
     if partition not in _known_groups:
         _known_groups[partition], _ = dist.new_subgroups_by_enumeration(
@@ -179,7 +182,7 @@ def _subgroups(ranks: list[list[int]]) -> dist.ProcessGroup | None:
 
 _known_groups: dict[Any, Any] = {}
 
-# name in ProcessGroupCollection -> dimensions it spans
+# name in ProcessGroupCollection -> dimensions that the group spans
 _GROUPS = {
     "tp": "tp",
     "cp": "cp",
@@ -195,7 +198,7 @@ _GROUPS = {
 
 
 def seed_everything(seed: int, tensor_rank: int = 0) -> None:
-    """Seeds torch and Megatron's RNG tracker (sequence parallel needs it even without dropout)."""
+    """Seeds Python, numpy, torch and Megatron's RNG tracker (sequence parallelism needs it even without dropout)."""
     import random
 
     import numpy as np

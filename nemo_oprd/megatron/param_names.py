@@ -1,4 +1,4 @@
-"""How a rank's parameters are called in the weight mappings: layers numbered over the whole model."""
+"""The names of a rank's parameters in the weight mappings, where layers are numbered over the whole model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from nemo_oprd.models import FAMILIES, ModelSpec
 from nemo_oprd.models.base import ParamMapping
 
-# Transformer Engine fuses the norm before a linear layer into it, and names its weight after that layer.
+# Transformer Engine fuses a norm into the linear layer after it, and names the norm's weight after that layer.
 TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -19,7 +19,7 @@ _TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
 
 
 def local_name(chunk: GPTModel, name: str) -> str:
-    """A chunk's parameter name -> the mapping's: layers of the whole model, Transformer Engine's names resolved."""
+    """A chunk's parameter name -> the name in the mappings: global layer number, local layers' names for norms."""
     if not name.startswith("decoder.layers."):
         return name
     _, _, index, rest = name.split(".", 3)
@@ -28,7 +28,7 @@ def local_name(chunk: GPTModel, name: str) -> str:
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
-    """Rule name -> parameter, over this rank's chunks. The head's copy of tied embeddings keeps its own name."""
+    """Name in the mappings -> parameter, on this rank. A tied head's copy of the embedding keeps its own name."""
     return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
 
 

@@ -1,9 +1,10 @@
-"""Parameters that are trained in some steps only: what only the output term reaches, while that has no weight.
+"""Partially trained parameters: those that only the output loss reaches, while a schedule sets that loss's weight to 0.
 
-They are in the optimizer from the beginning, in parameter groups of their own, which are empty for it in steps whose
-losses don't reach them: no update, no decay, no moments, no count. So they begin where their loss does, with fresh
-moments and a step count of their own, and what they have is kept if their loss pauses. Megatron keeps one
-step count for all parameters: while a checkpoint is written, they have the others' count, and theirs is kept beside it.
+The optimizer holds these parameters from the beginning, in separate parameter groups. A step whose losses do not reach
+them sees these groups empty: no update, no decay, no moments, no step count. Training of these parameters therefore
+starts with the loss that reaches them, with fresh moments and a separate step count, and their state is kept while that
+loss pauses. Megatron saves one step count for all parameters. While a checkpoint is written, partially trained
+parameters have the step count of the other parameters; their own count is saved separately (`PartialTraining.state`).
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from typing import Any
 
 import torch
 
-# Attribute of such parameters, and the key of their groups: one of the four by which Megatron tells groups apart when
-# it loads a checkpoint. It means nothing else here: we set learning rates ourselves.
+# The attribute of partially trained parameters, and the key of their groups. The key is one of the four by which
+# Megatron distinguishes groups when it loads a checkpoint; it has no other effect, because `set_learning_rate` sets all
+# rates.
 MARK, GROUP_KEY = "nemo_oprd_partial", "is_decoupled_lr"
 
 
 class PartialTraining:
-    """The groups of such parameters in Megatron's `optimizer`, and how many updates they had.
+    """The groups of partially trained parameters in Megatron's `optimizer`, and their number of updates.
 
     Args:
-        active: whether there are such parameters, on this or any other rank.
+        active: whether any rank has such parameters.
     """
 
     def __init__(self, optimizer: Any, *, active: bool) -> None:
         self.active, self.updates, self.updates_of_others = active, 0, 0
         self._parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None] if active else []
         for part in self._parts:
-            # What a first step would give them, so that there is something to save before. All get it: Megatron makes
-            # state for what it loads only where there is none yet.
+            # The state that a first step would create, so that it can be saved before that step. All parameters get it:
+            # when Megatron loads a checkpoint, it creates missing state only if there is no state at all.
             for p in (p for group in part.optimizer.param_groups for p in group["params"]):
                 state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 counted = {"step": torch.zeros(())} if isinstance(part.optimizer, torch.optim.AdamW) else {}
@@ -39,7 +41,7 @@ class PartialTraining:
 
     @contextmanager
     def step(self, *, reached: bool) -> Iterator[None]:
-        """Around an optimizer step; `reached` says whether its losses reach these parameters."""
+        """Wraps an optimizer step; `reached`: whether the losses of the step reach the partially trained parameters."""
         if not self.active:
             yield
             return
@@ -57,7 +59,7 @@ class PartialTraining:
 
     @contextmanager
     def one_count(self) -> Iterator[None]:
-        """Within, all parameters have the step count of the others."""
+        """Within this context, the partially trained parameters have the step count of the other parameters."""
         self._set_counts(self.updates_of_others)
         try:
             yield
@@ -65,13 +67,13 @@ class PartialTraining:
             self._set_counts(self.updates)
 
     def restore(self, state: dict[str, int]) -> None:
-        """After loading: the counts that `state` gave."""
+        """Restores the counts that `state` returned, after a checkpoint is loaded."""
         self.updates, self.updates_of_others = state["updates"], state["updates_of_others"]
         self._set_counts(self.updates)
 
     @property
     def state(self) -> dict[str, int]:
-        """What a checkpoint has to keep."""
+        """The counts that a checkpoint must hold."""
         return {"updates": self.updates, "updates_of_others": self.updates_of_others}
 
     @staticmethod

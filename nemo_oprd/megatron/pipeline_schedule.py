@@ -1,8 +1,8 @@
-"""One pass of packed microbatches through Megatron's own schedules, for the student and for the teacher alike.
+"""One pass of packed microbatches through Megatron's pipeline schedules, for the student and for teachers.
 
-A microbatch carries everything with it: tokens, packing, and the observer that captures or supervises. The loss
-function that the schedule wants on the last stage returns a root that is zero and reaches every node, so that backward
-runs; what is learned comes from the gradients that the layers inject (see `inject.py`).
+A microbatch holds its tokens, its packing and the observer that captures hidden states or attaches losses. The loss
+function that the schedule calls on the last stage returns zero, as a node that depends on all others, so that backward
+runs through them; the training signal is the gradients that layers inject (`distillation/gradient_injection.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from nemo_oprd.megatron.parallel import Role, device
 def refuse_layer_bypasses(config: Any) -> None:
     """Raises ValueError for settings of a Megatron `TransformerConfig` under which layers run without their forward.
 
-    A replayed CUDA graph repeats kernels and knows nothing of this microbatch's rows and targets; a schedule plan calls
-    the parts of a layer one by one. Either would train nothing, or the rows of another microbatch.
+    A replayed CUDA graph repeats kernels without the rows and targets of the current microbatch; a schedule plan calls
+    the parts of a layer separately. Either would train nothing, or train on the rows of another microbatch.
     """
     for name, harmless in (
         ("cuda_graph_impl", "none"),
@@ -47,7 +47,7 @@ def refuse_layer_bypasses(config: Any) -> None:
 
 @dataclass
 class Microbatch:
-    """Tokens [1, S] of this context rank, and the packed sequences with their observer."""
+    """The tokens int64 [1, S] of this context rank, and the packed sequences with their observer."""
 
     input_ids: torch.Tensor
     sequences: ObservedSequences
@@ -55,9 +55,9 @@ class Microbatch:
     context: int
 
     def set_sequence_bounds(self, layers: str) -> None:
-        """Puts the sequences' bounds where the attention of these layers (`layer_backend`) looks for them.
+        """Stores the sequences' bounds where the attention of these layers (`layer_backend`) reads them.
 
-        Ours reads lengths on the host and follows a plan; Transformer Engine's kernels want the lengths on the device.
+        `SDPAttention` reads lengths on the host and follows a plan; Transformer Engine reads lengths on the device.
         """
         te, sequences = layers == "transformer_engine", self.sequences
         cu_seqlens = torch.from_numpy(self.pack.cu_seqlens.astype(np.int32)).to(device() if te else "cpu")
@@ -68,13 +68,12 @@ class Microbatch:
 def make_microbatch(
     pack: Pack, rollouts: list[Rollout], role: Role, observer: Observer | None, depth: int | None
 ) -> Microbatch:
-    """Lays the tokens of `pack` out for this rank; padding tokens have id 0 and are never supervised."""
+    """The microbatch of `pack` on this rank; padding tokens have id 0 and are never supervised."""
     assert role.coords is not None
     ids = np.zeros(pack.total, dtype=np.int64)
     for i, length, offset in zip(pack.sequences, pack.lengths, pack.offsets, strict=False):
         rollout = rollouts[i]
         ids[offset : offset + length] = (rollout.prompt_ids + rollout.response_ids)[:length]
-    here = device()
     local = ids[pack.context_slice(role.coords.context)]
     longest = int(pack.padded.max())
     sequences = ObservedSequences(
@@ -85,7 +84,7 @@ def make_microbatch(
         depth=depth,
         total_lengths=tuple(len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in pack.sequences),
     )
-    return Microbatch(torch.from_numpy(local)[None].to(here), sequences, pack, role.coords.context)
+    return Microbatch(torch.from_numpy(local)[None].to(device()), sequences, pack, role.coords.context)
 
 
 def run_schedule(
@@ -101,8 +100,8 @@ def run_schedule(
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.
-        finalize: reduce the gradients over ranks at the end; False leaves that to a later call.
-        force_all_reduce: leave complete gradients on every rank even where the distributed optimizer wants shards.
+        finalize: reduce the gradients over ranks at the end; False defers that to a later call.
+        force_all_reduce: leave complete gradients on every rank, even if the distributed optimizer needs only shards.
     """
     layout = role.layout
     config = chunks[0].config
@@ -122,9 +121,7 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=max(
-            m.sequences.max_seqlen_q for m in microbatches
-        ),  # p2p shapes are exchanged, see variable_seq_lengths
+        seq_length=max(m.sequences.max_seqlen_q for m in microbatches),  # unused for p2p: see variable_seq_lengths
         micro_batch_size=1,
         forward_only=forward_only,
         pg_collection=role.groups,
@@ -139,5 +136,5 @@ def _forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[torc
 
 
 def _root(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """A zero that depends on `hidden` [S, 1, D], and the triple that keeps the schedule from rescaling anything."""
+    """The schedule's loss: a zero that depends on `hidden` [S, 1, D]. A token count of 0 prevents rescaling."""
     return hidden.narrow(0, 0, 0).sum(), torch.zeros((), dtype=torch.int, device=hidden.device), {}

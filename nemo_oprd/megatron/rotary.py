@@ -1,9 +1,11 @@
-"""Rotary angles of a microbatch, as Megatron's attention takes them, from the frequencies of `ModelSpec.rope`; their
-cosines and sines for decoding, where Megatron would compute them anew in every layer, for queries and for keys.
+"""Rotary angles of a microbatch, in the form that Megatron's attention takes, from the frequencies of `ModelSpec.rope`.
 
-Packed sequences whose frequencies are all the same share one table over positions. Where the frequencies depend on a
-sequence's total length, the table is over the tokens of the whole pack: each sequence has its own part, so that what
-it is packed with can't change its result.
+For decoding, the cosines and sines are also computed here, because Megatron would compute them again in every layer,
+for queries and for keys.
+
+Packed sequences with the same frequencies share one table over positions. If the frequencies depend on a sequence's
+total length, the table is over the tokens of the whole pack and each sequence has its own part, so that a sequence's
+result does not depend on the other sequences of its pack.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from nemo_oprd.models.rope import Rope
 def scale_rotations(config: TransformerConfig, rope: Rope) -> None:
     """Makes Megatron's attention multiply cosines and sines by `rope.scale`.
 
-    It takes that factor from YaRN's settings, as `0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1`.
+    Megatron computes that factor from YaRN's settings: `0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1`.
     """
     if rope.scale != 1.0:
         config.yarn_rotary_scaling_factor = math.e  # type: ignore[attr-defined]
@@ -34,13 +36,15 @@ def scale_rotations(config: TransformerConfig, rope: Rope) -> None:
 def packed_angles(
     rope: Rope, inv_freq: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, total_lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """[T, 1, 1, C]: T is the longest sequence's length, or the whole pack's where frequencies differ by sequence.
+    """Angles [T, 1, 1, C] of C rotated channels.
+
+    T is the length of the longest sequence, or of the whole pack if frequencies differ between sequences.
 
     Args:
         inv_freq: [regimes, C / 2] of `rope`, on the model's device.
-        cu_seqlens: [sequences + 1] where each sequence of the pack begins, padding included.
-        longest: length of the longest of them.
-        total_lengths: tokens of each whole sequence, also those behind the last one that is computed.
+        cu_seqlens: [sequences + 1] start of each sequence in the pack, including padding, and the end of the last.
+        longest: length of the longest sequence.
+        total_lengths: lengths of the whole sequences, including tokens after the last computed one.
     """
     if rope.switch is None:
         positions = torch.arange(longest, device=inv_freq.device)
@@ -56,7 +60,7 @@ def packed_angles(
 def decoding_angles(
     rope: Rope, inv_freq: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor | None
 ) -> torch.Tensor:
-    """[s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
+    """Angles [s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
     if rope.switch is None:
         return _both_halves(positions.t()[..., None] * inv_freq[0])[:, :, None]
     assert lengths is not None
@@ -71,12 +75,12 @@ def rotation(angles: torch.Tensor, config: TransformerConfig) -> tuple[torch.Ten
 
 
 def rotate(states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Queries or keys [s, B, heads, D] turned in their first C channels; the others stay."""
+    """Rotates the first channels, as many as `rotation` has, of queries or keys [s, B, heads, C]; keeps the others."""
     cos, sin = rotation
-    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
-    low, high = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-high, low], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    rotated, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    low, high = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat([-high, low], dim=-1) * sin
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 def _both_halves(angles: torch.Tensor) -> torch.Tensor:

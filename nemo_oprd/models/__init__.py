@@ -1,6 +1,6 @@
-"""Model families: what an HF `config.json` means to Megatron-core, and how the weights are named. Pure tables.
+"""Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
 
-`read_model_spec(path)` is the entry point; adding a family is one module with one `Family` (see CONTRIBUTING.md).
+`read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What every model family shares: the shape of a model, and the mappings by which its weights change names and layout.
+"""The parts that all model families share: a model's architecture, and the mappings of its weights' names and layouts.
 
-A `ParamMapping` ties one Megatron parameter to the HF tensors it is made of. Its `form` says how they are joined and
-how the joined tensor is split over tensor-parallel ranks. Everything that moves weights (conversion, loading, weight
-sync, export, the gradients that `verify` writes) goes through these mappings, so a mapping mistake can't hide in one of
-them.
+A `ParamMapping` maps one Megatron parameter to the HF tensors that it consists of. Its `form` defines how these tensors
+are joined, and how the joined tensor is split over tensor-parallel ranks. All code that moves weights (conversion,
+loading, weight sync, export, the gradients that `verify` writes) uses these mappings, so a wrong mapping affects all of
+it and cannot stay hidden.
 
 Importing this package does not import torch, because a configuration is checked against the models' config.json before
 torch is loaded: the functions that work on tensors import torch themselves.
@@ -54,7 +54,7 @@ class ModelSpec:
         return -(-self.vocab_size // multiple) * multiple
 
     def check_tensor_parallel(self, size: int, key: str) -> None:
-        """Raises ValueError, naming the configuration `key`, unless heads, groups and feed-forward width divide."""
+        """Raises ValueError, naming the configuration `key`, if `size` does not divide heads, groups and F."""
         for what, value in (
             ("attention heads", self.num_heads),
             ("key/value heads", self.num_kv_heads),
@@ -67,7 +67,7 @@ class ModelSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the source's weights.
+        """The dtype of the model's stored weights.
 
         Raises:
             ValueError: the config names a dtype that torch doesn't know.
@@ -92,16 +92,16 @@ def check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:
 
 
 class Form:
-    """How HF tensors become one Megatron tensor (`join`/`split_to_hf`) and how that splits over TP ranks.
+    """How HF tensors become one Megatron tensor (`join`/`split_to_hf`), and how TP ranks split it (`shard`/`unshard`).
 
-    `shard`/`unshard` are inverse to each other, and so are `join`/`split_to_hf`. `axis` is the split dimension, None
-    where every TP rank holds the whole tensor.
+    The two functions of each pair are inverses. `axis` is the split dimension; None if every TP rank holds the whole
+    tensor.
     """
 
     axis: int | None = None
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """One HF tensor stays as it is."""
+        """Joins the HF tensors; by default there is one, which is returned unchanged."""
         return tensors[0]
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
@@ -141,7 +141,7 @@ class Vocabulary(Form):
     axis = 0
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
-        """[V, H] -> [padded V / size, H]."""
+        """[V, D] -> [padded V / size, D]."""
         import torch
 
         rows = spec.padded_vocab(size) // size
@@ -150,7 +150,7 @@ class Vocabulary(Form):
         return part if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """[padded V / size, H] from each rank -> [V, H]."""
+        """[padded V / size, D] from each rank -> [V, D]."""
         import torch
 
         return torch.cat(list(shards))[: spec.vocab_size]
@@ -181,7 +181,7 @@ class GroupedQKV(Form):
 
 
 class GateUp(Form):
-    """gate [F, H], up [F, H] -> [2F, H]; each TP rank holds its part of gate above its part of up."""
+    """gate [F, D], up [F, D] -> [2F, D]; each TP rank holds its part of gate above its part of up."""
 
     axis = 0
 
@@ -196,14 +196,14 @@ class GateUp(Form):
         return tensor.chunk(2)
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
-        """[2F, H] -> [2F / size, H]."""
+        """[2F, D] -> [2F / size, D]."""
         import torch
 
         gate, up = tensor.chunk(2)
         return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """[2F / size, H] from each rank -> [2F, H]."""
+        """[2F / size, D] from each rank -> [2F, D]."""
         import torch
 
         halves = [shard.chunk(2) for shard in shards]
@@ -212,10 +212,11 @@ class GateUp(Form):
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One Megatron parameter: its name, the HF tensors it is made of, and how.
+    """One Megatron parameter: its name, the HF tensors that it consists of, and how they are joined and split.
 
-    Names of layer parameters hold `{layer}`: 0-based over the whole model in HF names, and in Megatron names too
-    (a pipeline stage translates its local index before it looks a mapping up).
+    Names of layer parameters contain `{layer}`, which is 0-based over the whole model in HF and in Megatron names (a
+    pipeline stage translates its local index before it looks up a mapping). `present` says whether a model has the
+    parameter.
     """
 
     megatron: str
@@ -231,9 +232,9 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class Family:
-    """One HF `model_type`: how its config is read and written, and its weight mappings.
+    """One HF `model_type`: how its config is read, and its weight mappings.
 
-    `known_code` are entries of a config's `auto_map` that transformers has as classes of its own.
+    `known_code` holds the entries of a config's `auto_map` for which transformers has built-in classes.
     """
 
     model_type: str
@@ -242,7 +243,7 @@ class Family:
     known_code: frozenset[str] = frozenset()
 
     def param_mappings(self, spec: ModelSpec) -> list[ParamMapping]:
-        """Every parameter of the model in a fixed order: embedding, layers in order, final norm, head."""
+        """The mappings of all parameters of the model in a fixed order: embedding, layers, final norm, head."""
         present = [mapping for mapping in self.mappings if mapping.present(spec)]
         before = [mapping for mapping in present if mapping.megatron.startswith("embedding.")]
         layer = [mapping for mapping in present if "{layer}" in mapping.megatron]
@@ -258,10 +259,10 @@ def require(hf_config: dict, key: str, source: str) -> object:
 
 
 def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError for a model that needs Python files of its own, or whose weights are stored quantized.
+    """Raises ValueError for a model that needs its own Python files, or whose weights are stored quantized.
 
     Args:
-        known: entries of `auto_map` that do no harm: they are never run.
+        known: entries of `auto_map` that are accepted; their code is never run.
     """
     code = hf_config.get("auto_map") or {}
     # an entry may name a repository before its file

@@ -1,4 +1,4 @@
-"""What decoder-only families have in common: weight mappings of models with q, k, v apart, and the config's keys."""
+"""The parts that dense decoder-only families share: weight mappings for separate q, k, v, and the config's keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
 _QKV = ("q_proj", "k_proj", "v_proj")
 
-RULES = (
+PARAM_MAPPINGS = (
     ParamMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary()),
     ParamMapping(_MEGATRON + "input_layernorm.weight", (_HF + "input_layernorm.weight",), Replicated()),
     ParamMapping(
@@ -76,10 +76,10 @@ def parse_dense(
     qk_norm: bool,
     **rope: Any,
 ) -> ModelSpec:
-    """The keys that all families share. A missing `num_key_value_heads` means as many as attention heads.
+    """Parses the keys that all families share. `num_key_value_heads` defaults to `num_attention_heads`.
 
     Args:
-        rope: what the family's rotary embeddings can be, see `parse_rope`.
+        rope: the kinds of rotary embeddings that the family supports: arguments of `parse_rope`.
 
     Raises:
         ValueError: a key is missing, wrong, or asks for something unsupported.

@@ -1,9 +1,9 @@
-"""Llama 2 and 3.x: RoPE plain or scaled as in Llama 3.1, embeddings tied or not, biases on the attention or none."""
+"""Llama 2 and 3.x: plain RoPE or RoPE scaled as in Llama 3.1, tied or untied embeddings, optional attention biases."""
 
 from __future__ import annotations
 
 from nemo_oprd.models.base import Family, ModelSpec, refuse_sliding_window
-from nemo_oprd.models.dense import RULES, parse_dense
+from nemo_oprd.models.dense import PARAM_MAPPINGS, parse_dense
 
 
 def _parse(hf_config: dict, source: str) -> ModelSpec:
@@ -26,4 +26,4 @@ def _parse(hf_config: dict, source: str) -> ModelSpec:
     )
 
 
-LLAMA = Family("llama", _parse, RULES)
+LLAMA = Family("llama", _parse, PARAM_MAPPINGS)

@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4-mini: q, k, v in one tensor, gate and up in another, part of a head rotated, LongRoPE.
+"""Phi-3 and Phi-4-mini: q, k, v in one tensor, gate and up in another, partial rotary embeddings, LongRoPE.
 
-Attention to a sliding window is Hugging Face's for every layer; it is full attention where the window covers all
-positions of the model, and refused where it doesn't.
+Hugging Face's model applies the config's sliding window in every layer. That is full attention if the window covers all
+positions of the model; a shorter window is rejected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nemo_oprd.models.base import Family, Form, GateUp, GroupedQKV, ModelSpec, ParamMapping
-from nemo_oprd.models.dense import RULES, parse_dense
+from nemo_oprd.models.dense import PARAM_MAPPINGS, parse_dense
 from nemo_oprd.models.rope import number
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FusedQKV(GroupedQKV):
-    """One tensor with all of q above all of k above all of v [(A+2G)*C, ..] -> interleaved by group."""
+    """One tensor [(A+2G)*C, ..] that stacks q, k and v -> the rows interleaved by group."""
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """(qkv,) -> interleaved by group."""
@@ -34,10 +34,10 @@ class FusedQKV(GroupedQKV):
 
 
 class FusedGateUp(GateUp):
-    """One tensor with gate above up, as Megatron has it; split over TP ranks like `GateUp`."""
+    """One tensor that stacks gate and up, in Megatron's order; split over TP ranks like `GateUp`."""
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """(gate_up,) -> itself."""
+        """(gate_up,) -> gate_up."""
         return tensors[0]
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
@@ -92,7 +92,7 @@ def _parse(hf_config: dict, source: str) -> ModelSpec:
 PHI3 = Family(
     "phi3",
     _parse,
-    tuple(_fused(mapping) for mapping in RULES),
-    # what the models' configs name besides; transformers' own classes compute the same
+    tuple(_fused(mapping) for mapping in PARAM_MAPPINGS),
+    # entries of the models' configs; transformers' built-in classes compute the same
     known_code=frozenset({"configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM"}),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_oprd.models.base import Family, ModelSpec, refuse_sliding_window, require
-from nemo_oprd.models.dense import RULES, parse_dense
+from nemo_oprd.models.dense import PARAM_MAPPINGS, parse_dense
 
 
 def _parse_qwen2(hf_config: dict, source: str) -> ModelSpec:
@@ -19,5 +19,5 @@ def _parse_qwen3(hf_config: dict, source: str) -> ModelSpec:
     return parse_dense(hf_config, source, qkv_bias=bias, proj_bias=bias, qk_norm=True)
 
 
-QWEN2 = Family("qwen2", _parse_qwen2, RULES)
-QWEN3 = Family("qwen3", _parse_qwen3, RULES)
+QWEN2 = Family("qwen2", _parse_qwen2, PARAM_MAPPINGS)
+QWEN3 = Family("qwen3", _parse_qwen3, PARAM_MAPPINGS)

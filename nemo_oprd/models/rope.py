@@ -1,9 +1,9 @@
-"""Rotary position embeddings: what a config asks for, and the frequencies that follow. One function for all layouts.
+"""Rotary position embeddings: a config's settings and the frequencies that follow from them, for all layouts.
 
-Kinds: "default"; "llama3" (low frequencies divided by a factor, a smooth passage in between); "longrope" (a factor per
-frequency, one set for short sequences and one for long ones, and cosines and sines scaled). Which set of LongRoPE
-applies is a property of a whole sequence: its total length against `original`, as Hugging Face has it for a batch of
-one. Two sequences in one pack may therefore have different frequencies.
+Kinds: "default"; "llama3" (low frequencies are divided by a factor, with a smooth transition); "longrope" (a factor per
+frequency, one set for short sequences and one for long ones, and scaled cosines and sines). The set of LongRoPE factors
+depends on the total length of a sequence compared with `original`, as in Hugging Face's code for a batch of one. Two
+sequences in one pack may therefore have different frequencies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Rope:
     """`share` is the part of a head's channels that is rotated; `scale` multiplies cosines and sines.
 
-    `factor`, `low` and `high` are for llama3, `short` and `long` (one number per frequency) for longrope, `original`
-    (positions of the pretraining) for both.
+    `factor`, `low` and `high` are settings of llama3; `short` and `long` (one number per frequency) of longrope;
+    `original` (the number of positions in pretraining) of both.
     """
 
     theta: float
@@ -37,11 +37,11 @@ class Rope:
 
     @property
     def switch(self) -> int | None:
-        """Sequences of more tokens than this take the second row of `inv_freq`; None where there is one row."""
+        """Sequences of more tokens than this use the second row of `inv_freq`; None if there is one row."""
         return self.original if self.kind == "longrope" else None
 
     def inv_freq(self, head_dim: int) -> torch.Tensor:
-        """Angles per position, float32 [regimes, rotated channels / 2]: one regime, or short and long."""
+        """Angles per position, float32 [regimes, rotated channels / 2]; the regimes of longrope are short and long."""
         import torch
 
         channels = rotated_channels(head_dim, self.share)
@@ -51,14 +51,14 @@ class Rope:
             factors = torch.tensor([self.short, self.long], dtype=torch.float32)
             return 1.0 / (factors * self.theta**exponents)
         if self.kind == "llama3":
-            turns = self.original * plain / (2 * math.pi)  # within the pretraining's positions
+            turns = self.original * plain / (2 * math.pi)  # over the positions of pretraining
             blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
             plain = (1 - blend) * plain / self.factor + blend * plain
         return plain[None]
 
 
 def rotated_channels(head_dim: int, share: float) -> int:
-    """Channels of a head that are rotated."""
+    """The number of rotated channels of a head."""
     return int(head_dim * share)
 
 
@@ -78,16 +78,16 @@ def parse_rope(
     default_theta: float | None = None,
     partial: bool = False,
 ) -> Rope:
-    """From either spelling: `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+    """Parses both spellings: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 
     Args:
-        kinds: what the family has.
-        default_theta: the base where the config has none, None where that is an error.
-        partial: whether the family has partial rotary embeddings.
+        kinds: the kinds that the family supports.
+        default_theta: the base if the config has none; None if a missing base is an error.
+        partial: whether the family supports partial rotary embeddings.
 
     Raises:
-        ValueError: another kind, partial rotary embeddings where there are none, values that are missing or wrong, or
-            two spellings that contradict each other.
+        ValueError: an unsupported kind, unsupported partial rotary embeddings, missing or wrong values, or spellings
+            that contradict each other.
     """
     settings: dict = {}
     for key in ("rope_parameters", "rope_scaling"):

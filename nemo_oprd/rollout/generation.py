@@ -1,8 +1,8 @@
-"""In-process generation: prefill and one-token decoding of ragged batches on a Megatron model without pipeline stages.
+"""In-process generation: prefill and token-by-token decoding of ragged batches on a Megatron model with one stage.
 
-Prompts are right-padded; every sequence keeps its own positions, its keys and values sit at those positions in the
-cache, and finished sequences leave the batch. Sampling inverts the cumulative distribution at one uniform number per
-token, so the caller decides the randomness of every response.
+Prompts are right-padded. Every sequence has its own positions, its keys and values are at those positions in the cache,
+and finished sequences leave the batch. Sampling inverts the cumulative distribution at one uniform number per token, so
+the caller controls the randomness of every response.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from nemo_oprd.megatron.attention import DecodeParams, KVCache
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import device
 
-# Finished sequences are dropped from the batch once they are this share of it; dropping copies the cache.
+# Finished sequences are removed once they make up this share of the batch; removing them copies the cache.
 COMPACT_AT = 0.25
-# A caller is asked whether it gives up once in so many tokens: seconds.
-ASK_EVERY = 256
+# Tokens between two calls of `should_cancel`; that many tokens take seconds.
+CANCEL_CHECK_EVERY = 256
 
 
 @dataclass
 class Generated:
-    """Sampled ids of one response, the end-of-sequence id included if it was reached."""
+    """Sampled ids of one response, including the end-of-sequence id if it was sampled (`finished`)."""
 
     ids: list[int]
     finished: bool
@@ -34,7 +34,7 @@ class Generated:
 def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """One id per row of [B, V] logits: the smallest id whose cumulative probability exceeds `uniform` (in [0, 1)).
 
-    `temperature` 0 is greedy. `top_p` keeps the most likely ids until their mass reaches it.
+    `temperature` 0 is greedy. `top_p` keeps the most likely ids until their total probability reaches `top_p`.
     """
     if temperature == 0:
         return logits_BV.argmax(-1)
@@ -48,10 +48,10 @@ def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: f
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits_BV.shape[-1] - 1)
 
 
-def _start_over(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
-    """Prefills one sequence anew, into its row of the cache; the last token's hidden state [1, H].
+def _prefill_again(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
+    """Prefills one sequence again, into its row of the cache; returns the last token's hidden state [1, D].
 
-    For LongRoPE: where a sequence grows beyond the short factors, all its keys change (Hugging Face drops its cache).
+    Needed for LongRoPE: when a sequence outgrows the short factors, all its keys change (Hugging Face drops its cache).
     """
     size = len(ids_T)
     alone = KVCache(size, used=size, lengths=torch.tensor([size], device=ids_T.device))
@@ -76,44 +76,44 @@ def generate_batch(
     eos_ids: tuple[int, ...],
     should_cancel: Callable[[], bool] | None = None,
 ) -> list[Generated] | None:
-    """Responses to a ragged batch of prompts.
+    """Samples one response for each of B prompts.
+
+    All tensor ranks compute the same result, because they share the gathered logits and the uniforms.
 
     Args:
         uniforms: [B, T] numbers in [0, 1).
-        limits: [B] how many new tokens each response may have, at most T.
-        should_cancel: asked every `ASK_EVERY` tokens; the same answer on all tensor ranks.
+        limits: [B] maximum number of new tokens of each response, at most T.
+        should_cancel: called every `CANCEL_CHECK_EVERY` tokens; must return the same value on all tensor ranks.
 
     Returns:
-        None if it was cancelled.
-
-    All tensor ranks compute the same result: they share the gathered logits and the uniforms.
+        The responses; None if generation was cancelled.
     """
-    here = device()
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=here)
+    target_device = device()
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target_device)
     longest, steps = int(lengths.max()), uniforms.shape[1]
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=here)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=target_device)
     for i, prompt in enumerate(prompts):
         ids[i, : len(prompt)] = torch.tensor(prompt)
-    draws = torch.from_numpy(uniforms).to(here)
-    eos = torch.tensor(eos_ids, dtype=torch.long, device=here)
+    draws = torch.from_numpy(uniforms).to(target_device)
+    eos = torch.tensor(eos_ids, dtype=torch.long, device=target_device)
 
-    limit = torch.tensor(limits, device=here)
+    limit = torch.tensor(limits, device=target_device)
     cache = KVCache(int((lengths + limit).max()))
-    cache.positions = torch.arange(longest, device=here).expand(len(prompts), longest)
+    cache.positions = torch.arange(longest, device=target_device).expand(len(prompts), longest)
     cache.used = longest
     cache.lengths = lengths
     hidden = model(ids, DecodeParams(cache=cache))  # [longest, B, H]
-    rows = torch.arange(len(prompts), device=here)
+    rows = torch.arange(len(prompts), device=target_device)
     last = hidden[lengths - 1, rows][None]
 
-    sampled = torch.zeros(len(prompts), steps, dtype=torch.long, device=here)
-    count = torch.zeros(len(prompts), dtype=torch.long, device=here)
-    finished = torch.zeros(len(prompts), dtype=torch.bool, device=here)  # no more tokens wanted
-    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=here)  # the end-of-sequence id was sampled
-    slots = torch.arange(cache.max_length, device=here)
-    alive = rows  # sequences in the batch, by their place in `prompts`
+    sampled = torch.zeros(len(prompts), steps, dtype=torch.long, device=target_device)
+    count = torch.zeros(len(prompts), dtype=torch.long, device=target_device)
+    finished = torch.zeros(len(prompts), dtype=torch.bool, device=target_device)  # needs no more tokens
+    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=target_device)  # the end-of-sequence id was sampled
+    slots = torch.arange(cache.max_length, device=target_device)
+    alive = rows  # indices into `prompts` of the sequences that are still in the batch
     for t in range(steps):
-        if should_cancel is not None and t and t % ASK_EVERY == 0 and should_cancel():
+        if should_cancel is not None and t and t % CANCEL_CHECK_EVERY == 0 and should_cancel():
             return None
         logits = model.logits(last)[0, :, :vocab_size]
         token = pick_tokens(logits, draws[alive, t], temperature, top_p)
@@ -129,7 +129,7 @@ def generate_batch(
             keep = (~done).nonzero()[:, 0]
             cache.select(keep)
             alive, token = alive[keep], token[keep]
-        # finished sequences that are still in the batch write nowhere that matters
+        # finished sequences that are still in the batch write to cache slots that nothing reads
         position = (lengths[alive] + t).clamp_max(cache.max_length - 1)
         cache.positions = position[:, None]
         cache.used = int(position.max()) + 1
@@ -140,6 +140,6 @@ def generate_batch(
             for row in ((position == model.rope.switch) & ~finished[alive]).nonzero()[:, 0].tolist():
                 i = alive[row]
                 whole = torch.cat([ids[i, : lengths[i]], sampled[i, : t + 1]])
-                last[:, row] = _start_over(model, whole, cache, row)
+                last[:, row] = _prefill_again(model, whole, cache, row)
     texts, counts, ends = sampled.cpu(), count.tolist(), stopped.tolist()
     return [Generated(texts[i, : counts[i]].tolist(), ends[i]) for i in range(len(prompts))]

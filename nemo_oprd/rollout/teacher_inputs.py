@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.tokenization.align import Alignment, align_batch, check_coverage, coverage_of
-from nemo_oprd.tokenization.identity import teacher_stop
+from nemo_oprd.tokenization.identity import teacher_eos_id
 from nemo_oprd.tokenization.token_bytes import byte_table
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ class TextInputs:
         self.exact, self.min_coverage = exact, min_coverage
         for tokenizer in (student, teacher):
             byte_table(tokenizer)
-        teacher_stop(teacher)
+        teacher_eos_id(teacher)
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """See `TeacherInputs`. Each rank aligns its share of the responses.

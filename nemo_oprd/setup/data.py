@@ -124,7 +124,7 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
             ids = tokenizer.encode_prompt(list(prompt.messages))
             if limit is not None and len(ids) > limit:
                 continue
-            told = prompt.told(config.teacher.prompt)
+            told = prompt.teacher_messages(config.teacher.prompt)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if len(ids) >= max_positions:

@@ -1,4 +1,4 @@
-"""Text and token ids: one model's tokenizer here, the alignment of two tokenizations beside it.
+"""Text and token ids: the tokenizer of one model (`tokenizer`), and the alignment of two tokenizations (`align`).
 
-Models and losses see ids only; a response is never decoded and encoded again on its way to the model that sampled it.
+Models and losses see ids only. A response is never decoded and encoded again for the model that sampled it.
 """

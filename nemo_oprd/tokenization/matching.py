@@ -1,8 +1,8 @@
-"""Where two byte strings say the same: for text that a tokenizer gives back changed (accents composed, spaces merged).
+"""Finds the equal parts of two byte strings: for text that a tokenizer changes (composed accents, merged spaces).
 
-Runs of equal bytes are followed; after a difference the nearest place is taken where both go on alike. Linear for equal
-texts, and a bounded search per difference. Not a shortest edit script: what isn't found to be equal is left out, and
-the caller masks it.
+Runs of equal bytes are followed to their end; after a difference, the search resumes at the nearest place where both
+strings agree again. The cost is linear for equal texts, plus a bounded search per difference. The result is not a
+shortest edit script: equal parts that the search misses are omitted, and the caller masks them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Literal
 
 import numpy as np
 
-# What tokenizers do to a text by themselves: Qwen composes accents, sentencepiece folds compatibility characters too.
+# Normal forms that tokenizers apply: Qwen composes accents (NFC), sentencepiece also folds compatibility characters.
 FORMS: tuple[Literal["NFC", "NFKC"], ...] = ("NFC", "NFKC")
-# After a difference: how many bytes have to agree again, and how far on they may begin. Close by few will do, further
-# away they may agree by chance. Then: text that differs at every word, a page that is missing.
+# Attempts after a difference: (how many bytes must agree again, how far away they may begin). Nearby, few bytes are
+# enough; further away, few bytes may agree by chance. The last two are for text in which every word differs and for a
+# missing page.
 ANCHORS = ((6, 24), (8, 256), (4, 32), (16, 4096))
 
 
 def equal_spans(text: bytes, other: bytes) -> np.ndarray:
-    """int64 [m, 3]: runs (i, j, n) with text[i : i + n] == other[j : j + n], rising, of whole UTF-8 characters.
+    """int64 [m, 3]: runs (i, j, n) with text[i : i + n] == other[j : j + n], ascending, of whole UTF-8 characters.
 
     Example: b"abcdefgh-x" and b"abcdefgh_x" -> [[0, 0, 8], [9, 9, 1]].
     """
@@ -46,11 +47,11 @@ def equal_spans(text: bytes, other: bytes) -> np.ndarray:
 
 
 def map_ends(spans: np.ndarray, ends_other: np.ndarray) -> np.ndarray:
-    """int64 [n]: where ends in the other string lie in the text; -1 for 0 and for ends outside the equal runs.
+    """int64 [n]: byte offsets in the other string -> offsets in the text; -1 for 0 and outside the equal runs.
 
     Args:
         spans: [m, 3] from `equal_spans`.
-        ends_other: int64 [n], rising.
+        ends_other: int64 [n], ascending offsets in the other string.
     """
     if not len(spans):
         return np.full(len(ends_other), -1, dtype=np.int64)
@@ -61,7 +62,7 @@ def map_ends(spans: np.ndarray, ends_other: np.ndarray) -> np.ndarray:
 
 
 def bytes_outside(spans: np.ndarray, length: int) -> np.ndarray:
-    """int64 [length + 1]: how many bytes of the text before each offset are in no run of `spans`."""
+    """int64 [length + 1]: how many bytes of the text before each offset belong to no run of `spans`."""
     outside = np.ones(length, dtype=np.int64)
     for i, _, n in spans.tolist():
         outside[i : i + n] = 0
@@ -69,7 +70,7 @@ def bytes_outside(spans: np.ndarray, length: int) -> np.ndarray:
 
 
 def _normalised_spans(text: bytes, other: bytes) -> np.ndarray | None:
-    """The equal runs where `other` is a normal form of the text, followed letter by letter; None where it is not."""
+    """The equal runs, compared letter by letter, if `other` is a normal form of the text; otherwise None."""
     letters = text.decode()
     for form in FORMS:
         if unicodedata.normalize(form, letters).encode() != other:
@@ -82,7 +83,7 @@ def _normalised_spans(text: bytes, other: bytes) -> np.ndarray | None:
             else:
                 spans.append((i, j, run))
                 i, j, run = i + run + len(before), j + run + len(after), 0
-        if j + run == len(other):  # else letters were composed across units (Korean jamo)
+        if j + run == len(other):  # otherwise letters were composed across units (Korean jamo)
             return np.array([span for span in [*spans, (i, j, run)] if span[2]], dtype=np.int64).reshape(-1, 3)
     return None
 
@@ -95,7 +96,7 @@ def _with_marks(text: str) -> list[str]:
 
 
 def _common_prefix(a: bytes, b: bytes, i: int, j: int) -> int:
-    """Bytes that agree from a[i] and b[j] on; in growing pieces, because a run may end at once or never."""
+    """How many bytes agree from a[i] and b[j] on. Compares pieces of growing size: runs may be short or very long."""
     n, piece = 0, 32
     while True:
         x, y = a[i + n : i + n + piece], b[j + n : j + n + piece]
@@ -112,7 +113,7 @@ def _common_suffix(a: bytes, b: bytes) -> int:
 
 
 def _resume(a: bytes, b: bytes, i: int, j: int) -> tuple[int, int] | None:
-    """The fewest bytes to skip in `a` from i and in `b` from j until both agree again; None where they don't."""
+    """The fewest bytes to skip in `a` from i and in `b` from j until both agree again; None if none is found."""
     for length, reach in ANCHORS:
         best: tuple[int, int] | None = None
         for skip_a in range(min(reach, len(a) - i - length) + 1):
@@ -127,7 +128,7 @@ def _resume(a: bytes, b: bytes, i: int, j: int) -> tuple[int, int] | None:
 
 
 def _whole_characters(a: bytes, b: bytes, i: int, j: int, n: int) -> tuple[int, int, int]:
-    """The run without parts of characters at its edges: half of an accented letter is not the letter."""
+    """The run without incomplete characters at its edges: part of an accented letter's bytes is not that letter."""
 
     def inside(offset: int) -> bool:
         return any(k + offset < len(s) and s[k + offset] & 0xC0 == 0x80 for s, k in ((a, i), (b, j)))

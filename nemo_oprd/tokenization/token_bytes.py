@@ -1,9 +1,9 @@
 """The bytes that each token of a vocabulary stands for, and where the tokens of a response end in its text.
 
-Bytes, not `decode` of prefixes: a prefix may end inside a character, and decoding all of them is quadratic. What a
-token's bytes are follows from the tokenizer's decoder, so the table is read from there, once per vocabulary, and is
-compared with `decode` on a text with one of everything. Decoders that don't join their tokens' texts (WordPiece, CTC)
-have no such table and are refused. Left out: the model's own bytes of special tokens; here they have none.
+The table holds bytes because decoding prefixes of a response fails: a prefix may end inside a character, and decoding
+all prefixes takes quadratic time. A token's bytes follow from the tokenizer's decoder, so the table is derived from the
+decoder once per vocabulary, and compared with `decode` on a probe text. Decoders that do not simply join the texts of
+their tokens (WordPiece, CTC) have no such table and are rejected. Special tokens have no bytes in the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 SPACE_MARK = "\u2581"  # how sentencepiece writes a space
 BYTE_PIECES = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
-# Letters, an accent, CJK, an emoji of four bytes, LaTeX, digits, inner and double spaces, a line break.
+# Letters, an accent, CJK, a four-byte emoji, LaTeX, digits, single and double spaces, a line break.
 PROBE = "Let a  na\u00efve\n\u5b57 \U0001f600 be \\frac{12}{3}, <x>."
 
 
@@ -31,9 +31,9 @@ class ByteTable:
 
     Attributes:
         pieces: [V] bytes of each token; empty for special tokens and for ids without a token.
-        lengths: [V] int64, bytes of each token; -1 for ids without a token.
-        is_text: [V] bool, false for special tokens (end of sequence, padding, unknown), which write no text.
-        strips_prefix: the space that encoding puts before a text is taken off again by decoding.
+        lengths: [V] int64, number of bytes of each token; -1 for ids without a token.
+        is_text: [V] bool, false for special tokens (end of sequence, padding, unknown), which have no text.
+        strips_prefix: whether decoding removes the space that encoding puts before a text.
     """
 
     pieces: list[bytes]
@@ -42,11 +42,11 @@ class ByteTable:
     strips_prefix: bool
 
     def join(self, ids: Sequence[int]) -> bytes:
-        """The bytes of the tokens in a row, a prefix space included."""
+        """The concatenated bytes of the tokens, including a prefix space."""
         return b"".join(map(self.pieces.__getitem__, ids))
 
     def prefix(self, raw: bytes) -> int:
-        """How many of the first bytes of `join` decoding takes off: 0 or 1."""
+        """How many bytes decoding removes from the start of `raw`, the result of `join`: 0 or 1."""
         return int(self.strips_prefix and raw[:1] == b" ")
 
 
@@ -54,10 +54,10 @@ _TABLES: WeakKeyDictionary[Tokenizer, ByteTable] = WeakKeyDictionary()
 
 
 def byte_table(tokenizer: Tokenizer) -> ByteTable:
-    """The table of a tokenizer's vocabulary, built at the first call and kept as long as the tokenizer.
+    """The byte table of a tokenizer, built at the first call and cached for the lifetime of the tokenizer.
 
     Raises:
-        ValueError: the bytes of its tokens can't be derived from its decoder.
+        ValueError: the bytes of the tokens can't be derived from the tokenizer's decoder.
     """
     if tokenizer not in _TABLES:
         _TABLES[tokenizer] = _build(tokenizer)
@@ -65,10 +65,10 @@ def byte_table(tokenizer: Tokenizer) -> ByteTable:
 
 
 def byte_ends(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
-    """int64 [n]: for each token of a response the byte of its text (UTF-8) at which the token ends.
+    """int64 [n]: for each token of a response, the byte offset in the response's UTF-8 text at which the token ends.
 
-    Never falls; stays where it is at special tokens, which have no bytes. A token that ends inside a character ends at
-    that byte. Example, byte-level tokens `a`, `\\xc3`, `\\xa9` and the end of sequence: [1, 2, 3, 3].
+    Offsets never decrease; a special token has no bytes and repeats the offset before it. A token may end inside a
+    character. Example, byte-level tokens `a`, `\\xc3`, `\\xa9` and the end of sequence: [1, 2, 3, 3].
 
     Raises:
         ValueError: the tokenizer has no byte table, or an id is not in its vocabulary.
@@ -81,10 +81,10 @@ def byte_ends(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
 
 
 def check_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
-    """int64 [n], the ids, where each is one of the vocabulary.
+    """The ids as int64 [n], after a check that every id has a token in the vocabulary.
 
     Raises:
-        ValueError: one is not, as where ids of another tokenizer are given.
+        ValueError: an id has no token, for example because the ids come from another tokenizer.
     """
     table = byte_table(tokenizer)
     array = np.asarray(ids, dtype=np.int64)
@@ -95,7 +95,7 @@ def check_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
         at = int(outside.argmax())
         raise ValueError(
             f"{tokenizer.path}: token id {int(array[at])} at position {at} of the response is not in this vocabulary, "
-            f"expected ids below {size} that have a token; give the tokenizer of the model that sampled the response"
+            f"expected ids below {size} that have a token; use the tokenizer of the model that sampled the response"
         )
     return array
 
@@ -104,11 +104,11 @@ def _build(tokenizer: Tokenizer) -> ByteTable:
     hf = tokenizer.hf
     backend = json.loads(hf.backend_tokenizer.to_str()) if hf.is_fast else None
     if backend is not None:
-        to_bytes, strips = _fast_rules(tokenizer, backend)
+        to_bytes, strips = _fast_decoder(tokenizer, backend)
         added = {token["id"]: token for token in backend["added_tokens"]}
         special = {i for i, token in added.items() if token["special"]}
     else:
-        to_bytes, strips = _sentencepiece_rules(tokenizer)
+        to_bytes, strips = _sentencepiece_decoder(tokenizer)
         special = set()
     special |= {int(i) for i in hf.all_special_ids} | set(tokenizer.eos_ids)
 
@@ -125,8 +125,8 @@ def _build(tokenizer: Tokenizer) -> ByteTable:
     return table
 
 
-def _fast_rules(tokenizer: Tokenizer, backend: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
-    """(token -> bytes, whether decoding strips a prefix space), of a tokenizer.json with any decoder that joins."""
+def _fast_decoder(tokenizer: Tokenizer, backend: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
+    """(token -> bytes, whether decoding strips a prefix space) for a tokenizer.json whose decoder joins its tokens."""
     decoders = _flatten(backend["decoder"])
     kinds = [decoder["type"] for decoder in decoders]
     if not kinds or not set(kinds) <= {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
@@ -152,8 +152,8 @@ def _fast_rules(tokenizer: Tokenizer, backend: dict[str, Any]) -> tuple[Callable
     return (lambda token: _piece(token, marks, byte_pieces)), strips
 
 
-def _sentencepiece_rules(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """The same for a slow tokenizer that holds a sentencepiece model."""
+def _sentencepiece_decoder(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """The same as `_fast_decoder`, for a slow tokenizer that holds a sentencepiece model."""
     model = getattr(tokenizer.hf, "sp_model", None)
     if model is None:
         raise _no_offsets(tokenizer, f"{type(tokenizer.hf).__name__} has neither a tokenizer.json nor a sentencepiece")
@@ -178,36 +178,36 @@ def _piece(token: str, marks: list[str], byte_pieces: dict[str, bytes]) -> bytes
 
 
 def _byte_level(token: str, verbatim: frozenset[str]) -> bytes:
-    """GPT-2's alphabet, in which every character stands for a byte; added tokens are written as they are."""
+    """Bytes of a token in GPT-2's alphabet, where every character stands for a byte; added tokens are plain UTF-8."""
     if token in verbatim:
         return token.encode("utf-8")
     alphabet = _byte_alphabet()
     try:
         return bytes([alphabet[character] for character in token])
-    except KeyError:  # not of the alphabet: the library's decoder takes such a token as it is written
+    except KeyError:  # outside the alphabet: the library's decoder also takes such a token literally
         return token.encode("utf-8")
 
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """Printable Latin-1 characters stand for their own byte; the 68 others are numbered from U+0100 on."""
+    """Character -> byte: printable Latin-1 characters stand for themselves, the 68 other bytes start at U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(0x100 + i): value for i, value in enumerate(others)}
 
 
 def _compare_with_decode(tokenizer: Tokenizer, table: ByteTable) -> None:
-    """The rules above are read from a description; this is what the tokenizer does."""
+    """Raises ValueError if the table, derived from the decoder's description, disagrees with what `decode` returns."""
     ids = [i for i in tokenizer.encode_plain([PROBE])[0] if table.is_text[i]]
     raw = table.join(ids)
-    mine, theirs = raw[table.prefix(raw) :], tokenizer.decode(ids).encode("utf-8")
-    if mine != theirs:
-        raise _no_offsets(tokenizer, f"its tokens give {mine!r} in a row and decode to {theirs!r}")
+    joined, decoded = raw[table.prefix(raw) :], tokenizer.decode(ids).encode("utf-8")
+    if joined != decoded:
+        raise _no_offsets(tokenizer, f"the bytes of its tokens join to {joined!r}, but decode returns {decoded!r}")
 
 
 def _no_offsets(tokenizer: Tokenizer, reason: str) -> ValueError:
     return ValueError(
         f"{tokenizer.path}: the bytes of its tokens can't be derived, so there are no byte offsets ({reason}); "
-        "expected byte-level or sentencepiece tokens, or characters, whose texts in a row are the decoded text: save "
-        "it as a fast tokenizer with such a decoder, or use a model with another tokenizer"
+        "expected byte-level or sentencepiece tokens, or characters, whose concatenated texts are the decoded text: "
+        "save it as a fast tokenizer with such a decoder, or use a model with another tokenizer"
     )

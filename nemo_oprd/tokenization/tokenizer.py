@@ -1,8 +1,8 @@
-"""A model's tokenizer: text and conversations -> ids -> text, which ids end a response, and a hash to compare two.
+"""A model's tokenizer: conversations and text -> ids -> text, the ids that end a response, and a fingerprint.
 
-A thin wrapper over Hugging Face's `AutoTokenizer`. It exists because the stop ids are written in one of three files,
-and because special tokens, which a chat template has written already, must not be added twice. Left out: batches,
-padding and truncation (packs are made of exact id lists), and code from the model's repository, which is never run.
+A thin wrapper around Hugging Face's `AutoTokenizer`. It exists because the stop ids may be in any of three files, and
+because special tokens that a chat template has already written must not be added twice. Batches, padding and truncation
+are not supported (packs are made of exact id lists); code from the model's repository is never run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_oprd.fault_tolerance.files import read_json
 
-# What a tokenizer may consist of, across the formats in use; generation_config.json holds the stop ids.
+# The files of which a tokenizer may consist, in all formats in use; generation_config.json holds the stop ids.
 TOKENIZER_FILES = (
     "tokenizer*.json",
     "tokenizer.model",
@@ -33,8 +33,8 @@ class Tokenizer:
 
     Attributes:
         path: the directory that it was loaded from.
-        vocab_size: largest id + 1, added tokens included. A model's embedding may have more rows than that.
-        eos_ids: the ids that end a response, in the order of the file that names them.
+        vocab_size: largest id + 1, including added tokens. A model's embedding may have more rows.
+        eos_ids: the ids that end a response, in the order in which the model's file lists them.
     """
 
     def __init__(self, path: Path, hf_tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class Tokenizer:
         `eos_ids` are `eos_token_id` of generation_config.json, else of config.json, else the tokenizer's own.
 
         Raises:
-            ValueError: there is no such directory, no tokenizer in it, or nothing says which token ends a response.
+            ValueError: there is no such directory, it holds no tokenizer, or no file names the end-of-sequence id.
         """
         path = Path(path)
         if not path.is_dir():
@@ -66,7 +66,7 @@ class Tokenizer:
         _refuse_remote_code(path)
         try:
             hf_tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever a parser says of damaged files; the Rust one raises plain Exception
+        except Exception as error:  # damaged files raise errors of many types; the Rust parser raises plain Exception
             raise ValueError(
                 f"{path}: the tokenizer can't be read ({' '.join(str(error).split())[:200]}); copy the tokenizer files "
                 "from the model's source again"
@@ -74,26 +74,29 @@ class Tokenizer:
         return Tokenizer(path, hf_tokenizer, _eos_ids(path, hf_tokenizer.eos_token_id))
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """The conversation in the model's chat template, up to where the model's response begins.
+        """The ids of the conversation in the model's chat template, up to where the model's response begins.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template, or the template rejects the conversation.
         """
         encoded = self._apply_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
-    def render(self, messages: list[dict[str, str]], respond: bool) -> str:
-        """The conversation as text in the model's chat template; `respond`: up to where the model's response begins.
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """The conversation as text in the model's chat template.
+
+        Args:
+            add_generation_prompt: also write what precedes the model's next response.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template, or the template rejects the conversation.
         """
-        return str(self._apply_template(messages, tokenize=False, add_generation_prompt=respond))
+        return str(self._apply_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text alone; a special token that is written out in it is read as ordinary characters.
+        """The ids of each text, without added special tokens; special tokens in a text are read as ordinary characters.
 
-        Added tokens that are not special (`<think>`) stay what they are: a model writes them as part of its text.
+        Added tokens that are not special (`<think>`) keep their ids: a model writes them as part of its text.
         """
         if not texts:
             return []
@@ -102,46 +105,46 @@ class Tokenizer:
 
     @property
     def hf(self) -> Any:
-        """The Hugging Face tokenizer itself, for what reads its vocabulary and decoder."""
+        """The Hugging Face tokenizer, for code that reads its vocabulary or decoder."""
         return self._hf
 
     def _apply_template(self, messages: list[dict[str, str]], **kwargs: Any) -> Any:
         if not self._hf.chat_template:
             raise ValueError(
-                f"{self.path}: the tokenizer has no chat template, expected one to lay out the conversation; add "
+                f"{self.path}: the tokenizer has no chat template, expected one to format the conversation; add "
                 "chat_template.jinja there (that of the model's instruction-tuned version, or "
                 "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for plain text)"
             )
-        import jinja2  # transformers brings it
+        import jinja2  # a dependency of transformers
 
         try:
             return self._hf.apply_chat_template(messages, return_tensors=None, **kwargs)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"{self.path}: the chat template refuses the conversation with roles "
-                f"{[message['role'] for message in messages]} ({error}); expected one that it can lay out: change the "
+                f"{[message['role'] for message in messages]} ({error}); expected one that it accepts: change the "
                 "roles, or the template"
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone, without beginning- or end-of-sequence tokens."""
+        """The ids of `text`, without beginning- or end-of-sequence tokens."""
         return list(self._hf.encode(text, add_special_tokens=False))
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`; special tokens such as the end of sequence are skipped, spaces left as they are."""
+        """The text of `ids`, without special tokens such as the end of sequence; spaces are not changed."""
         return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def fingerprint(self) -> str:
-        """sha256 (hex) over the token -> id mapping: equal for equal vocabularies, in any process.
+        """sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.
 
-        Merges, normalisation and the chat template don't enter: it tells which ids may be fed to which model.
+        Merges, normalisation and the chat template are not hashed: the fingerprint tells whether two models share ids.
         """
         pairs = json.dumps(sorted(self._vocab.items()), ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(pairs.encode("ascii")).hexdigest()
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copies the tokenizer files that exist in `source` to `target` (made if missing), bytes unchanged.
+    """Copies the tokenizer files in `source` byte for byte to `target`, which is created if missing.
 
     Returns:
         The names of the copied files, sorted.
@@ -151,7 +154,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
-        raise ValueError(f"{source}: no such directory; expected the model whose tokenizer is to be copied")
+        raise ValueError(f"{source}: no such directory; expected the model directory whose tokenizer is to be copied")
     target.mkdir(parents=True, exist_ok=True)
     names = sorted({file.name for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()})
     for name in names:
@@ -165,16 +168,16 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _refuse_remote_code(path: Path) -> None:
     file = path / "tokenizer_config.json"
-    asked = _read_json(file).get("auto_map") if file.is_file() else None
-    if asked:
+    auto_map = _read_json(file).get("auto_map") if file.is_file() else None
+    if auto_map:
         raise ValueError(
-            f"{file}: auto_map={asked!r} asks for code from the model's directory, which is never run; expected a "
-            "tokenizer.json that needs none: save it as a fast tokenizer and remove auto_map"
+            f"{file}: auto_map={auto_map!r} asks for code from the model's directory, which is never run; expected a "
+            "tokenizer.json that needs no code: save it as a fast tokenizer and remove auto_map"
         )
 
 
-def _eos_ids(path: Path, own: int | None) -> tuple[int, ...]:
-    """The stop ids of the first file that names any, else `own`."""
+def _eos_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """The stop ids of the first file that names any, otherwise the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
         value = _read_json(file).get("eos_token_id") if file.is_file() else None
@@ -184,9 +187,9 @@ def _eos_ids(path: Path, own: int | None) -> tuple[int, ...]:
         if not all(type(i) is int and i >= 0 for i in ids):
             raise ValueError(f"{file}: eos_token_id is {value!r}, expected a token id or a list of them; correct it")
         return tuple(ids)
-    if own is None:
+    if tokenizer_eos is None:
         raise ValueError(
             f"{path}: no eos_token_id in generation_config.json or config.json, and the tokenizer has none of its own; "
             "add the id that ends a response to generation_config.json"
         )
-    return (own,)
+    return (tokenizer_eos,)

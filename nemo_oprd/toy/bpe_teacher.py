@@ -1,8 +1,8 @@
 """A teacher for the toy student that shares no vocabulary with it: a Llama with a sentencepiece BPE tokenizer.
 
-It is trained from nothing on the toy problems, as the pair is (`pair.py`). Its tokens are merged characters such as
-`\\boxed{` or `1'`, learned from the task's own texts, so most of them end where one of the student's ends and many of
-the student's end inside one of its own.
+It is trained from scratch on the toy problems, like the pair (`pair.py`). Its tokens are merged characters such as
+`\\boxed{` or `1'`, learned from the texts of the task. Most teacher tokens therefore end where a student token ends,
+while many student tokens end inside a teacher token.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def make_bpe_teacher(
     batch: int = 64,
     log: Callable[[str], None] = print,
 ) -> float:
-    """Writes the teacher's Hugging Face directory; one of the same settings that is there is left as it is.
+    """Writes the teacher's Hugging Face directory; an existing teacher with the same settings is kept.
 
     Returns:
-        The share of 200 problems that were not trained on which it solves greedily.
+        The share of 200 held-out problems that the teacher solves with greedy decoding.
 
     Raises:
-        ValueError: `output` holds a teacher of other settings.
+        ValueError: `output` holds a teacher with other settings.
     """
     done = output / DONE_FILE
     settings = {"seed": seed, "steps": steps, "layers": layers, "hidden": hidden, "batch": batch, "tokens": VOCAB_SIZE}
@@ -51,8 +51,8 @@ def make_bpe_teacher(
         found = read_json(done, "an object with the teacher's settings", "remove it or choose another output")
         if found["settings"] != settings:
             raise ValueError(
-                f"{output}: holds a teacher of {found['settings']}, expected {settings}; remove it or choose another "
-                "output"
+                f"{output}: holds a teacher with settings {found['settings']}, expected {settings}; remove it or "
+                "choose another output"
             )
         return float(found["accuracy"])
     output.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def make_bpe_teacher(
 
 
 def _write_tokenizer(directory: Path, problems: np.ndarray) -> None:
-    """A BPE model of the task's texts, in sentencepiece's own file."""
+    """Trains a BPE model on the texts of the task and writes it as a sentencepiece file."""
     import sentencepiece
 
     texts = [text for a, b in problems.tolist() for text in (task.prompt_text(a, b), task.response_text(a, b))]
@@ -136,7 +136,7 @@ def _new_model(tokenizer: Tokenizer, seed: int, layers: int, hidden: int) -> Lla
 
 
 def _encode(tokenizer: Tokenizer, problems: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts in the chat template, and right responses with the end of sequence: what it will have to read."""
+    """(prompts in the chat template, correct responses with the end-of-sequence id), as token ids."""
     pairs = problems.tolist()
     prompts = [tokenizer.encode_prompt([{"role": "user", "content": task.prompt_text(a, b)}]) for a, b in pairs]
     responses = tokenizer.encode_plain([task.response_text(a, b) for a, b in pairs])
@@ -157,7 +157,7 @@ def _batch(tokenizer: Tokenizer, problems: np.ndarray) -> tuple[torch.Tensor, to
 
 @torch.inference_mode()
 def _accuracy(model: LlamaForCausalLM, tokenizer: Tokenizer, problems: np.ndarray) -> float:
-    """Teacher forcing: a response counts where every token is the likeliest one, which is greedy sampling."""
+    """The share of problems solved greedily, by teacher forcing: every token of the response must be the likeliest."""
     inputs, labels = _batch(tokenizer, problems)
-    picked = model(input_ids=inputs, use_cache=False).logits.argmax(-1)
-    return float(((picked == labels) | (labels == IGNORED)).all(-1).float().mean())
+    predicted = model(input_ids=inputs, use_cache=False).logits.argmax(-1)
+    return float(((predicted == labels) | (labels == IGNORED)).all(-1).float().mean())

@@ -1,10 +1,10 @@
-"""Makes the toy pair: one supervised run of a small Qwen2; a point halfway is the student, the end the teacher.
+"""Makes the toy pair in one supervised run of a small Qwen2: an intermediate step is the student, the last the teacher.
 
-Plain single-process PyTorch on Hugging Face's model, on purpose: what is distilled later should not come from the code
-that distils it. The learning rate decays, because at a constant rate the accuracy jumps from step to step. When a model
-learns to add depends on the seed and even on rounding, hence on the machine, so the student is by default not the
-model at a fixed step but the first one seen to solve `STUDENT_ACCURACY` of the tune problems. Left out: resuming a run
-that takes a minute, and GPUs.
+The training is plain single-process PyTorch on Hugging Face's model, so that the models to distil do not depend on the
+code that distils them. The learning rate decays, because at a constant rate the accuracy jumps from step to step. The
+step at which a model learns to add depends on the seed and even on rounding, hence on the machine. By default the
+student is therefore not the model at a fixed step but the first that solves `STUDENT_ACCURACY` of the tune problems.
+The run takes about a minute, so it cannot be resumed, and it does not use GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2Fo
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.toy import task
 
-# Part of the settings in toy.json. Count it up when the text format or the training changes: no old pair is kept then.
+# Part of the settings in toy.json. Increment it when the text format or the training changes, to reject old pairs.
 RECIPE_VERSION = 1
 SETTINGS_FILE = "toy.json"
 HEADS, KV_HEADS = 4, 2
@@ -34,7 +34,7 @@ IGNORED = -100
 TEMPERATURE = 0.7
 
 STUDENT_ACCURACY = 0.40
-# The accuracy rises by some 2 points per step where it rises fastest. Above this loss it never came near 40 %.
+# The accuracy rises by at most some 2 points per step. Above this loss it was never seen near 40 %.
 CHECK_EVERY = 5
 CHECK_BELOW_LOSS = 0.15
 LOG_EVERY = 25
@@ -43,7 +43,7 @@ EVALUATE_EVERY = 100
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the pair depends on. `student_step` None: chosen by accuracy (see the top of this file)."""
+    """All settings of the pair. `student_step` None: the student is chosen by accuracy (see the module docstring)."""
 
     seed: int
     steps: int
@@ -62,7 +62,7 @@ class Recipe:
     heldout_prompts: int = 500
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what would fail late or silently."""
+        """Raises ValueError for settings that would fail late or silently."""
         if self.steps < 2 or self.layers < 1 or self.seed < 0:
             raise ValueError(
                 f"steps={self.steps}, layers={self.layers}, seed={self.seed}; "
@@ -79,7 +79,7 @@ class Recipe:
             )
 
     def settings(self) -> dict[str, Any]:
-        """What toy.json says about how the pair was made, as JSON would give it back."""
+        """The settings as toy.json records them, with JSON's types (lists for tuples)."""
         return json.loads(json.dumps({"recipe_version": RECIPE_VERSION, **asdict(self)}))
 
     def learning_rate_at(self, step: int) -> float:
@@ -102,18 +102,19 @@ def make_pair(
     """Trains the pair; writes `student/`, `teacher/`, `prompts/{train,tune,heldout}.jsonl` and `toy.json` in `output`.
 
     The same arguments give the same files on the same machine with the same number of threads (`torch.set_num_threads`;
-    two are enough for models of this size). An output that holds the pair of these settings is left as it is.
+    two are enough for models of this size). An existing pair with the same settings is kept.
 
     Args:
-        student_step: the step whose model is the student; None: the first to solve `STUDENT_ACCURACY` of the tune set.
-        log: is given one line of progress at a time.
+        student_step: the step whose model is the student; None chooses the first that solves `STUDENT_ACCURACY` of the
+            tune set.
+        log: called with one line of progress at a time.
 
     Returns:
         The contents of toy.json: `settings`, `student_step`, and for each model `accuracy` (fraction of the held-out
         problems solved by one sample at temperature 0.7), `greedy_accuracy` and `mean_response_tokens`.
 
     Raises:
-        ValueError: an argument is out of range, `output` holds something else, or no student was found in `steps`.
+        ValueError: an argument is out of range, `output` holds other files, or no student was found in `steps`.
     """
     return build_pair(Recipe(seed, steps, student_step, layers, hidden), Path(output), log)
 
@@ -121,7 +122,7 @@ def make_pair(
 def make_tiny_pair(
     output: Path, *, seed: int = 0, steps: int = 30, log: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """The same files as `make_pair` in seconds: two layers of width 32 that have hardly learned anything, for tests."""
+    """For tests: the same files as `make_pair` in seconds; two layers of width 32 that have hardly learned anything."""
     recipe = Recipe(
         seed,
         steps,
@@ -161,23 +162,23 @@ def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict
     for role, weights in (("teacher", None), ("student", student_weights)):
         if weights is not None:
             model.load_state_dict(weights)
-        found[role] = _measure(model, problems["heldout"])
+        found[role] = _evaluate(model, problems["heldout"])
         _write_model(model, output / role)
         log(f"{role}: held-out accuracy {_percent(found[role]['accuracy'])} at temperature {TEMPERATURE}")
     (output / "prompts").mkdir(exist_ok=True)
     for name, rows in problems.items():
         task.write_prompts(output / "prompts" / f"{name}.jsonl", rows)
-    # Last, because it marks the directory as complete.
+    # Written last, because this file marks the directory as complete.
     write_atomically(output / SETTINGS_FILE, json.dumps(found, indent=2) + "\n")
     return found
 
 
 def new_model(recipe: Recipe) -> Qwen2ForCausalLM:
-    """An untrained model in float32; its weights are a function of the seed and leave the global generator alone."""
+    """An untrained model in float32. Its weights depend on the seed only; the global random generator is not used."""
     config = Qwen2Config(
         vocab_size=task.VOCAB_SIZE,
         hidden_size=recipe.hidden,
-        # The usual 8/3 of a gated feed-forward block, rounded up so that tensor parallelism can divide it.
+        # 8/3 of the hidden size, as usual for a gated feed-forward block, rounded up so that tensor parallelism fits.
         intermediate_size=-(-8 * recipe.hidden // 96) * 32,
         num_hidden_layers=recipe.layers,
         num_attention_heads=HEADS,
@@ -199,7 +200,7 @@ def new_model(recipe: Recipe) -> Qwen2ForCausalLM:
 def training_batch(problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels, both int64 [B, S], of problems [B, 2]; labels of prompt and padding are `IGNORED`.
 
-    Padding comes last, where causal attention does not see it.
+    Padding comes last, where causal attention ignores it.
     """
     texts = [task.encode(task.prompt_text(a, b) + task.response_text(a, b)) for a, b in problems.tolist()]
     longest = max(map(len, texts)) + 1
@@ -213,9 +214,9 @@ def training_batch(problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 def sample_responses(
     model: Qwen2ForCausalLM, problems: np.ndarray, *, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """One response to each problem ([n, 2]): its ids, with the end of sequence where one came within 40 tokens.
+    """The ids of one response to each problem ([n, 2]), with the end-of-sequence id if it was sampled within 40 tokens.
 
-    Temperature 0 is greedy. All prompts have the same length, so one batch with a key/value cache needs no padding.
+    Temperature 0 is greedy. All prompts have the same length, so a batch with a key/value cache needs no padding.
     """
     generator = torch.Generator().manual_seed(seed)
     step_ids = torch.tensor([task.encode(task.prompt_text(a, b)) for a, b in problems.tolist()])
@@ -236,7 +237,7 @@ def sample_responses(
 
 
 def solved(responses: list[list[int]], problems: np.ndarray) -> float:
-    """The fraction of problems ([n, 2]) whose response ends with the right answer."""
+    """The fraction of problems ([n, 2]) whose response ends with the correct answer."""
     pairs = zip(responses, problems.tolist(), strict=True)
     return sum(task.is_correct(ids, a, b) for ids, (a, b) in pairs) / len(problems)
 
@@ -249,7 +250,7 @@ def _train(
     unseen: np.ndarray,
     log: Callable[[str], None],
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Trains `model` to the end, which makes it the teacher; returns the student's weights and its step."""
+    """Trains `model` to the last step, where it is the teacher; returns the student's weights and step."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
     student: tuple[dict[str, torch.Tensor], int] | None = None
     start = time.monotonic()
@@ -267,8 +268,8 @@ def _train(
             log(_progress(recipe, step, loss, accuracy, start) + mark)
     if student is None:
         raise ValueError(
-            f"steps={recipe.steps}: no model on the way was seen to solve {_percent(STUDENT_ACCURACY)} of the tune "
-            "problems, so there is no student; use more steps, or say which student_step to take"
+            f"steps={recipe.steps}: no evaluated step solved {_percent(STUDENT_ACCURACY)} of the tune problems, so "
+            "there is no student; use more steps, or set student_step"
         )
     return student
 
@@ -281,7 +282,11 @@ def train_step(
     inputs: torch.Tensor,
     labels: torch.Tensor,
 ) -> float:
-    """One update on right responses (int64 [B, S], `IGNORED` where no label is); the mean loss per token in nats."""
+    """One update on correct responses (int64 [B, S], labels `IGNORED` outside responses).
+
+    Returns:
+        The mean loss per token in nats.
+    """
     logits = model(input_ids=inputs, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
@@ -303,7 +308,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def _measure(model: Qwen2ForCausalLM, problems: np.ndarray) -> dict[str, float]:
+def _evaluate(model: Qwen2ForCausalLM, problems: np.ndarray) -> dict[str, float]:
     responses = sample_responses(model, problems, temperature=TEMPERATURE)
     return {
         "accuracy": solved(responses, problems),
@@ -319,7 +324,7 @@ def _write_model(model: Qwen2ForCausalLM, directory: Path) -> None:
 
 
 def _existing_pair(output: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """toy.json of the pair with these settings in `output`, None if the directory is missing or empty."""
+    """toy.json of the pair with these settings in `output`; None if the directory is missing or empty."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output}: is a file, expected a directory for the pair; choose another output")
     if not output.exists() or not any(output.iterdir()):
@@ -327,15 +332,15 @@ def _existing_pair(output: Path, recipe: Recipe) -> dict[str, Any] | None:
     file = output / SETTINGS_FILE
     if not file.is_file():
         raise ValueError(
-            f"{output}: not empty and without {SETTINGS_FILE}, so it is no finished pair; expected an empty or missing "
-            "directory; remove it or choose another output"
+            f"{output}: not empty and without {SETTINGS_FILE}, so it holds no finished pair; expected an empty or "
+            "missing directory; remove it or choose another output"
         )
     found = read_json(file, "an object with the pair's settings", f"remove {output} or choose another output")
-    theirs, ours = found["settings"], recipe.settings()
-    if theirs != ours:
-        keys = [key for key in ours if theirs.get(key) != ours[key]]
-        different = [f"{key} is {theirs.get(key)} there, {ours[key]} asked for" for key in keys]
+    existing, requested = found["settings"], recipe.settings()
+    if existing != requested:
+        keys = [key for key in requested if existing.get(key) != requested[key]]
+        different = [f"{key} is {existing.get(key)}, expected {requested[key]}" for key in keys]
         raise ValueError(
-            f"{output}: holds a pair of other settings ({'; '.join(different)}); remove it or choose another output"
+            f"{output}: holds a pair with other settings ({'; '.join(different)}); remove it or choose another output"
         )
     return found

@@ -3,10 +3,10 @@ r"""The toy task: adding two 4-digit numbers digit by digit, as text, with a cha
     prompt    1234+5678=
     response  482'371'269.156.\boxed{6912}
 
-The response works from the least significant column on. A column is four characters: the digit of either number, the
-last digit of their sum with the carry so far, and `'` where one is carried on or `.` where not (4+8: write 2, carry 1).
-Copying, adding and carrying are learned one after the other, so a model halfway is partly right, and its mistakes come
-early in the response, far from the answer in `\boxed{}` that is graded.
+The response starts with the least significant column. A column is four characters: the digits of the two numbers, the
+last digit of their sum plus the carry, and `'` for a carry of one or `.` for none (4+8: write 2, carry 1). A model
+learns copying, adding and carrying one after the other, so a half-trained model is partly correct, and its mistakes
+come early in the response, far from the graded answer in `\boxed{}`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ COLUMNS = 4
 SMALLEST, LARGEST = 10 ** (COLUMNS - 1), 10**COLUMNS - 1
 PROMPT_LENGTH = 2 * COLUMNS + 2
 
-_ID_OF = {character: len(SPECIAL_TOKENS) + i for i, character in enumerate(ALPHABET)}
+_CHARACTER_TO_ID = {character: len(SPECIAL_TOKENS) + i for i, character in enumerate(ALPHABET)}
 
 
 def prompt_text(a: int, b: int) -> str:
-    """What the user asks; always `PROMPT_LENGTH` characters for 4-digit numbers."""
+    """The user's message: `PROMPT_LENGTH` characters for 4-digit numbers."""
     return f"{a}+{b}="
 
 
 def response_text(a: int, b: int) -> str:
-    """The right response, without the end-of-sequence token: 28 characters, 29 where the sum has five digits."""
+    """The correct response, without the end-of-sequence token: 28 characters, 29 if the sum has five digits."""
     columns, carry = [], 0
     for place in range(COLUMNS):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -46,17 +46,17 @@ def response_text(a: int, b: int) -> str:
 
 
 def boxed(answer: int) -> str:
-    """How a response ends."""
+    """The boxed answer that ends a response."""
     return f"\\boxed{{{answer}}}"
 
 
 def encode(text: str) -> list[int]:
-    """The ids of a toy text; the same as those of the tokenizer that `write_tokenizer` writes, without loading it."""
-    return [_ID_OF[character] for character in text]
+    """The ids of a toy text: those of the tokenizer that `write_tokenizer` writes, without loading a tokenizer."""
+    return [_CHARACTER_TO_ID[character] for character in text]
 
 
 def is_correct(ids: list[int], a: int, b: int) -> bool:
-    """Whether sampled response ids end with the right boxed answer, followed by the end of sequence."""
+    """Whether sampled response ids end with the correct boxed answer, followed by the end-of-sequence id."""
     ending = [*encode(boxed(a + b)), EOS_ID]
     stop = ids.index(EOS_ID) + 1 if EOS_ID in ids else len(ids)
     return ids[:stop][-len(ending) :] == ending
@@ -71,12 +71,12 @@ def sample_problems(rng: np.random.Generator, count: int, exclude: np.ndarray) -
 
 
 def problem_key(problems: np.ndarray) -> np.ndarray:
-    """int64 [n]: the same number for a+b and b+a, which are one problem where sets must not overlap."""
+    """int64 [n]: a key for disjoint sets, the same for a+b and b+a."""
     return problems.min(axis=1) * (LARGEST + 1) + problems.max(axis=1)
 
 
 def disjoint_problems(rng: np.random.Generator, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """int64 [size, 2] for each name: no problem twice, in one set or in two, not even as b+a."""
+    """int64 [size, 2] for each name: no problem occurs twice, in one set or in two, not even as b+a."""
     total = sum(sizes.values())
     drawn = rng.integers(SMALLEST, LARGEST + 1, (2 * total, 2))
     _, first = np.unique(problem_key(drawn), return_index=True)
@@ -100,12 +100,12 @@ def write_prompts(file: Path, problems: np.ndarray) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Writes the tokenizer twice, as sentencepiece and as Hugging Face files, because engines read one or the other."""
+    """Writes the tokenizer as a sentencepiece file and as Hugging Face files, because engines read one or the other."""
     (directory / "tokenizer.model").write_bytes(_sentencepiece_model())
     _write_tokenizer_json(directory / "tokenizer.json")
     pad, eos, unk = SPECIAL_TOKENS
     config = {
-        # The generic class: every release of transformers that goes by this entry finds all it needs in tokenizer.json.
+        # The generic class: a release of transformers that follows this entry reads everything from tokenizer.json.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": pad,
         "eos_token": eos,
@@ -117,7 +117,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def _sentencepiece_model() -> bytes:
-    """A character model. Pieces are numbered by falling frequency, so the text it is trained on sets the order."""
+    """A character model. Pieces are numbered by decreasing frequency, so the training text determines the order."""
     import sentencepiece
 
     pad, eos, unk = SPECIAL_TOKENS
@@ -146,10 +146,11 @@ def _sentencepiece_model() -> bytes:
 
 
 def _write_tokenizer_json(file: Path) -> None:
-    """The same vocabulary as byte-pair encoding without merges, which leaves single characters.
+    """The same vocabulary as byte-pair encoding without merges, so that every token is a single character.
 
-    transformers 5 loads the tokenizer of any Qwen2 model as `Qwen2Tokenizer` and takes no more than vocabulary and
-    merges from this file. Characters outside the alphabet are dropped there, so they are here: no unknown token.
+    transformers 5 loads the tokenizer of any Qwen2 model as `Qwen2Tokenizer`, which reads only the vocabulary and the
+    merges from this file and drops characters outside the alphabet. This tokenizer also drops them: it has no unknown
+    token.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models
 

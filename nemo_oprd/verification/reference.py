@@ -23,14 +23,14 @@ from nemo_oprd.losses.representation import RowLoss
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Losses and gradients of the objective, with the weights of the first update.
+    """Losses and gradients of the objective, with the loss weights of the first update.
 
     Returns:
-        {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float where there
-         is an output-space term, "gradients": {HF name: tensor}}; parameters that no loss reaches are absent.
+        {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float if there is
+         an output-space loss, "gradients": {HF name: tensor}}; parameters that no loss reaches are absent.
     """
     student = _load(str(config.student.hf_path), dtype)
-    # a teacher that is the student has its weights, in the first update
+    # in the first update, a teacher that is the student has the weights that the student loads
     teachers = [_load(str(source.hf_path), dtype) for source in config.teacher_sources]
     loss = config.loss.representation
     distance = row_loss(loss)
@@ -40,36 +40,37 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     active = sum(1 for tokens in supervised if tokens)
     rows = sum(map(len, supervised))
     per_layer = dict.fromkeys(layers, 0.0)
-    shares = _shares(layers, loss)
-    learned: dict[str, torch.Tensor] = {}
-    maps = [
-        _bridge(config, source, layers, student.config, teacher.config, dtype, learned)
+    layer_shares = _layer_shares(layers, loss)
+    trained: dict[str, torch.Tensor] = {}
+    projections = [
+        _projections(config, source, layers, student.config, teacher.config, dtype, trained)
         for source, teacher in zip(config.teacher_sources, teachers, strict=True)
     ]
-    output = _Output(config, rollouts)
+    output = _OutputLoss(config, rollouts)
     for rollout, tokens in zip(rollouts, supervised, strict=True):
         if not tokens:
             continue
         shift = 1 if loss.position == "predicting" else 0
-        where = torch.tensor([len(rollout.prompt_ids) + t - shift for t in tokens])
-        there = torch.tensor([_teacher_token(rollout, t - shift) for t in tokens])
-        number = _teacher_of(config, rollout)
-        teacher, times = teachers[number], config.teacher_sources[number].weight
-        weight = times * (1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens)))
-        ours = _hidden_states(student, rollout, final_norm=loss.final_norm)
+        student_positions = torch.tensor([len(rollout.prompt_ids) + t - shift for t in tokens])
+        teacher_positions = torch.tensor([_teacher_position(rollout, t - shift) for t in tokens])
+        number = _teacher_number(config, rollout)
+        teacher, teacher_weight = teachers[number], config.teacher_sources[number].weight
+        row_weight = teacher_weight * (1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens)))
+        student_states = _hidden_states(student, rollout, final_norm=loss.final_norm)
         with torch.no_grad():
-            theirs = _hidden_states(teacher, _as_the_teacher_reads(rollout), final_norm=loss.final_norm)
+            teacher_states = _hidden_states(teacher, _teacher_sequence(rollout), final_norm=loss.final_norm)
         total = torch.zeros((), dtype=dtype)
         for layer in layers:
-            teacher_layer, of_student, of_teacher = maps[number][layer]
-            compared = of_student(ours[layer][where]), of_teacher(theirs[teacher_layer][there])
-            term = weight * distance(*compared, loss.dim_reduction).sum()
-            per_layer[layer] += float(term.detach())
-            total = total + weight_of_layers * shares[layer] * term
-        total = total + weight_of_output * output.term(student, teacher, rollout, times)
+            teacher_layer, project_student, project_teacher = projections[number][layer]
+            student_rows = project_student(student_states[layer][student_positions])
+            teacher_rows = project_teacher(teacher_states[teacher_layer][teacher_positions])
+            layer_loss = row_weight * distance(student_rows, teacher_rows, loss.dim_reduction).sum()
+            per_layer[layer] += float(layer_loss.detach())
+            total = total + weight_of_layers * layer_shares[layer] * layer_loss
+        total = total + weight_of_output * output.response_loss(student, teacher, rollout, teacher_weight)
         total.backward()
-    gradients = {name: p.grad for name, p in [*student.named_parameters(), *learned.items()] if p.grad is not None}
-    rep_loss = sum(shares[layer] * per_layer[layer] for layer in layers)
+    gradients = {name: p.grad for name, p in [*student.named_parameters(), *trained.items()] if p.grad is not None}
+    rep_loss = sum(layer_shares[layer] * per_layer[layer] for layer in layers)
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
         "loss/total": weight_of_layers * rep_loss + weight_of_output * (output.loss or 0.0),
@@ -80,35 +81,36 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
 
 
 def _first_weight(weight: Any) -> float:
-    """A term's weight in the first update."""
+    """The weight of a loss in the first update."""
     if not isinstance(weight, list):
         return float(weight)
     first = weight[0]
     return first.weight if first.start is None else first.start + (first.weight - first.start) / first.until
 
 
-Map = Callable[[torch.Tensor], torch.Tensor]
+Projection = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _teacher_of(config: Config, rollout: Rollout) -> int:
-    """The teacher that names the response's data source, or the one that names none."""
+def _teacher_number(config: Config, rollout: Rollout) -> int:
+    """Index of the teacher that lists the response's data source, or of the teacher that lists no data sources."""
     named = [source.data_sources or [] for source in config.teacher_sources]
     found = [i for i, sources in enumerate(named) if rollout.data_source in sources]
     return found[0] if found else named.index([])
 
 
-def _bridge(
+def _projections(
     config: Config,
     source: TeacherSource,
     layers: list[int],
     student: Any,
     teacher: Any,
     dtype: torch.dtype,
-    learned: dict[str, torch.Tensor],
-) -> dict[int, tuple[int, Map, Map]]:
-    """Student layer -> teacher layer, and what is compared of each side: P_S h + b and P_T (h - mu) with a bridge.
+    trained: dict[str, torch.Tensor],
+) -> dict[int, tuple[int, Projection, Projection]]:
+    """Student layer -> (teacher layer, projection of the student's states, projection of the teacher's states).
 
-    A full-width bridge compares W h with h. What is learned with the student is put into `learned`.
+    Without a bridge both projections are the identity. A bridge compares P_S h + b with P_T (h - mu), a full-width
+    bridge W h with h. Projectors that are trained with the student are added to `trained`.
     """
     chosen = config.loss.representation.layer_map
     if chosen is None:
@@ -130,9 +132,9 @@ def _bridge(
             for name in ("teacher_mean", "teacher_basis", "student_projector", "student_bias")
         )
         if config.bridge.train and student_layer in layers:
-            learned[f"bridge.{key}.student_projector"] = projector.requires_grad_()
+            trained[f"bridge.{key}.student_projector"] = projector.requires_grad_()
             if f"{key}.student_bias" in tensors:
-                learned[f"bridge.{key}.student_bias"] = bias.requires_grad_()
+                trained[f"bridge.{key}.student_bias"] = bias.requires_grad_()
         found[student_layer] = (
             teacher_layer,
             lambda h, p=projector, b=bias: h @ p.T + b,
@@ -141,8 +143,11 @@ def _bridge(
     return {layer: found[layer] for layer in layers}
 
 
-class _Output:
-    """The output-space term on whole distributions, derivatives by autograd."""
+class _OutputLoss:
+    """The output-space loss on whole distributions, differentiated by autograd.
+
+    `loss` is the sum over the responses so far; None without an output-space loss.
+    """
 
     def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
         self.config = config.loss.output
@@ -150,33 +155,36 @@ class _Output:
         counts = [len(_predicted_tokens(rollout)) for rollout in rollouts]
         self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
 
-    def term(self, student: Any, teacher: Any, rollout: Rollout, times: float) -> torch.Tensor | float:
-        """One response's part of `output/loss`; `times` is its teacher's weight."""
+    def response_loss(
+        self, student: Any, teacher: Any, rollout: Rollout, teacher_weight: float
+    ) -> torch.Tensor | float:
+        """The part of `output/loss` of one response; its value is added to `loss`."""
         if self.loss is None:
             return 0.0
         self.vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)
         masked_in = _predicted_tokens(rollout)
-        where = torch.tensor([len(rollout.prompt_ids) + t - 1 for t in masked_in])
+        student_positions = torch.tensor([len(rollout.prompt_ids) + t - 1 for t in masked_in])
         ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
-        log_p = self._log_probabilities(student, ids, where)
-        read = _as_the_teacher_reads(rollout)
-        there = where + len(read.prompt_ids) - len(rollout.prompt_ids)
+        log_p = self._log_probabilities(student, ids, student_positions)
+        sequence = _teacher_sequence(rollout)
+        teacher_ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
+        teacher_positions = student_positions + len(sequence.prompt_ids) - len(rollout.prompt_ids)
         with torch.no_grad():
-            log_q = self._log_probabilities(teacher, torch.tensor([read.prompt_ids + read.response_ids]), there)
+            log_q = self._log_probabilities(teacher, teacher_ids, teacher_positions)
         value, differentiable = self._divergence(log_p, log_q, torch.tensor([rollout.response_ids])[0][masked_in])
         share = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
-        weight = times * share
+        weight = teacher_weight * share
         self.loss += weight * float(value.sum().detach())
         return weight * differentiable.sum()
 
-    def _log_probabilities(self, model: Any, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits[0, where, : self.vocab_size]
+    def _log_probabilities(self, model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[0, positions, : self.vocab_size]
         return (logits / self.config.temperature).log_softmax(-1)
 
     def _divergence(
         self, log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(Values [n], something [n] with the right derivative): the same but for sampled tokens."""
+        """(values [n], expressions [n] whose derivative is the gradient); they differ only for sampled tokens."""
         if self.config.kind == "sampled_token":
             at = torch.arange(len(tokens)), tokens
             value = log_p[at] - log_q[at]
@@ -204,18 +212,20 @@ class _Output:
         return log_p, log_q, inside
 
 
-def agreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Per parameter ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref||).
+def agreement(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The relative error of each parameter's gradient: ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref||).
 
     Raises:
-        ValueError: the two have gradients of different parameters.
+        ValueError: the two arguments have gradients of different parameters.
     """
-    if set(ours) != set(theirs):
-        raise ValueError(f"gradients exist on one side only for {sorted(set(ours) ^ set(theirs))}")
-    everything = torch.stack([g.double().norm() for g in theirs.values()]).norm()
+    if set(gradients) != set(expected):
+        raise ValueError(f"gradients exist on one side only for {sorted(set(gradients) ^ set(expected))}")
+    total_norm = torch.stack([g.double().norm() for g in expected.values()]).norm()
     return {
-        name: float((ours[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-3 * everything))
-        for name, g in theirs.items()
+        name: float(
+            (gradients[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-3 * total_norm)
+        )
+        for name, g in expected.items()
     }
 
 
@@ -223,7 +233,7 @@ def _load(path: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
-    # a rollout's ids are all meant; the embedding would give the padding id no gradient
+    # rollouts contain no padding; with a padding id, the embedding would drop the gradient of that id
     model.get_input_embeddings().padding_idx = None
     return model.eval()
 
@@ -241,16 +251,20 @@ def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[in
     return states
 
 
-def _as_the_teacher_reads(rollout: Rollout) -> Rollout:
+def _teacher_sequence(rollout: Rollout) -> Rollout:
+    """The prompt and the response that the teacher reads."""
     prompt, response = rollout.teacher_prompt_ids, rollout.teacher_response_ids
     return Rollout(
         rollout.prompt_ids if prompt is None else prompt, rollout.response_ids if response is None else response
     )
 
 
-def _teacher_token(rollout: Rollout, t: int) -> int | None:
-    """Where the teacher's state for response token t (-1: the prompt's last) is in what it reads; None: nowhere."""
-    prompt = len(_as_the_teacher_reads(rollout).prompt_ids)
+def _teacher_position(rollout: Rollout, t: int) -> int | None:
+    """Position of the teacher's state for response token t (-1: the prompt's last token) in the teacher's sequence.
+
+    None if the token has no partner among the teacher's tokens.
+    """
+    prompt = len(_teacher_sequence(rollout).prompt_ids)
     if rollout.teacher_index is None or t == -1:
         return prompt + t
     return prompt + rollout.teacher_index[t] if rollout.teacher_index[t] >= 0 else None
@@ -258,12 +272,12 @@ def _teacher_token(rollout: Rollout, t: int) -> int | None:
 
 def _predicted_tokens(rollout: Rollout) -> list[int]:
     """The response tokens whose distributions are compared."""
-    return [t for t, m in enumerate(rollout.mask) if m and _teacher_token(rollout, t - 1) is not None]
+    return [t for t, m in enumerate(rollout.mask) if m and _teacher_position(rollout, t - 1) is not None]
 
 
 def _tokens(rollout: Rollout, loss: RepresentationLossConfig) -> list[int]:
     shift = 1 if loss.position == "predicting" else 0
-    masked_in = [t for t, m in enumerate(rollout.mask) if m and _teacher_token(rollout, t - shift) is not None]
+    masked_in = [t for t, m in enumerate(rollout.mask) if m and _teacher_position(rollout, t - shift) is not None]
     return {"all": masked_in, "last_k": masked_in[-loss.k :], "first_k": masked_in[: loss.k]}[loss.positions]
 
 
@@ -279,8 +293,8 @@ def _layers(layers: Any, depth: int) -> list[int]:
     }[layers]
 
 
-def _shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, float]:
-    """w_l / sum w."""
+def _layer_shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, float]:
+    """Layer -> w_l / sum w."""
     given = loss.layer_weights
     if isinstance(given, list):
         order = loss.layers if isinstance(loss.layers, list) else layers

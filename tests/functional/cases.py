@@ -74,7 +74,7 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
         return dist.get_rank() == rank and times >= asked
 
     given_up = False
-    with mock.patch.object(generation, "ASK_EVERY", 4):
+    with mock.patch.object(generation, "CANCEL_CHECK_EVERY", 4):
         try:
             engine.generate(requests, sampling, give_up)
         except GenerationCancelled:

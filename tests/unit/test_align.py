@@ -172,7 +172,7 @@ def test_a_mask_is_kept_and_counted():
     ids = ids_of("bytes", "the")
     result = align(load("bytes"), load("tiktoken"), USER, ids, mask=[0, 1, 1])
     assert (result.teacher_index.tolist(), result.mask.tolist()) == ([-1, -1, 0], [False, False, True])
-    assert (result.asked, result.coverage) == (2, 0.5)
+    assert (result.num_supervised, result.coverage) == (2, 0.5)
 
 
 def test_bytes_that_are_no_text():
@@ -366,13 +366,13 @@ def test_another_tokenizer_than_expected():
     tokenizer = load("bpe")
     check_fingerprint(tokenizer, tokenizer.fingerprint(), "teacher")
     with pytest.raises(
-        ValueError, match=r"bpe: the teacher's tokenizer has fingerprint \w{64}, expected 12ab; give the"
+        ValueError, match=r"bpe: the teacher's tokenizer has fingerprint \w{64}, expected 12ab; use the"
     ):
         check_fingerprint(tokenizer, "12ab", "teacher")
 
 
 def test_ids_of_another_tokenizer():
-    with pytest.raises(ValueError, match=r"letters: token id 300 at position 1 .* expected ids below 30 .*; give the"):
+    with pytest.raises(ValueError, match=r"letters: token id 300 at position 1 .* expected ids below 30 .*; use the"):
         align(load("letters"), load("bpe"), USER, [1, 300])
 
 
@@ -381,7 +381,7 @@ def test_ids_of_another_tokenizer():
     [
         (None, "its decoder is none"),
         (decoders.WordPiece(), "its decoder is WordPiece"),
-        (decoders.Replace("a", " "), r"its tokens give .* in a row and decode to|never"),
+        (decoders.Replace("a", " "), r"the bytes of its tokens join to .*, but decode returns|never"),
         (decoders.Sequence([decoders.Replace("a", "b"), decoders.Fuse()]), "its decoder replaces .* by 'b'"),
         (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 2, 0)]), "its decoder strips"),
     ],
@@ -400,7 +400,7 @@ def test_a_decoder_that_does_otherwise_than_it_says(tmp_path):
     """What a description doesn't tell is found by decoding: here a class that writes its text in capitals."""
     tokenizer = Tokenizer.load(characters(tmp_path / "model", LETTERS, decoder=decoders.Fuse()))
     tokenizer.decode = lambda ids: Tokenizer.decode(tokenizer, ids).upper()
-    with pytest.raises(ValueError, match=r"its tokens give b'Let a.*' in a row and decode to b'LET A"):
+    with pytest.raises(ValueError, match=r"the bytes of its tokens join to b'Let a.*', but decode returns b'LET A"):
         byte_ends(tokenizer, [1])
 
 
@@ -450,7 +450,7 @@ def test_lengths_that_differ():
     student, teacher, ids = load("bytes"), load("bpe"), ids_of("bytes", "the")
     with pytest.raises(ValueError, match="2 conversations, 1 responses and 1 masks to align"):
         align_batch(student, teacher, [USER] * 2, [ids])
-    with pytest.raises(ValueError, match="response 0: its mask has 1 entries, expected one for each of its 3 tokens"):
+    with pytest.raises(ValueError, match="response 0: the mask has 1 entries, expected one for each of the 3 tokens"):
         align_batch(student, teacher, [USER], [ids], masks=[[1]])
 
 

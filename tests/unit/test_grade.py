@@ -78,7 +78,7 @@ def boxed(text: str) -> str:
     ],
 )
 def test_same_spelling(answer, given, monkeypatch):
-    monkeypatch.setattr(grade, "_CHILD", None)  # text alone must settle these, also where math-verify is missing
+    monkeypatch.setattr(grade, "_VERIFIER", None)  # text alone must settle these, also where math-verify is missing
     assert is_correct(boxed(given), answer)
 
 
@@ -97,7 +97,7 @@ def test_same_spelling(answer, given, monkeypatch):
     ],
 )
 def test_different_without_math_verify(answer, given, monkeypatch):
-    monkeypatch.setattr(grade, "_CHILD", None)
+    monkeypatch.setattr(grade, "_VERIFIER", None)
     assert not is_correct(boxed(given), answer)
 
 
@@ -159,13 +159,13 @@ def test_equivalence_in_threads():
 def test_hopeless_expressions_end_and_the_next_is_graded(monkeypatch, caplog):
     pytest.importorskip("math_verify")
     monkeypatch.setattr(grade, "TIME_LIMIT_S", 1)
-    monkeypatch.setattr(grade, "_CHILD", grade._Child())
+    monkeypatch.setattr(grade, "_VERIFIER", grade._Verifier())
     start = time.perf_counter()
     assert not is_correct(boxed("9^{9^{9^9}}"), "5")
     assert time.perf_counter() - start < 30
     assert "graded as wrong" in caplog.text
     assert is_correct(boxed("10/2"), "5")
-    grade._CHILD.close()
+    grade._VERIFIER.close()
 
 
 def test_text_is_never_evaluated(tmp_path):
@@ -179,7 +179,7 @@ def test_text_is_never_evaluated(tmp_path):
 def test_a_missing_library_is_an_error(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(grade, "_CHILD", grade._Child())
+    monkeypatch.setattr(grade, "_VERIFIER", grade._Verifier())
     with pytest.raises(RuntimeError, match=r"pip install 'math-verify\[antlr4_9_3\]'"):
         is_correct(boxed("x+1"), "1+x")
 

@@ -26,7 +26,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, visib
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     expected = f"LOCAL_RANK=2, but this process sees 2 GPUs (CUDA_VISIBLE_DEVICES={named}); expected one GPU per rank: "
-    with pytest.raises(ValueError, match=re.escape(expected) + "start as many ranks per machine as it has GPUs"):
+    with pytest.raises(ValueError, match=re.escape(expected) + "start one rank per GPU"):
         device_index(2, 2)
 
 

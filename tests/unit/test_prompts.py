@@ -161,11 +161,11 @@ def test_real_sets(name, count, answer):
 def test_what_a_teacher_is_told(tmp_path):
     """The last message in the template; braces of formulas stay, and text that is put in is not looked through."""
     prompt = Prompt(tuple(CHAT), "{hint}", "toy", 0, hint="count")
-    told = prompt.told(r"{prompt} \boxed{{answer}} {hint} {x} {prompt}")
+    told = prompt.teacher_messages(r"{prompt} \boxed{{answer}} {hint} {x} {prompt}")
     assert told == (CHAT[0], {"role": "user", "content": r"What is 2+3? \boxed{{hint}} count {x} What is 2+3?"})
-    assert prompt.told(None) == tuple(CHAT)
-    with pytest.raises(ValueError, match="no hint, but teacher.prompt tells the teacher {hint}"):
-        Prompt(tuple(CHAT), "5", "toy", 0).told("{prompt} {hint}")
+    assert prompt.teacher_messages(None) == tuple(CHAT)
+    with pytest.raises(ValueError, match="no hint, but teacher.prompt contains {hint}"):
+        Prompt(tuple(CHAT), "5", "toy", 0).teacher_messages("{prompt} {hint}")
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])

@@ -277,7 +277,7 @@ def test_student_chosen_by_accuracy(tmp_path, monkeypatch):
     monkeypatch.setattr(pair, "CHECK_BELOW_LOSS", math.inf)
     scores = iter([0.0, 0.45, 0.9, 0.9])
     monkeypatch.setattr(pair, "solved", lambda responses, problems: next(scores))
-    monkeypatch.setattr(pair, "_measure", lambda model, problems: {"accuracy": 0.0})
+    monkeypatch.setattr(pair, "_evaluate", lambda model, problems: {"accuracy": 0.0})
     lines: list[str] = []
     made = pair.build_pair(tiny_recipe(steps=20, student_step=None), tmp_path / "chosen", lines.append)
     assert made["student_step"] == 2 * pair.CHECK_EVERY
@@ -293,7 +293,7 @@ def test_student_chosen_by_accuracy(tmp_path, monkeypatch):
 
 
 def test_no_student_found(tmp_path):
-    with pytest.raises(ValueError, match=r"steps=12: no model on the way .* 40\.0 % .* use more steps"):
+    with pytest.raises(ValueError, match=r"steps=12: no evaluated step solved 40\.0 % .* use more steps"):
         pair.build_pair(tiny_recipe(student_step=None), tmp_path / "pair", lambda line: None)
 
 
@@ -308,7 +308,7 @@ def test_finished_pair_is_kept(tiny):
 
 
 def test_nothing_is_overwritten(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"holds a pair of other settings \(seed is 0 there, 1 asked for\)"):
+    with pytest.raises(ValueError, match=r"holds a pair with other settings \(seed is 0, expected 1\)"):
         pair.make_tiny_pair(tiny, seed=1)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"not empty and without toy\.json"):
@@ -350,5 +350,5 @@ def test_a_bpe_teacher_of_other_settings_is_not_taken(tmp_path: Path) -> None:
     weights = (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns
     assert make_bpe_teacher(tmp_path / "teacher", steps=2, **small) == accuracy
     assert (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns == weights
-    with pytest.raises(ValueError, match="holds a teacher of .*'steps': 2.* expected .*'steps': 3"):
+    with pytest.raises(ValueError, match="holds a teacher with settings .*'steps': 2.* expected .*'steps': 3"):
         make_bpe_teacher(tmp_path / "teacher", steps=3, **small)
