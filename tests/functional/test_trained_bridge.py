@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from layout_cases import VOCABULARY, Case, make_rollouts, read_result, save_model
+from pairwise import mark_slow, of_settings
 from pool import Pools, WorkerError
+from reference_adamw import ReferenceAdamW
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -84,8 +86,13 @@ def expected(overrides: list[str]) -> dict[str, Any]:
     return reference(load_config("verify", [*overrides, "output=unused"]), read_rollouts(GOLDEN / "rollouts.jsonl", 61))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "objective"),
+    mark_slow(
+        [(layout, objective) for layout in LAYOUTS for objective in OBJECTIVES],
+        lambda case: of_settings(*LAYOUTS[case[0]], objective=case[1]),
+    ),
+)
 def test_gradients(pools: Pools, tmp_path: Path, bridges: Path, layout: str, objective: str) -> None:
     ranks, sizes = LAYOUTS[layout]
     shared = settings(objective, bridges)
@@ -133,22 +140,14 @@ def start(objective: str, bridges: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if ".student_" in name and name.startswith(kept)}
 
 
-def adamw_step(overrides: list[str], projectors: dict[str, torch.Tensor], clip: float) -> tuple[dict, float]:
+def one_step(overrides: list[str], projectors: dict[str, torch.Tensor], clip: float) -> tuple[dict, float]:
     """Weights and projectors ("bridge." before their names) after one update in float64; the norm before clipping."""
     gradients = expected(overrides)["gradients"]
     model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
     everything = dict(model.named_parameters())
     everything |= {f"bridge.{name}": torch.nn.Parameter(value.double()) for name, value in projectors.items()}
-    trained = {name: p for name, p in everything.items() if name in gradients}
-    for name, p in trained.items():
-        p.grad = gradients[name]
-    norm = torch.nn.utils.clip_grad_norm_(trained.values(), clip)
-    groups = [
-        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2).step()
-    return {name: p.detach() for name, p in everything.items()}, float(norm)
+    norm = ReferenceAdamW(everything).step(gradients, clip)
+    return {name: p.detach() for name, p in everything.items()}, norm
 
 
 def results(output: Path) -> dict[str, torch.Tensor]:
@@ -176,7 +175,7 @@ def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, bridges: Path,
     arguments = [*shared, *sizes, f"train.clip_grad={clip}", "train.steps=1", f"output={output}"]
     pools[ranks].run("cases:run_train", overrides=arguments)
     projectors = start(objective, bridges)
-    theirs, norm = adamw_step(shared, projectors, clip)
+    theirs, norm = one_step(shared, projectors, clip)
     ours = results(output)
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
@@ -199,7 +198,10 @@ COPIES = {
 # the plain optimizer with bf16 is refused: bad_inputs.py
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [(layout, p) for layout in COPIES for p in ("fp32", "bf16") if p == "fp32" or "without" not in layout],
+    mark_slow(
+        [(layout, p) for layout in COPIES for p in ("fp32", "bf16") if p == "fp32" or "without" not in layout],
+        lambda case: of_settings(*COPIES[case[0]][:2], precision=case[1]),
+    ),
 )
 def test_copies_stay_equal(pools: Pools, bridges: Path, layout: str, precision: str) -> None:
     """All ranks of a stage hold the same projectors, bit by bit, after updates."""
