@@ -21,7 +21,7 @@ def test_twenty_kills_cover_every_phase() -> None:
 
 
 def run(kills: int, steps: int, seed: int) -> str:
-    """Exit code 0 says bit-identical metrics and weights, and no process left after any kill. Returns what it printed."""
+    """What it printed; exit code 0 says bit-identical metrics and weights, and no process left after any kill."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "benchmarks.sigkill"]
     command += ["--kills", str(kills), "--steps", str(steps), "--seed", str(seed)]

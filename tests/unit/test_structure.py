@@ -53,6 +53,4 @@ def test_no_test_module_is_imported() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported = [name for name in names if name.split(".")[-1].startswith("test_")]
-            assert not imported, (
-                f"{file.relative_to(ROOT)} imports {imported}; move what it shares"
-            )
+            assert not imported, f"{file.relative_to(ROOT)} imports {imported}; move what it shares"
