@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ def settings(objective: str, bridges: Path) -> list[str]:
     return [*BASE, *named, *OBJECTIVES[objective]]
 
 
-def expected(overrides: list[str]) -> dict[str, Any]:
+@cache
+def expected(*overrides: str) -> dict[str, Any]:
+    """The plain computation of a configuration; the layouts of an objective share it."""
     return reference(load_config("verify", [*overrides, "output=unused"]), read_rollouts(GOLDEN / "rollouts.jsonl", 61))
 
 
@@ -98,7 +101,7 @@ def test_gradients(pools: Pools, tmp_path: Path, bridges: Path, layout: str, obj
     shared = settings(objective, bridges)
     pools[ranks].run("cases:run_verify", overrides=[*shared, *sizes, f"output={tmp_path / 'out'}"])
     losses, gradients = read_result(tmp_path / "out")
-    theirs = expected(shared)
+    theirs = expected(*shared)
     assert losses["loss/total"] == pytest.approx(theirs["loss/total"], rel=TOLERANCE)
     layers = 2 if "some layers" in objective else 3
     trained = [name for name in gradients if name.startswith("bridge.")]
@@ -142,7 +145,7 @@ def start(objective: str, bridges: Path) -> dict[str, torch.Tensor]:
 
 def one_step(overrides: list[str], projectors: dict[str, torch.Tensor], clip: float) -> tuple[dict, float]:
     """Weights and projectors ("bridge." before their names) after one update in float64; the norm before clipping."""
-    gradients = expected(overrides)["gradients"]
+    gradients = expected(*overrides)["gradients"]
     model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
     everything = dict(model.named_parameters())
     everything |= {f"bridge.{name}": torch.nn.Parameter(value.double()) for name, value in projectors.items()}
@@ -228,7 +231,10 @@ RESUMES = [
 ]
 
 
-@pytest.mark.parametrize(("objective", "ranks", "first", "then_ranks", "then"), RESUMES)
+@pytest.mark.parametrize(
+    ("objective", "ranks", "first", "then_ranks", "then"),
+    mark_slow(RESUMES, lambda case: of_settings(case[1], case[2], objective=case[0], same_layout=case[2] == case[4])),
+)
 def test_resume_goes_on_where_it_stopped(
     pools: Pools, tmp_path: Path, bridges: Path, objective: str, ranks: int, first: list, then_ranks: int, then: list
 ) -> None:
@@ -284,7 +290,7 @@ def test_what_a_run_leaves(pools: Pools, tmp_path: Path, bridges: Path) -> None:
         trained = [f"student.hf_path={output / 'hf'}"]
         pools[1].run("cases:run_verify", overrides=[*again, *trained])
         losses, gradients = read_result(tmp_path / train)
-        theirs = expected([*again, *trained])
+        theirs = expected(*again, *trained)
         assert losses["loss/total"] == pytest.approx(theirs["loss/total"], rel=TOLERANCE)
         assert max(agreement(gradients, theirs["gradients"]).values()) < TOLERANCE
         # the checkpoint holds projectors besides the student, which is what is read from it
