@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from layout_cases import Case, check_result
+from plain_computation import expected_result
 from pool import Pools
 from safetensors.torch import load_file
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
@@ -23,7 +24,6 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.sampling import TRAIN, assign_parts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.verification.reference import reference
 
 STUDENT = SIZES | MODELS["qwen3_untied"]
 TEACHER = SIZES | MODELS["phi4_tied"] | {"vocab_size": 431, "num_hidden_layers": 6, "max_position_embeddings": 96}
@@ -94,7 +94,7 @@ class Bench:
     @cache  # noqa: B019 - one bench lives as long as the module's tests
     def expected(self, objective: str) -> dict[str, Any]:
         """The plain computation."""
-        return reference(load_config("verify", [*self.settings(objective), "output=unused"]), make_rollouts())
+        return expected_result(load_config("verify", [*self.settings(objective), "output=unused"]), make_rollouts())
 
 
 @pytest.fixture(scope="module")

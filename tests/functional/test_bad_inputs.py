@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_inputs import CASES, DOCUMENT, SECRET, Case, Place, arguments_of, contents, document, fresh, readable, run
+from bad_input_case import Case, Place
+from bad_input_cases import CASES
+from bad_input_cases.run_directories import SECRET
+from bad_inputs import DOCUMENT, arguments_of, contents, document, fresh, readable, run
 
 MESSAGES: dict[str, str] = {}
 

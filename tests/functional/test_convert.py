@@ -7,14 +7,14 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from convert_layouts import LAYOUTS, ranks, save_hf_states
 from pool import Pools
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import MODELS, SIZES, Models, assert_same_tensors, edit_tensors
 
 from nemo_oprd.weights import convert
@@ -144,20 +144,6 @@ def test_chunks_are_those_of_megatron(
     assert files == {f"__{rank}_0.distcp" for rank in range(tensor * pipeline)}
 
 
-LAYOUTS: dict[str, dict[str, int]] = {
-    "TP1": {},
-    "TP2": {"tensor": 2},
-    "PP2": {"pipeline": 2},
-    "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
-    "DP2": {"data": 2},
-}
-
-
-def ranks(layout: str) -> int:
-    """Processes that a layout takes; virtual stages take none."""
-    return prod(size for axis, size in LAYOUTS[layout].items() if axis != "virtual_pipeline")
-
-
 @pytest.mark.parametrize("written", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_megatron_loads_it_at_any_layout(
@@ -176,22 +162,6 @@ def test_megatron_loads_it_at_any_layout(
         assert problems == []
 
 
-def _hf_states(path: Path, file: Path) -> None:
-    """What HF computes for two sequences of different lengths."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    states = {}
-    for i, length in enumerate((23, 9)):
-        ids = torch.randint(SIZES["vocab_size"], (length,), generator=generator)
-        with torch.no_grad():
-            out = model(ids[None], output_hidden_states=True)
-        states |= {f"ids.{i}": ids, f"logits.{i}": out.logits[0]}
-        states |= {f"hidden.{i}.{layer}": state[0] for layer, state in enumerate(out.hidden_states) if layer > 0}
-    save_file(states, file)
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "by_name"),
     [(name, "TP1", False) for name in MODELS]
@@ -204,7 +174,7 @@ def test_hidden_states_and_logits_are_those_of_hf(
     models: Models, pools: Pools, tmp_path: Path, name: str, layout: str, by_name: bool
 ) -> None:
     source = models(name)
-    _hf_states(source, tmp_path / "expected.safetensors")
+    save_hf_states(source, tmp_path / "expected.safetensors")
     hf_to_megatron(source, tmp_path / "megatron", progress=False)
     deviations = pools[ranks(layout)].run(
         "convert_cases:deviations",

@@ -1,27 +1,19 @@
 """The golden cases: losses and every gradient of `verify` against numbers computed in float64 by a program that knows
-nothing of this project (tests/golden/README.md)."""
+nothing of this project (tests/golden/README.md).
+
+The default run takes every case at TP1 and at one other layout, in turn; the remaining pairs are marked `slow`.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from golden_runs import EXPECTED, check, overrides
 from pool import Pools
-from safetensors.torch import load_file
 
-from nemo_oprd.verification.reference import agreement
-
-GOLDEN = Path(__file__).parent.parent / "golden"
-EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 CASES = list(EXPECTED)
-# the golden program's names -> ours; the others are those of loss.representation
-NAMES = {
-    "w_rep": "loss.representation.weight",
-    "w_out": "loss.output.weight",
-    "out": "loss.output.kind",
-    "topk": "loss.output.k",
-}
 LAYOUTS = {
     "TP1": (1, []),
     "TP2": (2, ["student.parallel.tensor=2"]),
@@ -29,43 +21,24 @@ LAYOUTS = {
     "DP2": (2, []),
     "TP2xPP2": (4, ["student.parallel.tensor=2", "student.parallel.pipeline=2"]),
 }
-# fp32 against float64; the golden README asks for 1e-5 in both
-TOLERANCE = 1e-5
+OTHERS = [layout for layout in LAYOUTS if layout != "TP1"]
 
 
-def check(output: Path, case: str) -> None:
-    """Compares a verify result with a golden case."""
-    expected = EXPECTED[case]
-    losses = json.loads((output / "losses.json").read_text())
-    assert ("output/loss" in losses) == ("output/loss" in expected)
-    for name in {"loss/total", "rep/loss", "output/loss"} & set(losses):
-        assert losses[name] == pytest.approx(expected[name], rel=TOLERANCE)
-    per_layer = losses["rep/loss_per_layer"]
-    assert per_layer == pytest.approx(expected["rep/loss_per_layer"], rel=TOLERANCE)
-    deviations = agreement(load_file(output / "grads.safetensors"), load_file(GOLDEN / f"grads_{case}.safetensors"))
-    worst = max(deviations, key=deviations.__getitem__)
-    assert deviations[worst] < TOLERANCE, f"{worst}: {deviations[worst]:.1e}"
+def in_default_run(layout: str, case: str) -> bool:
+    """Whether the default run takes a case at a layout."""
+    return layout in ("TP1", OTHERS[CASES.index(case) % len(OTHERS)])
 
 
-def overrides(case: str, output: Path) -> list[str]:
-    """A golden case as configuration overrides."""
-    options = [
-        f"{NAMES.get(name, f'loss.representation.{name}')}={value}".replace(" ", "")
-        for name, value in EXPECTED[case]["options"].items()
-    ]
-    if case.startswith("bridge_"):
-        options.append(f"bridge.path={GOLDEN}")
+def parameters() -> list[Any]:
+    """All layouts with all cases; layout by layout, because a pool of another size is another set of processes."""
     return [
-        f"student.hf_path={GOLDEN / 'student'}",
-        f"teacher.hf_path={GOLDEN / EXPECTED[case]['teacher']}",
-        f"rollout.replay={GOLDEN / 'rollouts.jsonl'}",
-        f"output={output}",
-        *options,
+        pytest.param(layout, case, marks=[] if in_default_run(layout, case) else pytest.mark.slow)
+        for layout in LAYOUTS
+        for case in CASES
     ]
 
 
-# layout by layout: a pool of another size is another set of processes
-@pytest.mark.parametrize(("layout", "case"), [(layout, case) for layout in LAYOUTS for case in CASES])
+@pytest.mark.parametrize(("layout", "case"), parameters())
 def test_golden(pools: Pools, tmp_path: Path, layout: str, case: str) -> None:
     ranks, sizes = LAYOUTS[layout]
     output = tmp_path / "out"
@@ -75,3 +48,7 @@ def test_golden(pools: Pools, tmp_path: Path, layout: str, case: str) -> None:
 
 def test_there_are_golden_cases() -> None:
     assert len(CASES) == 19
+    for case in CASES:
+        assert [in_default_run(layout, case) for layout in LAYOUTS].count(True) == 2
+    for layout in OTHERS:
+        assert 4 <= sum(in_default_run(layout, case) for case in CASES) <= 5

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from golden_runs import weights
 from pool import Pools
-from test_step import weights
 from tiny_models import MODELS, SIZES, save_random
 
 from nemo_oprd.batch.types import Rollout

@@ -30,6 +30,8 @@ from layout_cases import (
     read_result,
     save_model,
 )
+from layout_grid import CASES, SMALL
+from pairwise import mark_slow, of_case
 from pool import Pools, WorkerError
 from tiny_models import edit_tensors
 
@@ -43,87 +45,6 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 # fp32 against float64 over 8 layers: rounding gives 1e-6 (see the table); anything missing or counted twice gives 1e-2
 TOLERANCE = 1e-5
-SMALL = 120
-# targets of two microbatches at a time, the teacher's weights away in between
-WAVES = ("teacher.resident_microbatches=2", "teacher.offload=true")
-
-CASES = [
-    # one rank
-    Case("dp1"),
-    Case("dp1", tokens=SMALL),
-    Case("dp1", recompute="selective"),
-    Case("dp1", recompute="uniform 1", tokens=SMALL, extra=WAVES),
-    Case("dp1", recompute="uniform 2"),
-    Case("dp1", recompute="block 3", tokens=SMALL),
-    Case("dp1", objective="qwen3-sparse", recompute="uniform 2"),
-    Case("dp1", objective="qwen2-tied", tokens=SMALL),
-    # two ranks
-    Case("tp2", tokens=SMALL),
-    Case("tp2", recompute="selective"),
-    Case("tp2 sp"),
-    Case("tp2 sp", recompute="uniform 1", tokens=SMALL),
-    Case("cp2", tokens=SMALL, extra=WAVES),
-    Case("cp2", recompute="uniform 2"),
-    Case("pp2", objective="qwen3-first", recompute="block 1"),
-    Case("dp2", tokens=SMALL),
-    Case("dp2", extra=("train.distributed_optimizer=false",)),
-    Case("dp2", tokens=SMALL, extra=("train.distributed_optimizer=false", *WAVES)),
-    Case("pp2"),
-    Case("pp2", recompute="selective", tokens=SMALL),
-    Case("pp2 vpp2", tokens=SMALL),
-    Case("pp2 vpp4"),
-    Case("pp2 vpp2", "pp2 vpp4", recompute="uniform 2", tokens=SMALL),
-    Case("pp2 vpp4", "tp2 sp", recompute="block 1", tokens=SMALL),
-    Case("pp2 first3", "pp2 last1", tokens=SMALL),
-    Case("pp2 last2", "tp2", recompute="uniform 2"),
-    Case("pp2 first6 vpp2", "cp2"),
-    Case("tp2", "pp2 vpp2", tokens=SMALL),
-    Case("cp2", "tp2", tokens=SMALL),
-    Case("dp1", "dp1 dedicated", tokens=SMALL),
-    Case("pp2 vpp2", objective="qwen3-sparse", recompute="uniform 2", tokens=SMALL),
-    Case("tp2 sp", "pp2", objective="qwen3-sparse", recompute="block 5"),
-    Case("pp2", "tp2", objective="qwen2-tied", tokens=SMALL),
-    Case("tp2 sp", objective="qwen2-tied", recompute="uniform 1"),
-    # three ranks
-    Case("pp3", "pp3", objective="qwen3-first", tokens=SMALL),
-    Case("pp3 vpp2 first2 last2", "dp3", tokens=SMALL),
-    Case("pp3 first1 last4", "dp3", recompute="block 2"),
-    Case("dp3", "pp3 first2 last2"),
-    Case("cp3", "pp3", tokens=SMALL),
-    Case("tp2 sp", "dp1 dedicated", tokens=SMALL),
-    Case("dp1", "tp2 dedicated"),
-    Case("pp2 vpp2", "dp1 dedicated"),
-    # four ranks
-    Case("tp2 pp2", tokens=SMALL),
-    Case("tp2 sp pp2 vpp2", tokens=SMALL),
-    Case("tp2 sp pp2 vpp4", "tp2 cp2", recompute="uniform 1"),
-    Case("tp2 sp cp2", "tp2 pp2 vpp2", recompute="uniform 2", tokens=SMALL),
-    Case("tp2 cp2", "pp4"),
-    Case("tp2 dp2", "pp2 dp2 vpp2", tokens=SMALL),
-    Case("tp2 sp dp2", recompute="selective"),
-    Case("cp2 pp2", "tp2 sp dp2", tokens=SMALL),
-    Case("cp2 pp2 vpp2", recompute="uniform 1", tokens=SMALL),
-    Case("cp2 dp2", "cp4"),
-    Case("cp4", "tp2 sp pp2"),
-    Case("dp4", "tp2 sp cp2", tokens=SMALL),
-    Case("pp2 dp2 vpp2", tokens=SMALL, extra=WAVES),
-    Case("pp2 dp2 first5", recompute="block 2"),
-    Case("pp4", "tp2 dp2", tokens=SMALL),
-    Case("pp4 vpp2", "pp4 first1 last3", recompute="uniform 1"),
-    Case("pp4 first3 last1", "pp4 vpp2", tokens=SMALL, extra=WAVES),
-    Case("tp2", "tp2 sp dedicated", tokens=SMALL),
-    Case("tp2 sp", "pp2 vpp2 dedicated", recompute="uniform 2", tokens=SMALL, extra=WAVES),
-    Case("pp2 vpp2", "tp2 dedicated", tokens=SMALL),
-    Case("cp2", "dp2 dedicated"),
-    Case("dp2", "cp2 dedicated", tokens=SMALL),
-    Case("pp3 first2 last4", "dp1 dedicated", tokens=SMALL),
-    Case("pp4 vpp2", objective="qwen3-sparse", tokens=SMALL),
-    Case("pp4 vpp2", "tp2 pp2", objective="qwen3-sparse", recompute="uniform 1"),
-    Case("tp2 sp pp2", objective="qwen2-tied", tokens=SMALL),
-    Case("pp4", objective="qwen2-tied"),
-    Case("pp2 dp2 vpp2", "cp2 dp2", objective="qwen2-tied", recompute="uniform 1", tokens=SMALL),
-    Case("cp2 tp2", objective="qwen2-tied"),
-]
 
 
 @dataclass(frozen=True)
@@ -173,8 +94,9 @@ def relative(ours: float, theirs: float) -> float:
     return abs(ours / theirs - 1)
 
 
-# layout by layout in order of their size: a pool of another size is another set of processes
-@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
+# In order of their ranks, because a pool of another size is another set of processes. The default run takes the cases
+# that hold every pair of settings (pairwise.py), `scripts/test.sh --all` takes all.
+@pytest.mark.parametrize("case", mark_slow(CASES, of_case), ids=str)
 def test_layout(pools: Pools, bench: Workbench, tmp_path: Path, case: Case) -> None:
     output = tmp_path / "out"
     overrides = [*bench.settings(case.objective), *case.overrides, f"output={output}"]

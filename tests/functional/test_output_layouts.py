@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from golden_runs import EXPECTED, check, overrides
 from layout_cases import VOCABULARY, Case, check_result, make_rollouts, read_result, save_model
+from plain_computation import expected_result
 from pool import Pools
-from test_golden import EXPECTED, check, overrides
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.verification.reference import reference
 
 TOLERANCE = 1e-5
 SMALL = 120
@@ -98,7 +98,7 @@ class Bench:
     def expected(self, objective: str) -> dict[str, Any]:
         """The plain computation."""
         config = load_config("verify", [*self.settings(objective), "output=unused"])
-        return reference(config, read_rollouts(self.root / "rollouts.jsonl", VOCABULARY))
+        return expected_result(config, read_rollouts(self.root / "rollouts.jsonl", VOCABULARY))
 
     @cache  # noqa: B019
     def entropies(self, objective: str) -> dict[str, float]:

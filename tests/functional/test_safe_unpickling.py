@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_inputs import GOLDEN, ROOT, SECRET, Malicious
+from bad_input_case import GOLDEN
+from bad_input_cases.run_directories import SECRET, Malicious
+from bad_inputs import ROOT
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from pool import Pools
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader

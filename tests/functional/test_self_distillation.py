@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_runs import weights
 from layout_cases import Case, check_result
+from plain_computation import expected_result
 from pool import Pools
-from test_step import weights
+from reference_adamw import ReferenceAdamW
 from tiny_models import MODELS, SIZES, save_random
 from transformers import AutoModelForCausalLM
 
@@ -93,7 +95,8 @@ class Bench:
     def expected(self, objective: str) -> dict[str, Any]:
         """The plain computation, with a teacher that is an ordinary model of the student's weights."""
         own = f"teacher.hf_path={self.root / 'student'}"
-        return reference(load_config("verify", [*self.settings(objective), own, "output=unused"]), make_rollouts())
+        config = load_config("verify", [*self.settings(objective), own, "output=unused"])
+        return expected_result(config, make_rollouts())
 
     @cache  # noqa: B019
     def trained(self, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -101,23 +104,13 @@ class Bench:
         student = AutoModelForCausalLM.from_pretrained(self.root / "student", dtype=torch.float64)
         teacher = AutoModelForCausalLM.from_pretrained(self.root / "student", dtype=torch.float64)
         named = dict(student.named_parameters())
-        optimizer = None
+        optimizer = ReferenceAdamW(named)
         for _ in range(3):
             for name, model in (("student_now", student), ("teacher_now", teacher)):
                 model.save_pretrained(self.root / name)
             now = [f"{role}.hf_path={self.root / f'{role}_now'}" for role in ("student", "teacher")]
             config = load_config("verify", [*self.settings("composed"), *now, "output=unused"])
-            gradients = reference(config, make_rollouts())["gradients"]
-            if optimizer is None:
-                groups = [
-                    {"params": [named[n] for n in gradients if (named[n].dim() > 1) == (decay > 0)]}
-                    | {"weight_decay": decay}
-                    for decay in (0.1, 0.0)
-                ]
-                optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
-            for name, gradient in gradients.items():
-                named[name].grad = gradient
-            optimizer.step()
+            optimizer.step(reference(config, make_rollouts())["gradients"])
             keep = {"student": 0.0, "ema": DECAY, "initial": 1.0}[kind]
             with torch.no_grad():
                 for p, mine in zip(teacher.parameters(), student.parameters(), strict=True):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from layout_cases import Case, check_result
+from plain_computation import expected_result
 from pool import Pools
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
@@ -103,7 +104,7 @@ class Bench:
     @cache  # noqa: B019 - one bench lives as long as the module's tests
     def expected(self, objective: str) -> dict[str, Any]:
         """The plain computation."""
-        return reference(load_config("verify", [*self.settings(objective), "output=unused"]), make_rollouts())
+        return expected_result(load_config("verify", [*self.settings(objective), "output=unused"]), make_rollouts())
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_runs import BASE
 from pool import Pools, WorkerError
-from test_step import BASE
 
 from nemo_oprd.observability.report.page import write_report
 from nemo_oprd.rollout.replay import read_rollouts

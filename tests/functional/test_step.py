@@ -8,28 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_runs import BASE, GOLDEN, weights
+from pairwise import mark_slow, of_settings
 from pool import Pools
-from safetensors.torch import load_file
+from reference_adamw import one_golden_step
 from tiny_models import MODELS, SIZES, save_random
-from transformers import AutoModelForCausalLM
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.loading import load_config
-from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.verification.reference import reference
+from nemo_oprd.rollout.replay import write_rollouts
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-BASE = [
-    f"student.hf_path={GOLDEN / 'student'}",
-    f"teacher.hf_path={GOLDEN / 'teacher'}",
-    f"rollout.replay={GOLDEN / 'rollouts.jsonl'}",
-    "loss.representation.k=4",
-    "train.lr=1e-2",
-    "train.weight_decay=0.1",
-    "train.betas=[0.9,0.95]",
-    "train.adam_eps=1e-2",
-    "logging.tensorboard=false",
-]
 LAYOUTS = {
     "TP1": (1, []),
     "TP2": (2, ["student.parallel.tensor=2"]),
@@ -40,41 +27,21 @@ LAYOUTS = {
 }
 
 
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
-
-
-def adamw_step(clip: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Weights after one update in float64, and the gradient norm before clipping."""
-    config = load_config("verify", [*BASE, "output=unused"])
-    gradients = reference(config, read_rollouts(GOLDEN / "rollouts.jsonl", 61))["gradients"]
-    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
-    trained = {name: p for name, p in model.named_parameters() if name in gradients}
-    for name, p in trained.items():
-        p.grad = gradients[name]
-    norm = torch.nn.utils.clip_grad_norm_(trained.values(), clip)
-    groups = [
-        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2).step()
-    return {name: p.detach() for name, p in model.named_parameters()}, float(norm)
-
-
-@pytest.mark.parametrize("clip", [0.5, 1000.0])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "clip"),
+    mark_slow(
+        [(layout, clip) for layout in LAYOUTS for clip in (0.5, 1000.0)],
+        lambda case: of_settings(*LAYOUTS[case[0]], clip=case[1]),
+    ),
+)
 def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, layout: str, clip: float) -> None:
-    """Clipping, weight decay on matrices only, the untrained head left alone.
-
-    adam_eps is 1e-2 here: with the usual 1e-8 the first update is lr * g / (|g| + eps) = +-lr even where g is nothing
-    but fp32 rounding noise, and no two programs agree on the sign of noise.
-    """
+    """Gradients are clipped, matrices alone are decayed, and the head, which has no gradient, stays as it was."""
     ranks, sizes = LAYOUTS[layout]
     output = tmp_path / "run"
     pools[ranks].run(
         "cases:run_train", overrides=[*BASE, f"train.clip_grad={clip}", "train.steps=1", f"output={output}", *sizes]
     )
-    expected, norm = adamw_step(clip)
+    expected, norm = one_golden_step(clip)
     got = weights(output / "hf")
     assert set(got) == set(expected)
     start = weights(GOLDEN / "student")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from golden_runs import metrics
 from pool import Pools, WorkerError
 
 from nemo_oprd.rollout.replay import TeacherLimits, read_rollouts
@@ -56,11 +57,6 @@ def bridge(pools: Pools, models: Path, settings: list[str]) -> Path:
     overrides = [*settings, "bridge.rank=3", "bridge.prompts=40", f"output={models / 'bridge'}"]
     pools[2].run("cases:run_fit_bridge", overrides=overrides, config="quickstart")
     return models / "bridge"
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "time" and not k.startswith(("timing/", "perf/"))} for line in lines]
 
 
 def test_a_run(pools: Pools, tmp_path: Path, models: Path, settings: list[str], bridge: Path) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from layout_cases import VOCABULARY, Case, make_rollouts, read_result, save_model
+from pairwise import mark_slow, of_settings
 from pool import Pools, WorkerError
+from reference_adamw import ReferenceAdamW
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -80,18 +83,25 @@ def settings(objective: str, bridges: Path) -> list[str]:
     return [*BASE, *named, *OBJECTIVES[objective]]
 
 
-def expected(overrides: list[str]) -> dict[str, Any]:
+@cache
+def expected(*overrides: str) -> dict[str, Any]:
+    """The plain computation of a configuration; the layouts of an objective share it."""
     return reference(load_config("verify", [*overrides, "output=unused"]), read_rollouts(GOLDEN / "rollouts.jsonl", 61))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "objective"),
+    mark_slow(
+        [(layout, objective) for layout in LAYOUTS for objective in OBJECTIVES],
+        lambda case: of_settings(*LAYOUTS[case[0]], objective=case[1]),
+    ),
+)
 def test_gradients(pools: Pools, tmp_path: Path, bridges: Path, layout: str, objective: str) -> None:
     ranks, sizes = LAYOUTS[layout]
     shared = settings(objective, bridges)
     pools[ranks].run("cases:run_verify", overrides=[*shared, *sizes, f"output={tmp_path / 'out'}"])
     losses, gradients = read_result(tmp_path / "out")
-    theirs = expected(shared)
+    theirs = expected(*shared)
     assert losses["loss/total"] == pytest.approx(theirs["loss/total"], rel=TOLERANCE)
     layers = 2 if "some layers" in objective else 3
     trained = [name for name in gradients if name.startswith("bridge.")]
@@ -133,22 +143,14 @@ def start(objective: str, bridges: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if ".student_" in name and name.startswith(kept)}
 
 
-def adamw_step(overrides: list[str], projectors: dict[str, torch.Tensor], clip: float) -> tuple[dict, float]:
+def one_step(overrides: list[str], projectors: dict[str, torch.Tensor], clip: float) -> tuple[dict, float]:
     """Weights and projectors ("bridge." before their names) after one update in float64; the norm before clipping."""
-    gradients = expected(overrides)["gradients"]
+    gradients = expected(*overrides)["gradients"]
     model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
     everything = dict(model.named_parameters())
     everything |= {f"bridge.{name}": torch.nn.Parameter(value.double()) for name, value in projectors.items()}
-    trained = {name: p for name, p in everything.items() if name in gradients}
-    for name, p in trained.items():
-        p.grad = gradients[name]
-    norm = torch.nn.utils.clip_grad_norm_(trained.values(), clip)
-    groups = [
-        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2).step()
-    return {name: p.detach() for name, p in everything.items()}, float(norm)
+    norm = ReferenceAdamW(everything).step(gradients, clip)
+    return {name: p.detach() for name, p in everything.items()}, norm
 
 
 def results(output: Path) -> dict[str, torch.Tensor]:
@@ -176,7 +178,7 @@ def test_one_step_is_one_adamw_step(pools: Pools, tmp_path: Path, bridges: Path,
     arguments = [*shared, *sizes, f"train.clip_grad={clip}", "train.steps=1", f"output={output}"]
     pools[ranks].run("cases:run_train", overrides=arguments)
     projectors = start(objective, bridges)
-    theirs, norm = adamw_step(shared, projectors, clip)
+    theirs, norm = one_step(shared, projectors, clip)
     ours = results(output)
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
@@ -199,7 +201,10 @@ COPIES = {
 # the plain optimizer with bf16 is refused: bad_inputs.py
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [(layout, p) for layout in COPIES for p in ("fp32", "bf16") if p == "fp32" or "without" not in layout],
+    mark_slow(
+        [(layout, p) for layout in COPIES for p in ("fp32", "bf16") if p == "fp32" or "without" not in layout],
+        lambda case: of_settings(*COPIES[case[0]][:2], precision=case[1]),
+    ),
 )
 def test_copies_stay_equal(pools: Pools, bridges: Path, layout: str, precision: str) -> None:
     """All ranks of a stage hold the same projectors, bit by bit, after updates."""
@@ -226,7 +231,10 @@ RESUMES = [
 ]
 
 
-@pytest.mark.parametrize(("objective", "ranks", "first", "then_ranks", "then"), RESUMES)
+@pytest.mark.parametrize(
+    ("objective", "ranks", "first", "then_ranks", "then"),
+    mark_slow(RESUMES, lambda case: of_settings(case[1], case[2], objective=case[0], same_layout=case[2] == case[4])),
+)
 def test_resume_goes_on_where_it_stopped(
     pools: Pools, tmp_path: Path, bridges: Path, objective: str, ranks: int, first: list, then_ranks: int, then: list
 ) -> None:
@@ -282,7 +290,7 @@ def test_what_a_run_leaves(pools: Pools, tmp_path: Path, bridges: Path) -> None:
         trained = [f"student.hf_path={output / 'hf'}"]
         pools[1].run("cases:run_verify", overrides=[*again, *trained])
         losses, gradients = read_result(tmp_path / train)
-        theirs = expected([*again, *trained])
+        theirs = expected(*again, *trained)
         assert losses["loss/total"] == pytest.approx(theirs["loss/total"], rel=TOLERANCE)
         assert max(agreement(gradients, theirs["gradients"]).values()) < TOLERANCE
         # the checkpoint holds projectors besides the student, which is what is read from it

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from convert_layouts import LAYOUTS, ranks, save_hf_states
+from golden_runs import BASE, TOLERANCE, check, overrides, weights
 from pool import Pools
+from reference_adamw import one_golden_step
 from safetensors.torch import load_file
-from test_convert import LAYOUTS, _hf_states, ranks
-from test_golden import TOLERANCE, check, overrides
-from test_step import BASE, adamw_step, weights
 from tiny_models import SIZES, Models, assert_same_tensors
 
 from nemo_oprd.config.loading import load_config
@@ -152,7 +152,7 @@ def test_hidden_states_and_logits_are_those_of_hf(
     run: Callable[..., Any], models: Models, tmp_path: Path, name: str, layout: str, by_name: bool
 ) -> None:
     """From a checkpoint that `hf_to_megatron` wrote, read by Megatron's own loader or by ours."""
-    _hf_states(models(name), tmp_path / "expected.safetensors")
+    save_hf_states(models(name), tmp_path / "expected.safetensors")
     hf_to_megatron(models(name), tmp_path / "megatron", progress=False)
     deviations = run(
         ranks(layout),
@@ -218,12 +218,12 @@ def test_megatrons_own_te_model_loads_a_converted_checkpoint(
 def test_one_step_is_one_adamw_step(run: Callable[..., Any], tmp_path: Path) -> None:
     """Which ranks' gradients are added, and what counts for the norm that clips them, depends on the parameters' marks.
 
-    See test_step.py for the settings.
+    reference_adamw.py gives the settings.
     """
     sizes = ["student.parallel.tensor=2", "student.parallel.sequence=true"]
     settings = [*BASE, "train.clip_grad=0.5", "train.steps=1", f"output={tmp_path / 'run'}", *sizes]
     run(2, TE, "cases:run_train", overrides=settings)
-    expected, norm = adamw_step(0.5)
+    expected, norm = one_golden_step(0.5)
     got = weights(tmp_path / "run/hf")
     for name, value in expected.items():
         torch.testing.assert_close(got[name].double(), value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

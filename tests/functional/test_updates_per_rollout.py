@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from golden_runs import BASE, GOLDEN, weights
 from pool import Pools
-from test_step import BASE, GOLDEN, weights
+from reference_adamw import ReferenceAdamW
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.rollout.replay import read_rollouts
@@ -52,11 +53,7 @@ def expected() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     )
     # a padding id in a response is meant
     student.get_input_embeddings().padding_idx = None
-    groups = [
-        {"params": [p for p in student.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in student.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
+    optimizer = ReferenceAdamW(dict(student.named_parameters()))
     rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
     old: torch.Tensor | None = None
     metrics: dict[str, float] = {}
@@ -76,15 +73,14 @@ def expected() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
         representation = (ours - theirs.detach()).square().mean()
         loss = -surrogate.mean() + MU * representation
-        optimizer.zero_grad()
-        loss.backward()
+        names, parameters = zip(*student.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        norm = optimizer.step(dict(zip(names, gradients, strict=True)))
         if update == 0:
-            norm = torch.stack([w.grad.norm() for w in student.parameters() if w.grad is not None]).norm()
             metrics = {"loss/total": float(loss), "actor/pg_loss": float(-advantage.mean())}
-            metrics |= {"rep/loss": float(representation), "actor/grad_norm": float(norm)}
+            metrics |= {"rep/loss": float(representation), "actor/grad_norm": norm}
         clipped = surrogate < ratio * advantage
         metrics |= {"actor/ratio": float(ratio.mean()), "actor/clipped": float(clipped.double().mean())}
-        optimizer.step()
     return {name: w.detach() for name, w in student.named_parameters()}, metrics
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from golden_runs import BASE, GOLDEN, weights
 from pool import Pools
-from test_step import BASE, GOLDEN, weights
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.rollout.replay import read_rollouts

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_runs import BASE, GOLDEN, weights
 from pool import Pools
-from test_step import BASE, GOLDEN, weights
+from reference_adamw import ReferenceAdamW
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.config.loading import load_config
@@ -47,27 +48,12 @@ def expected(directory: Path) -> dict[str, torch.Tensor]:
     rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
     model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
     named = dict(model.named_parameters())
-    optimizer, trained = None, set[str]()
+    optimizer = ReferenceAdamW(named)
     for of_layers, of_output in WEIGHTS:
         model.save_pretrained(directory)
         now = [f"student.hf_path={directory}", f"loss.representation.weight={of_layers}"]
         config = load_config("verify", [*BASE, *SCHEDULE, *now, f"loss.output.weight={of_output}", "output=unused"])
-        gradients = reference(config, rollouts)["gradients"]
-        reached = {name for name, g in gradients.items() if bool(g.any())}
-        groups = [
-            {"params": [named[n] for n in sorted(reached - trained) if (named[n].dim() > 1) == (decay > 0)]}
-            | {"weight_decay": decay}
-            for decay in (0.1, 0.0)
-        ]
-        if optimizer is None:
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
-        else:
-            for group in groups:
-                optimizer.add_param_group(group)
-        trained |= reached
-        for name in trained:
-            named[name].grad = gradients[name]
-        optimizer.step()
+        optimizer.step(reference(config, rollouts)["gradients"])
     return {name: p.detach() for name, p in named.items()}
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from golden_runs import metrics
 from pool import Pools
-from test_teacher_reads_text import metrics
 
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.toy.pair import make_tiny_pair

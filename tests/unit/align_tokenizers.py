@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import tempfile
 from pathlib import Path
 
 import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as HFTokenizer
+
+from nemo_oprd.tokenization.align import align
+from nemo_oprd.tokenization.tokenizer import Tokenizer
+from nemo_oprd.toy import task
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 CHATML = (
@@ -26,7 +33,9 @@ def _byte_level_text(text: bytes) -> str:
     return str(piece)
 
 
-def write(path: Path, backend: Tokenizer | None, eos: str = "<eos>", template: str | None = TEMPLATE, **config: object):
+def write(
+    path: Path, backend: HFTokenizer | None, eos: str = "<eos>", template: str | None = TEMPLATE, **config: object
+):
     """Writes the files that `Tokenizer.load` reads; `backend` None where the vocabulary is there already."""
     path.mkdir(parents=True, exist_ok=True)
     if backend is not None:
@@ -55,7 +64,7 @@ def byte_level(
             if pair not in merges:
                 merges.append(pair)
                 vocabulary.setdefault("".join(pair), len(vocabulary))
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=tiktoken))
+    backend = HFTokenizer(models.BPE(vocabulary, merges, ignore_merges=tiktoken))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if tiktoken:
         split = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+"), "isolated")
@@ -83,7 +92,7 @@ def byte_fallback(path: Path, pieces: list[str], characters: str) -> Path:
         for n in range(1, len(piece)):
             merges.append((piece[:n], piece[n]))
             vocabulary.setdefault(piece[: n + 1], len(vocabulary))
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    backend = HFTokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -119,8 +128,56 @@ def sentencepiece_model(path: Path, kind: str, tokenizer_class: str | None, *, b
 def characters(path: Path, alphabet: str, *, decoder: object | None, template: str | None = TEMPLATE) -> Path:
     """One token per character of `alphabet`, others dropped; 0 is <eos>."""
     vocabulary = {token: i for i, token in enumerate(["<eos>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend = HFTokenizer(models.BPE(vocabulary, []))
     if decoder is not None:
         backend.decoder = decoder
     backend.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
     return write(path, backend, template=template)
+
+
+USER = [{"role": "user", "content": "1+1="}]
+LETTERS = "abcdefghijklmnopqrstuvwxyzTL "
+ROOT = tempfile.TemporaryDirectory()
+
+
+def build_toy(path: Path) -> Path:
+    path.mkdir()
+    task.write_tokenizer(path)
+    return path
+
+
+BUILDERS = {
+    "bytes": lambda path: byte_level(path, []),
+    "bpe": lambda path: byte_level(path, ["the", " cat", "caf\u00e9", "frac", "12", "\u4e2d", " sat"]),
+    "bpe_again": lambda path: byte_level(path, ["the", " cat", "caf\u00e9", "frac", "12", "\u4e2d", " sat", "xyz"]),
+    "tiktoken": lambda path: byte_level(path, ["the", " the", " so", "123", "ca", "}{"], tiktoken=True),
+    "nfc": lambda path: byte_level(path, ["the", "\u00e9"], nfc=True),
+    "llama": lambda path: byte_fallback(path, ["\u2581the", "\u2581cat", "th"], LETTERS.replace(" ", "\u2581")),
+    "spm_bpe": lambda path: sentencepiece_model(path, "bpe", "LlamaTokenizer"),
+    "spm_unigram": lambda path: sentencepiece_model(path, "unigram", None),
+    "spm_slow": lambda path: sentencepiece_model(path, "unigram", "SiglipTokenizer"),
+    "spm_unknown": lambda path: sentencepiece_model(path, "unigram", None, byte_fallback=False),
+    "letters": lambda path: characters(path, LETTERS, decoder=decoders.Fuse()),
+    "toy": build_toy,
+    "chatml": lambda path: byte_level(path, ["user", " cat"], template=CHATML.replace("<eos>", "<end>")),
+}
+
+
+@functools.cache
+def load(name: str) -> Tokenizer:
+    """One of the tokenizers above, written and read once per process."""
+    return Tokenizer.load(BUILDERS[name](Path(ROOT.name) / name))
+
+
+def ids_of(name: str, text: str, *, stop: bool = False) -> list[int]:
+    tokenizer = load(name)
+    return tokenizer.encode_plain([text])[0] + ([tokenizer.eos_ids[0]] if stop else [])
+
+
+def tokens(name: str, ids: list[int]) -> list[str]:
+    return [load(name).hf.convert_ids_to_tokens(i) for i in ids]
+
+
+def aligned(student: str, teacher: str, text: str, *, stop: bool = False, exact: bool = False) -> list[int]:
+    ids = ids_of(student, text, stop=stop)
+    return align(load(student), load(teacher), USER, ids, exact=exact).teacher_index.tolist()

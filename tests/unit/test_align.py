@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import pytest
-from align_tokenizers import CHATML, CORPUS, byte_fallback, byte_level, characters, sentencepiece_model
+from align_tokenizers import (
+    BUILDERS,
+    CORPUS,
+    LETTERS,
+    USER,
+    aligned,
+    characters,
+    ids_of,
+    load,
+    tokens,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
@@ -18,54 +25,6 @@ from nemo_oprd.tokenization.align import align, align_batch, byte_ends, check_fi
 from nemo_oprd.tokenization.matching import equal_spans
 from nemo_oprd.tokenization.token_bytes import byte_table
 from nemo_oprd.tokenization.tokenizer import Tokenizer
-from nemo_oprd.toy import task
-
-USER = [{"role": "user", "content": "1+1="}]
-LETTERS = "abcdefghijklmnopqrstuvwxyzTL "
-ROOT = tempfile.TemporaryDirectory()
-
-
-def build_toy(path: Path) -> Path:
-    path.mkdir()
-    task.write_tokenizer(path)
-    return path
-
-
-BUILDERS = {
-    "bytes": lambda path: byte_level(path, []),
-    "bpe": lambda path: byte_level(path, ["the", " cat", "caf\u00e9", "frac", "12", "\u4e2d", " sat"]),
-    "bpe_again": lambda path: byte_level(path, ["the", " cat", "caf\u00e9", "frac", "12", "\u4e2d", " sat", "xyz"]),
-    "tiktoken": lambda path: byte_level(path, ["the", " the", " so", "123", "ca", "}{"], tiktoken=True),
-    "nfc": lambda path: byte_level(path, ["the", "\u00e9"], nfc=True),
-    "llama": lambda path: byte_fallback(path, ["\u2581the", "\u2581cat", "th"], LETTERS.replace(" ", "\u2581")),
-    "spm_bpe": lambda path: sentencepiece_model(path, "bpe", "LlamaTokenizer"),
-    "spm_unigram": lambda path: sentencepiece_model(path, "unigram", None),
-    "spm_slow": lambda path: sentencepiece_model(path, "unigram", "SiglipTokenizer"),
-    "spm_unknown": lambda path: sentencepiece_model(path, "unigram", None, byte_fallback=False),
-    "letters": lambda path: characters(path, LETTERS, decoder=decoders.Fuse()),
-    "toy": build_toy,
-    "chatml": lambda path: byte_level(path, ["user", " cat"], template=CHATML.replace("<eos>", "<end>")),
-}
-
-
-@functools.cache
-def load(name: str) -> Tokenizer:
-    """One of the tokenizers above, written and read once per process."""
-    return Tokenizer.load(BUILDERS[name](Path(ROOT.name) / name))
-
-
-def ids_of(name: str, text: str, *, stop: bool = False) -> list[int]:
-    tokenizer = load(name)
-    return tokenizer.encode_plain([text])[0] + ([tokenizer.eos_ids[0]] if stop else [])
-
-
-def tokens(name: str, ids: list[int]) -> list[str]:
-    return [load(name).hf.convert_ids_to_tokens(i) for i in ids]
-
-
-def aligned(student: str, teacher: str, text: str, *, stop: bool = False, exact: bool = False) -> list[int]:
-    ids = ids_of(student, text, stop=stop)
-    return align(load(student), load(teacher), USER, ids, exact=exact).teacher_index.tolist()
 
 
 @pytest.mark.parametrize(

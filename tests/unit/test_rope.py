@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from family_configs import LLAMA, LLAMA3_ROPE, PHI3
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.transformer_config import TransformerConfig
-from test_families import LLAMA, LLAMA3_ROPE, PHI3
 
 from nemo_oprd.megatron.rotary import decoding_angles, rotate, rotation, scale_rotations
 from nemo_oprd.models import parse_model_spec

@@ -1,0 +1,14 @@
+"""All bad inputs, in the order of docs/errors.md."""
+
+from __future__ import annotations
+
+from bad_input_case import Case
+
+from bad_input_cases import configuration, data, models, run_directories
+
+CASES: list[Case] = [
+    case
+    for module in (configuration, models, data, run_directories)
+    for category in module.CATEGORIES
+    for case in category.cases
+]

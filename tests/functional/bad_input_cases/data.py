@@ -1,0 +1,131 @@
+"""Prompt files, recorded rollouts, and the data sources of several teachers."""
+
+# One case per line, however long: a table.
+# fmt: off
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from bad_input_case import PROMPT, ROLLOUT, TEXT, Category, Place
+
+CATEGORIES: list[Category] = []
+
+case = Category("Prompts")
+CATEGORIES.append(case)
+
+
+def prompt_file(text: str | bytes) -> Callable[[Place], Any]:
+    return lambda place: place.prompts.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def parquet(place: Place, content: dict[str, list] | bytes) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = place.root / "prompts.parquet"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        pq.write_table(pa.table(content), file)
+
+
+PARQUET = "data.train={root}/prompts.parquet"
+case("no prompts set", "no prompt file at all", "data.train=null | expected a file of prompts | set data.train=FILE", "data.train=null")
+case("no prompt file", "a prompt file that does not exist", "nowhere.jsonl: there is no such file | give the path", "data.train={root}/nowhere.jsonl")
+case("ending", "a prompt file of another kind", "extension '.csv' | expected .parquet or .jsonl | convert", "data.train={root}/prompts.csv", prepare=lambda p: (p.root / "prompts.csv").write_text("a"))
+case("empty prompt file", "an empty prompt file", "prompts.jsonl: holds no prompts | expected at least one row", prepare=prompt_file(""))
+case("malformed JSONL", "a line that is not JSON", "prompts.jsonl, line 2: not valid JSON | write one UTF-8 JSON object per line", prepare=prompt_file('{"prompt": "1"}\n{"prompt": \n'), library=r"JSON \((.*?)\);")
+case("not UTF-8", "a line that is not UTF-8", "prompts.jsonl, line 1: not valid JSON | UTF-8", prepare=prompt_file(b'{"prompt": "\xff"}\n'), library=r"JSON \((.*?)\);")
+case("no prompt field", "a row without a prompt", "prompts.jsonl, line 1: none of the fields prompt, problem, question | write rows", prepare=prompt_file('{"text": "1"}\n'))
+case("not a conversation", "a conversation without contents", "line 1: prompt, message 0 | expected {{role, content}}", prepare=prompt_file('{"prompt": [{"role": "user"}]}\n'))
+case("blank prompt", "a blank prompt", "line 1: prompt, message 0 | not blank", prepare=prompt_file('{"prompt": " "}\n'))
+case("corrupt parquet", "a parquet file of other bytes", "prompts.parquet: not a readable parquet file | download or write it again", PARQUET, prepare=lambda p: parquet(p, b"PAR1 and no more"), library=r"file \((.*?)\); download")
+case("parquet without a column", "a parquet file without prompts", "prompts.parquet, row 0: none of the fields | write rows", PARQUET, prepare=lambda p: parquet(p, {"text": ["1"]}))
+case("prompts too long", "prompts that are all too long", "data.max_prompt_tokens=1 | every prompt is longer | raise it", "data.max_prompt_tokens=1")
+case("no room for a response", "a prompt as long as the model's positions", "prompt 0 has | 64 positions | data.max_prompt_tokens", prepare=prompt_file(json.dumps({"prompt": "1" * 80}) + "\n"))
+case("no validation file", "a validation file that does not exist", "nowhere.jsonl: there is no such file", "data.validation.held={root}/nowhere.jsonl", command="evaluate")
+case("no validation set", "`evaluate` without a set", "data.validation is empty | name at least one", command="evaluate", arguments=("no validation",))
+case("problem without answer", "a problem without an answer", "problem 1 has no answer | add an answer", command="evaluate", prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1"}]))
+case("long problem", "a problem as long as the model's positions", "problem 0 leaves no room | 64 positions | remove it", command="evaluate", prepare=lambda p: p.write(p.prompts, [{"prompt": "1" * 80, "answer": "1"}]))
+
+case = Category("Recorded rollouts")
+CATEGORIES.append(case)
+
+
+def rollouts(name: str, what: str, says: str, *rows: Any, overrides: tuple[str, ...] = (), **settings: Any) -> None:
+    """A case of `verify` on a file of these rows; text is written as it is."""
+    lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    case(name, what, says, *overrides, command="verify", prepare=lambda place: place.rollouts.write_text(lines), **settings)
+
+
+case("no rollout file", "a rollout file that does not exist", "rollout.replay={root}/nowhere: no such file | expected a JSONL", "rollout.replay={root}/nowhere", command="verify")
+rollouts("empty rollout file", "an empty rollout file", "the file holds no rollouts | expected one JSON object per line")
+rollouts("malformed rollout", "a line that is not JSON", "rollouts.jsonl:2: not valid JSON | write one", ROLLOUT, "{", library=r"JSON \((.*?)\);")
+rollouts("rollout a list", "a line that is no object", "rollouts.jsonl:1: found [1] | expected a JSON object", [1])
+rollouts("no ids", "a rollout without ids", "rollouts.jsonl:1: response_ids=None | expected a list of integers", {"prompt_ids": [1]})
+rollouts("ids as text", "ids that are text", "response_ids=['8', '9'] | expected a list of integers | not text", {**ROLLOUT, "response_ids": ["8", "9"]})
+rollouts("id beyond the vocabulary", "an id beyond the vocabulary", "rollouts.jsonl:2: response_ids holds id 61 | 0..60 | another tokenizer", ROLLOUT, {**ROLLOUT, "response_ids": [61]})
+rollouts("negative id", "a negative id", "prompt_ids holds id -1 | 0..60", {**ROLLOUT, "prompt_ids": [-1]})
+rollouts("mask of another length", "a mask of another length", "response_mask has 1 entries for 2 response tokens | expected one 0 or 1", {**ROLLOUT, "response_mask": [1]})
+rollouts("mask of other values", "a mask of other values", "response_mask=[1, 2] | expected a list of 0 and 1", {**ROLLOUT, "response_mask": [1, 2]})
+rollouts("mask a number", "a mask that is no list", "response_mask=1 | expected a list of 0 and 1", {**ROLLOUT, "response_mask": 1})
+rollouts("no tokens", "a rollout without tokens", "both empty | remove the line", {"prompt_ids": [], "response_ids": []})
+rollouts("empty responses", "only empty responses", "none of the 2 responses has a supervised token | check response_ids", *[{**ROLLOUT, "response_ids": []}] * 2)
+rollouts("longer than the model", "more tokens than the model has positions", "rollouts.jsonl:1: 70 tokens | 64 positions | remove the line", {"prompt_ids": [5] * 60, "response_ids": [6] * 10})
+READ = {**ROLLOUT, "teacher_prompt_ids": [4], "teacher_response_ids": [5, 6, 7], "teacher_index": [0, 2]}
+rollouts("nothing for the teacher to read", "rollouts without the teacher's ids where it reads text", "rollouts.jsonl:1: no teacher_prompt_ids | because of teacher.reads=text | rollout.save=true", ROLLOUT, overrides=(TEXT,))
+rollouts("the teacher's own ids", "rollouts with the teacher's ids where it reads the student's", "rollouts.jsonl:1: teacher_prompt_ids is a sequence of the teacher's own | expected teacher.reads=text", READ)
+rollouts("the teacher's id beyond the vocabulary", "an id beyond the teacher's vocabulary", "teacher_response_ids holds id 61 | 0..60", {**READ, "teacher_response_ids": [5, 6, 61]}, overrides=(TEXT,))
+rollouts("partner beyond the teacher's response", "a partner beyond the teacher's response", "teacher_index holds 3, but the teacher's response has 3 tokens | expected -1 to 2", {**READ, "teacher_index": [0, 3]}, overrides=(TEXT,))
+rollouts("partners of another length", "partners for other tokens than the response's", "teacher_index has 1 entries for 2 response tokens | expected one per response token", {**READ, "teacher_index": [0]}, overrides=(TEXT,))
+rollouts("longer than the teacher", "more tokens than the teacher has positions", "70 tokens for the teacher, which has 64 positions | take the teacher that read it", {**READ, "teacher_prompt_ids": [5] * 67}, overrides=(TEXT,))
+
+case = Category("Several teachers, and the student as its own")
+CATEGORIES.append(case)
+
+
+def teachers(name: str, what: str, says: str, *entries: str, overrides: tuple[str, ...] = (), **settings: Any) -> None:
+    """A case with a list of teachers of the good model; `entries` are their other keys."""
+    listed = ", ".join(f"{{hf_path: {{root}}/teacher, {entry}}}" for entry in entries)
+    case(name, what, says, "teacher.hf_path=null", f"teachers=[{listed}]", *overrides, **settings)
+
+
+OTHERS = "data_sources: null"
+teachers("teacher and teachers", "a teacher beside several", "with a list of teachers | expected neither: set both to null", OTHERS, overrides=("teacher.hf_path={root}/teacher",))
+teachers("teacher from nowhere", "one of several teachers from nowhere", "teachers[0].hf_path=None | expected exactly one of the two", "data_sources: [prompts], hf_path: null")
+teachers("unknown key of a teacher", "a misspelt key of one of several teachers", "unknown key 'teachers[0].data_source' | did you mean", "data_source: [prompts]")
+teachers("two teachers of one source", "two teachers of one data source", "teachers[0] and teachers[1] both have the data source 'prompts' | expected one teacher for each", "data_sources: [prompts], name: a", "data_sources: [prompts, b]")
+teachers("two teachers of the rest", "two teachers of all other data sources", "teachers[0] and teachers[1] both have the data source null", OTHERS, OTHERS + ", name: b")
+teachers("two teachers of one name", "two teachers of one name", "both called 'x' in metrics | set teachers[i].name", "data_sources: [prompts], name: x", OTHERS + ", name: x")
+teachers("teacher of nothing", "a teacher without data sources", "teachers[0].data_sources=[] | expected names, or null", "data_sources: []")
+teachers("weightless teacher", "a teacher of weight 0", "teachers[0].weight=0.0 | expected more than 0", OTHERS + ", weight: 0")
+teachers("idle teacher", "a data source that no prompt has", "teachers[1].data_sources=['promts']: nothing in data.train={root}/prompts.jsonl is of 'promts' | expected some of ['prompts'] | correct the name", OTHERS, "data_sources: [promts]")
+teachers("one source misspelt", "a misspelt data source beside a right one", "nothing in data.train={root}/prompts.jsonl is of 'promts' | correct the name", "data_sources: [prompts, promts]", OTHERS, prepare=lambda p: p.write(p.prompts, [PROMPT, {**PROMPT, "data_source": "b"}]))
+teachers("bridge to be learned", "a bridge to learn for one of several teachers", "teachers[0].bridge=full_width | expected the directory of a fitted bridge | run fit-bridge", OTHERS + ", bridge: full_width")
+teachers("prompts without a teacher", "prompts of a data source without a teacher", "data_source='prompts' has no teacher | expected one of ['maths'] | add it", "data_sources: [maths]")
+teachers("rollouts without a teacher", "recorded rollouts without a data source", "rollouts.jsonl: data_source=None has no teacher | expected one of ['maths']", "data_sources: [maths]", command="verify")
+teachers("one bridge for all", "one bridge for several teachers", "bridge.path={root}/bridge | with several teachers | set teachers[i].bridge", OTHERS, overrides=("bridge.path={root}/bridge",))
+teachers("sampling several teachers", "evaluating several teachers in one run", "evaluation.teacher=true with several teachers | nemo-oprd evaluate", OTHERS, overrides=("evaluation.teacher=true",))
+teachers("a bridge to several", "fitting one bridge to several teachers", "fit-bridge with 1 teachers | expected one | teacher.hf_path", OTHERS, command="fit-bridge")
+teachers("several, and itself", "several teachers where the student is its own", "teacher.weights=ema with a list of teachers | expected own", OTHERS, overrides=("teacher.weights=ema", "teacher.prompt='{prompt}!'"))
+case("teacher without a number", "a key of several teachers without a number", "teachers.weight: the configuration has 0 teachers | expected one of them", "teachers.weight=2")
+case("no teacher number", "a key of a teacher that is not there", "teachers.3.hf_path: the configuration has 0 teachers | expected one of them | list them", "teachers.3.hf_path=x")
+SELF = ("teacher.hf_path=null", "teacher.weights=student", "teacher.prompt='{prompt} {answer}'")
+case("itself and a teacher", "a teacher's model where the student is its own", "with teacher.weights=student | expected neither", *SELF[1:])
+case("itself without more to read", "the student as its own teacher with nothing more to read", "teacher.weights=student with teacher.prompt=null | compared with itself | set e.g. teacher.prompt=", *SELF[:2])
+case("template without a prompt", "a teacher's prompt without the student's", "teacher.prompt='Answer: {answer}' | expected a text with {prompt} | put it in", "teacher.prompt='Answer: {answer}'")
+case("decay of the teacher", "a teacher that would never follow the student", "teacher.ema_decay=1.0 | expected a number in [0, 1)", "teacher.ema_decay=1")
+case("layout of itself", "a layout for a teacher that is the student", "with teacher.weights=student: such a teacher has the student's ranks and layout | remove them", *SELF, "teacher.parallel.tensor=2")
+case("itself in other tokens", "the student as its own teacher in other tokens", "teacher.weights=student with teacher.reads=text | expected ids", *SELF, TEXT)
+case("bridge to itself", "a bridge from the student to itself", "bridge.path=x with teacher.weights=student | expected none", *SELF, "bridge.path=x")
+case("sampling itself", "evaluating the student as its own teacher", "evaluation.teacher=true with teacher.weights=student | expected false", *SELF, "evaluation.teacher=true")
+case("itself, moving under an update", "several updates on targets of the current weights", "train.updates_per_rollout=2 with teacher.weights=ema | expected 1 | use initial weights", *SELF[::2], "teacher.weights=ema", "train.updates_per_rollout=2")
+case("fitting a bridge to itself", "fitting a bridge where the student is its own teacher", "fit-bridge with teacher.weights=student | expected one", *SELF, command="fit-bridge")
+case("no answer to tell", "a prompt without the answer that the teacher is told", "prompt 1: no answer, but teacher.prompt contains {{answer}} | add it, remove the prompt", *SELF, prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1+2="}]))
+case("no hint to tell", "a blank hint where the teacher is told one", "prompt 0: no hint, but teacher.prompt contains {{hint}} | add it, remove the prompt", *SELF[:2], "teacher.prompt='{prompt} {hint}'", prepare=lambda p: p.write(p.prompts, [{**PROMPT, "hint": " "}]))
+case("told too much", "a teacher's prompt that fills its positions", "the teacher reads 68 tokens for the prompt '1+1=' | its 64 positions | shorten teacher.prompt or the hint", *SELF[:2], "teacher.prompt='{prompt}" + "1" * 64 + "'")
+case("hint a number", "a hint that is no text", "line 1: hint is 3, expected text", prepare=lambda p: p.write(p.prompts, [{**PROMPT, "hint": 3}]))
+case("no prompt files", "an empty list of prompt files", "data.train=[] | expected a file of prompts, or several | name one", "data.train=[]")
+rollouts("no prompt of the teacher's", "rollouts without the teacher's prompt where it has one", "rollouts.jsonl:1: no teacher_prompt_ids | because of teacher.prompt | rollout.save=true", ROLLOUT, overrides=SELF)

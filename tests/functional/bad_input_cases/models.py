@@ -1,0 +1,145 @@
+"""Layouts, models, weights and tokenizers that do not fit, are damaged, or are not supported."""
+
+# One case per line, however long: a table.
+# fmt: off
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from bad_input_case import GOLDEN, TEXT, Category, Place, cut
+from safetensors.torch import load_file
+
+CATEGORIES: list[Category] = []
+
+case = Category("Layout")
+CATEGORIES.append(case)
+case("world too small", "TP 4 on 2 ranks", "student.parallel | tensor=4 | does not divide the 2 rank(s) | start a multiple of 4", "student.parallel.tensor=4", ranks=2)
+case("world that does not fit", "TP 2 on 3 ranks", "tensor=2 | does not divide the 3 rank(s)", "student.parallel.tensor=2", ranks=3)
+case("teacher takes all", "a dedicated teacher on all ranks", "2 teacher rank(s) leaves none of the 2 rank(s) | start more ranks", "teacher.placement=dedicated", "teacher.ranks=2", ranks=2)
+case("heads", "TP that does not divide the heads", "student.parallel.tensor=3 does not divide the model's 4 attention heads | choose a divisor", "student.parallel.tensor=3", ranks=3)
+case("key/value heads", "TP that does not divide the key/value heads", "teacher.parallel.tensor=4 does not divide the model's 2 key/value heads | choose a divisor of 2", "teacher.parallel.tensor=4", ranks=4)
+case("feed-forward width", "TP that does not divide the feed-forward width", "tensor=2 does not divide the model's 47 feed-forward size | choose a divisor", "student.parallel.tensor=2", ranks=2, prepare=lambda p: p.config(intermediate_size=47))
+case("rollout ranks", "sampling TP that does not divide the ranks", "rollout.tensor=2 does not divide the student's 3 rank(s) | choose a divisor", "rollout.tensor=2", ranks=3)
+case("evaluation ranks", "the same in `evaluate`", "rollout.tensor=2 does not divide | 1 rank(s)", "rollout.tensor=2", command="evaluate")
+case("too deep", "more stages than layers", "pipeline=4 is deeper than the model's 3 layers | choose at most 3", "student.parallel.pipeline=4", ranks=4)
+case("first stage", "a first stage that leaves nothing", "3 layers can't be split over pipeline=2 | first_stage_layers=4 | choose", "student.parallel.pipeline=2", "student.parallel.first_stage_layers=4", ranks=2)
+case("first and last stage", "first and last stage that don't add up", "first_stage_layers=1, last_stage_layers=1 | choose", "student.parallel.pipeline=2", "student.parallel.first_stage_layers=1", "student.parallel.last_stage_layers=1", ranks=2)
+case("virtual stages", "virtual stages that don't divide", "virtual_pipeline=2 does not divide the [2, 1] layers | choose", "student.parallel.pipeline=2", "student.parallel.virtual_pipeline=2", ranks=2)
+case("virtual without stages", "virtual stages without stages", "student.parallel.virtual_pipeline=2 needs student.parallel.pipeline > 1", "student.parallel.virtual_pipeline=2")
+case("size of zero", "a parallel size of 0", "student.parallel.tensor=0 | expected at least 1", "student.parallel.tensor=0")
+
+case = Category("Models")
+CATEGORIES.append(case)
+case("no model", "a directory that does not exist", "{root}/nowhere | no such directory | download it first", "student.hf_path={root}/nowhere")
+case("no config.json", "a directory without a model", "{root}: no config.json there | expected the directory of a Hugging Face model", "teacher.hf_path={root}", command="verify")
+case("a checkpoint for a model", "a Megatron checkpoint as hf_path", "student-megatron: no config.json there | checkpoint=", "student.hf_path={root}/student-megatron")
+case("a model for a checkpoint", "a Hugging Face model as checkpoint", "teacher: no metadata.json | expected a torch_dist checkpoint | hf_path=", "teacher.checkpoint={root}/teacher")
+case("config.json cut off", "a config.json that is not JSON", "student/config.json: not valid JSON | copy the file", prepare=lambda p: (p.student / "config.json").write_text('{"model_type": '), library=r"JSON \((.*?)\);")
+case("config.json a list", "a config.json that is a list", "holds a list, expected an object | copy the file", prepare=lambda p: (p.student / "config.json").write_text("[]"))
+case("unknown model type", "a model of another family", "model_type 'gpt2' is not supported | expected one of ['llama', 'phi3', 'qwen2', 'qwen3'] | CONTRIBUTING", prepare=lambda p: p.config(model_type="gpt2"))
+case("no model type", "a config.json without model_type", "model_type None is not supported | expected one of", prepare=lambda p: p.config(model_type=None))
+case("a key is missing", "a config.json that lacks a key", "'hidden_size' is missing | expected the complete config.json", prepare=lambda p: p.config(hidden_size=None))
+case("text for a size", "a size that is text", "num_hidden_layers='3' | expected a positive integer", prepare=lambda p: p.config(num_hidden_layers="3"))
+case("heads and groups", "heads that don't share key/value heads evenly", "4 attention heads are not a multiple of 3 | correct them", prepare=lambda p: p.config(num_key_value_heads=3))
+case("activation", "another activation", "hidden_act='gelu' is not supported | expected 'silu'", prepare=lambda p: p.config(hidden_act="gelu"))
+case("scaled RoPE", "scaled positions", "RoPE type 'yarn' | expected 'default' | choose a model without it", prepare=lambda p: p.config(rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+case("RoPE base", "a position base that is no number", "rope_theta='big' | expected a positive number", prepare=lambda p: p.config(rope_theta="big"))
+case("sliding window", "sliding-window attention", "sliding-window attention | ['sliding_attention'] | expected full attention", prepare=lambda p: p.config(layer_types=["full_attention"] * 2 + ["sliding_attention"]))
+case("dtype", "weights of an unknown dtype", "dtype 'fp12' | expected that of the weights", prepare=lambda p: p.config(dtype="fp12"))
+case("quantized", "quantized weights", "'gptq' | expected unquantized | original", prepare=lambda p: p.config(quantization_config={"quant_method": "gptq"}))
+case("code in the model", "a model that brings its own code", "auto_map={{'AutoModel': 'm.M'}} | never run | remove auto_map", prepare=lambda p: p.config(auto_map={"AutoModel": "m.M"}))
+case("another width", "a wider teacher", "width 32 | width 48 | same depth and width", "teacher.hf_path=" + str(GOLDEN / "wide_teacher"), command="verify")
+case("another depth", "a deeper teacher", "student (3 layers | teacher (4 layers | choose a teacher of the student's shape", prepare=lambda p: p.config("teacher", num_hidden_layers=4, layer_types=None))
+case("another vocabulary", "a teacher with other ids", "vocabularies of 61 and 60 ids | set teacher.reads=text | choose a teacher with the student's tokenizer", command="verify", prepare=lambda p: [p.config("teacher", vocab_size=60), (p.teacher / "tokenizer.json").unlink(), (p.teacher / "tokenizer.model").unlink()])
+case("layer out of range", "a layer that the model does not have", "layers=[1, 9] | expected distinct layers in 1..3 | [9]", "loss.representation.layers=[1,9]")
+case("layer zero", "layer 0", "layers=[0] | in 1..3", "loss.representation.layers=[0]")
+case("layer twice", "a layer named twice", "layers=[2, 2] | expected distinct layers", "loss.representation.layers=[2,2]")
+
+case = Category("Weights")
+CATEGORIES.append(case)
+
+
+def shard(place: Place, **weight_map: str) -> None:
+    """An index beside the one file."""
+    names = dict.fromkeys(load_file(place.student / "model.safetensors"), "model.safetensors")
+    index = {"weight_map": {**names, **weight_map}}
+    (place.student / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+
+
+def pickled(place: Place) -> None:
+    (place.student / "model.safetensors").rename(place.student / "pytorch_model.bin")
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+case("missing shard", "a shard that the index names and that is not there", "model-00002.safetensors: no such file | 1 of 2 shards | copy it", prepare=lambda p: shard(p, a="model-00002.safetensors"))
+case("shard elsewhere", "an index that names a file elsewhere", "names '../teacher/model.safetensors' | expected a file in | correct the index", prepare=lambda p: shard(p, a="../teacher/model.safetensors"))
+case("broken index", "an index that is not JSON", "index.json: not valid JSON | expected an object with weight_map: copy it", prepare=lambda p: (p.student / "model.safetensors.index.json").write_text("{"), library=r"JSON \((.*?)\);")
+case("truncated", "a truncated shard", "model.safetensors: not a readable safetensors file | copy it from its source again", prepare=lambda p: cut(p.student / "model.safetensors", 5000), library=r"file \((.*?)\);")
+case("corrupt", "a shard of other bytes", "teacher/model.safetensors: not a readable safetensors file | copy it", prepare=lambda p: (p.teacher / "model.safetensors").write_bytes(b"\x00" * 4000), library=r"file \((.*?)\);")
+case("empty shard", "an empty shard", "model.safetensors: not a readable safetensors file | copy it", prepare=lambda p: cut(p.student / "model.safetensors", 0), library=r"file \((.*?)\);")
+case("no weights", "a model without weights", "no *.safetensors files | expected a Hugging Face model saved as safetensors | copy its weights", prepare=lambda p: (p.student / "model.safetensors").unlink())
+case("pickled weights", "weights as a pickle only", "pytorch_model.bin is a pickle, which is never opened | save_pretrained", prepare=pickled)
+case("missing tensor", "a tensor that is missing", "'model.norm.weight' is missing | expected every weight | is a shard missing", prepare=lambda p: p.tensors(lambda t: t.pop("model.norm.weight")))
+case("another shape", "a shape unlike the config's", "q_proj.weight is (16, 32) | config.json asks for (64, 32) | different models", prepare=lambda p: p.tensors(lambda t: t.update({Q: t[Q][:16].clone()})))
+case("config of another size", "a config of another width", "is (48, 32), but config.json asks for (40, 32)", prepare=lambda p: p.config(intermediate_size=40))
+case("more layers than the config", "weights of more layers than the config says", "tensor(s) that a qwen3 model with this config.json does not have | belong together", prepare=lambda p: [p.config(role, num_hidden_layers=2, layer_types=None) for role in ("student", "teacher")])
+
+case = Category("Tokenizers")
+CATEGORIES.append(case)
+case("no tokenizer", "a model without a tokenizer", "no tokenizer.json | copy the tokenizer files", prepare=lambda p: [(p.student / n).unlink() for n in ("tokenizer.json", "tokenizer.model")])
+case("broken tokenizer", "a tokenizer that can't be read", "student: the tokenizer can't be read | copy the tokenizer files", prepare=lambda p: (p.student / "tokenizer.json").write_text("{"), library=r"read \((.*?)\); copy")
+case("code in the tokenizer", "a tokenizer that brings its own code", "auto_map={{'AutoTokenizer': ['t.T', None]}} | never run | remove auto_map", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.T", None]}))
+case("no chat template", "no chat template", "no chat template, expected one | add chat_template.jinja", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", chat_template=None))
+case("template that refuses", "a conversation that the template refuses", "prompt 0 | refuses the conversation with roles ['user'] | no users | change the roles", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", chat_template="{{ raise_exception('no users') }}"))
+case("another tokenizer", "a teacher with another tokenizer", "differ: the teacher would read other text | expected the same tokenizer | set teacher.reads=text", prepare=lambda p: p.edit(p.teacher / "tokenizer_config.json", extra_special_tokens=None, added_tokens_decoder={}) or other_tokenizer(p))
+case("ids beyond the model's vocabulary", "a tokenizer with more ids than the model", "ids up to 24 | vocab_size=20 | expected ids 0..19", prepare=lambda p: p.config(vocab_size=20))
+case("stop id beyond the vocabulary", "a stop id that the model does not know", "stop ids [99] | expected ids 0..60", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id=99))
+case("malformed stop id", "a stop id that is text", "eos_token_id is '<eos>' | expected a token id", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id="<eos>"))
+case("broken generation_config.json", "a generation_config.json that is not JSON", "generation_config.json: not valid JSON | copy the file", prepare=lambda p: (p.student / "generation_config.json").write_text("{"), library=r"JSON \((.*?)\);")
+
+
+def other_tokenizer(place: Place) -> None:
+    file = place.teacher / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 60, "content": "<more>"})
+    file.write_text(json.dumps(content))
+
+
+def teacher_tokenizer(**changes: Any) -> Callable[[Place], Any]:
+    """Changes keys of the teacher's tokenizer.json; the models' type is one whose file is taken as it is."""
+
+    def change(place: Place) -> None:
+        place.config("teacher", model_type="llama")
+        place.edit(place.teacher / "tokenizer.json", **changes)
+
+    return change
+
+
+case("distributions across vocabularies", "an output-space term where the teacher reads text", "loss.output.kind=top_k with teacher.reads=text | no counterpart | match hidden states", TEXT, "loss.output.kind=top_k")
+case("sampling a teacher of other tokens", "evaluating the teacher in the student's engine where it reads text", "evaluation.teacher=true with teacher.reads=text | expected false", TEXT, "evaluation.teacher=true")
+case("comparing distributions of other tokens", "output-space metrics where the teacher reads text", "logging.output_metrics_every=5 with teacher.reads=text | no two distributions | expected 0", TEXT, "logging.output_metrics_every=5")
+case("coverage above 1", "a coverage that is no share", "alignment.min_coverage=2.0 | expected a number in [0, 1]", TEXT, "alignment.min_coverage=2.0")
+case("tokenizer without offsets", "a teacher's tokenizer whose tokens have no bytes", "can't be derived, so there are no byte offsets | expected byte-level or sentencepiece tokens | another tokenizer", TEXT, prepare=teacher_tokenizer(decoder=None))
+case("template that changes text", "a teacher's chat template that changes a response", "the chat template changes the text of a response | expected it there unchanged | as it stands", TEXT, prepare=lambda p: p.edit(p.teacher / "tokenizer_config.json", chat_template="{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"), library=r"response: (.*?); expected")
+case("bridge of another tokenizer", "a bridge that was made with another tokenizer", "the bridge was made with another tokenizer than that of {root}/teacher | fit a bridge with these models", TEXT, "bridge.path={root}/bridge", prepare=lambda p: bridge_of_tokenizers(p, None, "0" * 64))
+
+
+def bridge_of_tokenizers(place: Place, student: str | None, teacher: str | None) -> None:
+    """A bridge between the two models of the golden cases, by fingerprints of their tokenizers."""
+    import torch
+
+    from nemo_oprd.bridge.artifact import save_bridge
+    from nemo_oprd.bridge.covariance import LayerPair
+    from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
+
+    width, layers = 32, 3
+    models = [ModelIdentity("qwen3", layers, width, tokenizer=hash_) for hash_ in (student, teacher)]
+    pairs = {
+        LayerPair(layer, layer): LayerBridge(torch.zeros(width), torch.eye(2, width), torch.eye(2, width))
+        for layer in range(1, layers + 1)
+    }
+    save_bridge(Bridge(2, pairs, *models), place.root / "bridge")

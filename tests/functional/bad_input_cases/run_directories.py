@@ -1,0 +1,126 @@
+"""Output directories, checkpoints, secrets, and the commands that read a finished run."""
+
+# One case per line, however long: a table.
+# fmt: off
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bad_input_case import Category, Place, cut
+
+CATEGORIES: list[Category] = []
+
+case = Category("Output")
+CATEGORIES.append(case)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Temporary files go to the device that is always full."""
+    with mock.patch("tempfile.TemporaryFile", return_value=open("/dev/full", "r+b", buffering=0)):
+        yield
+
+
+@contextlib.contextmanager
+def no_permission() -> Iterator[None]:
+    """Root may write everywhere, so permissions alone would not show anything."""
+
+    def refuse(dir: Path, **_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    with mock.patch("tempfile.TemporaryFile", refuse):
+        yield
+
+
+def earlier_result(place: Place) -> None:
+    place.output.mkdir()
+    (place.output / "precious").write_text("kept")
+
+
+case("output a file", "an output that is a file", "output={root}/prompts.jsonl | is a file, expected a directory | choose another output", "output={root}/prompts.jsonl")
+case("output below a file", "an output below a file", "prompts.jsonl is a file, expected a directory", "output={root}/prompts.jsonl/run", command="verify")
+case("no output", "an empty output", "output='' | expected a directory | name one", "output=''")
+case("unwritable", "an output that may not be written", "output={root}/run | Permission denied | change its permissions", wrap=no_permission)
+case("full disk", "a disk that is full", "output={root}/run | No space left on device | free some space", wrap=full_disk, command="evaluate")
+case("output of something else", "`verify` into a directory of something else", "output={root}/run exists and is not a verify result | choose another", prepare=earlier_result, command="verify")
+case("output over a source", "an export that would replace its source", "student.hf_path={root}/run/hf | choose another output", "student.hf_path={root}/run/hf", prepare=lambda p: shutil.copytree(p.student, p.output / "hf"))
+
+case = Category("Checkpoints")
+CATEGORIES.append(case)
+
+
+class Malicious:
+    """Unpickling this would write a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return (Path.write_text, (self.file, "run"))
+
+
+def malicious_index(place: Place) -> None:
+    (place.checkpoint() / ".metadata").write_bytes(pickle.dumps(Malicious(place.root / "pwned")))
+    place.write_state()
+
+
+def malicious_common(place: Place) -> None:
+    import torch
+
+    torch.save(Malicious(place.root / "pwned"), place.checkpoint() / "common.pt")
+    place.write_state()
+
+
+def outside_index(place: Place) -> None:
+    """An index whose chunks lie outside the checkpoint."""
+    file = place.checkpoint() / ".metadata"
+    content = pickle.loads(file.read_bytes())
+    info = next(iter(content.storage_data.values()))
+    info.relative_path = "../../../rollouts.jsonl"
+    file.write_bytes(pickle.dumps(content))
+    place.write_state()
+
+
+MEGATRON = "student.checkpoint={root}/student-megatron"
+case("no checkpoint", "a checkpoint that does not exist", "nowhere: no such directory | expected a torch_dist checkpoint", "student.checkpoint={root}/nowhere")
+case("directory of checkpoints", "a directory of checkpoints", "checkpoints: no metadata.json | did you mean {root}/run/checkpoints/iter_0000002", "student.checkpoint={root}/run/checkpoints", "output={root}/other", prepare=lambda p: p.checkpoint())
+case("checkpoint without a config", "a checkpoint without config.json", "no hf/config.json there | copy config.json", MEGATRON, prepare=lambda p: shutil.rmtree(p.converted / "hf"))
+case("checkpoint format", "a checkpoint of another format", "format 'zarr' | expected 'torch_dist' | --ckpt-format torch_dist", MEGATRON, prepare=lambda p: p.edit(p.converted / "metadata.json", sharded_backend="zarr"))
+case("checkpoint and config", "a checkpoint with another model's config", "but hf/config.json asks for | different models", MEGATRON, prepare=lambda p: [p.edit(f, intermediate_size=40) for f in (p.converted / "hf" / "config.json", p.teacher / "config.json")])
+case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink(), library=r"missing, expected (\d+)")
+case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000), library=r"bytes, expected (\d+)")
+case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | write the number of one of [2]", prepare=lambda p: p.checkpoint("garbage"))
+case("half-written", "a checkpoint that is not complete", "iter_0000002 is incomplete (state.json is missing) | expected one to resume from | remove {root}/run/checkpoints to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
+case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: [p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40), p.write_state()])
+case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: [cut(p.checkpoint() / ".metadata", 100), p.write_state()], library=r"read \((.*?)\); expected")
+case("program in the index", "an index that would run a program", ".metadata can't be read (asks for pathlib.Path.write_text | expected the index of a torch_dist checkpoint and nothing else | a source that you trust", prepare=malicious_index)
+case("program in common.pt", "a common.pt that would run a program", "common.pt can't be read | expected plain values and tensors | copy", prepare=malicious_common, library=r"read \((.*?)\); expected")
+case("index that points outside", "an index that points outside its checkpoint", "names the file '../../../rollouts.jsonl' | expected one inside | don't use it", prepare=outside_index)
+
+case = Category("Secrets")
+CATEGORIES.append(case)
+
+
+@contextlib.contextmanager
+def secret() -> Iterator[None]:
+    with mock.patch.dict(os.environ, {"HF_TOKEN": SECRET}):
+        yield
+
+
+SECRET = "not-for-your-eyes"
+case("key as a setting", "an API key as a setting", "unknown key 'logging.wandb_api_key' | expected no secrets | set the environment variable", f"logging.wandb_api_key={SECRET}")
+case("secret from the environment", "a secret of the environment in a setting", "logging.wandb holds the value of the environment variable HF_TOKEN | expected no secrets | remove it", "logging.wandb=${oc.env:HF_TOKEN}", wrap=secret)
+case("what looks like a key", "a W&B key where a project name belongs", "logging.wandb holds what looks like an access key | expected no secrets | remove it", "logging.wandb=" + "0123456789" * 4)
+
+case = Category("Reports and toys")
+CATEGORIES.append(case)
+case("report of nothing", "`report` of a directory that is no run", "config.yaml: there is no such file | give the `output` directory", command="report", arguments=("{root}/nowhere",))
+case("report of broken metrics", "`report` of malformed metrics", "metrics.jsonl, line 1: not valid JSON | remove the line", command="report", arguments=("{root}",), prepare=lambda p: [(p.root / "config.yaml").write_text("a: 1"), (p.root / "metrics.jsonl").write_text("{\n{}\n")], library=r"JSON \((.*?)\);")
+case("toy over a file", "`toy` into a file", "prompts.jsonl | expected", command="toy", arguments=("--output", "{root}/prompts.jsonl"))

@@ -1,0 +1,39 @@
+"""Layouts of the conversion tests, and what Hugging Face computes for a model."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tiny_models import SIZES
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "TP1": {},
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "DP2": {"data": 2},
+}
+
+
+def ranks(layout: str) -> int:
+    """Processes that a layout takes; virtual stages take none."""
+    return prod(size for axis, size in LAYOUTS[layout].items() if axis != "virtual_pipeline")
+
+
+def save_hf_states(path: Path, file: Path) -> None:
+    """Writes the ids, hidden states and logits that Hugging Face computes for two sequences of different lengths."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    states = {}
+    for i, length in enumerate((23, 9)):
+        ids = torch.randint(SIZES["vocab_size"], (length,), generator=generator)
+        with torch.no_grad():
+            out = model(ids[None], output_hidden_states=True)
+        states |= {f"ids.{i}": ids, f"logits.{i}": out.logits[0]}
+        states |= {f"hidden.{i}.{layer}": state[0] for layer, state in enumerate(out.hidden_states) if layer > 0}
+    save_file(states, file)

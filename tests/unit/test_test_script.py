@@ -1,0 +1,64 @@
+"""`scripts/test.sh`: which tests each level asks pytest for, and what its exit status says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SERVICES = "slurm or vllm or nemo"
+
+
+def run(directory: Path, *arguments: str, pytest_status: int = 0) -> tuple[int, list[str]]:
+    """The script's exit status and the commands that it ran, in a copy where each command only writes itself down."""
+    scripts, programs = directory / "scripts", directory / "programs"
+    scripts.mkdir()
+    programs.mkdir()
+    shutil.copy(ROOT / "scripts" / "test.sh", scripts)
+    (scripts / "environment.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    for name, status in (("ruff", 0), ("mypy", 0), ("python", pytest_status)):
+        (programs / name).write_text(f'#!/bin/bash\n(IFS="|"; echo "{name}|$*") >>"{directory}/ran"\nexit {status}\n')
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(scripts / "test.sh"), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return ended.returncode, (directory / "ran").read_text().splitlines()
+
+
+CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [*CHECKS, f"python|-m|pytest|-m|not (slow or {SERVICES})"]),
+        (["--all"], [*CHECKS, "python|-m|pytest"]),
+        (["--integration"], [f"python|-m|pytest|-m|{SERVICES}"]),
+        (["tests/unit", "-x"], [*CHECKS, "python|-m|pytest|tests/unit|-x"]),
+        (["--all", "-k", "golden"], [*CHECKS, "python|-m|pytest|-k|golden"]),
+    ],
+)
+def test_levels(tmp_path: Path, arguments: list[str], expected: list[str]) -> None:
+    status, ran = run(tmp_path, *arguments)
+    assert status == 0
+    assert ran == expected
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all"], ["--integration"], ["tests/unit"]])
+def test_a_failed_test_fails_the_script(tmp_path: Path, arguments: list[str]) -> None:
+    assert run(tmp_path, *arguments, pytest_status=1)[0] == 1
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--integration"], 0), ([], 5), (["--all"], 5), (["-k", "x"], 5)])
+def test_no_test_found(tmp_path: Path, arguments: list[str], status: int) -> None:
+    """Pytest's status 5: a checkout may have no integration tests; anywhere else the selection is a mistake."""
+    assert run(tmp_path, *arguments, pytest_status=5)[0] == status
+
+
+def test_each_test_of_a_level_is_marked(pytestconfig: pytest.Config) -> None:
+    known = {line.split(":")[0] for line in pytestconfig.getini("markers")}
+    assert {"slow", *SERVICES.split(" or ")} <= known
