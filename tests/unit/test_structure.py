@@ -12,9 +12,7 @@ FILES = [file for directory in DIRECTORIES for file in sorted((ROOT / directory)
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 450, 70, 250
 # What is still above a limit; an entry that no longer is must be removed.
 TOO_LONG = {
-    "nemo_oprd/distillation/student.py: Student",
     "nemo_oprd/rollout/generation.py: generate_batch",
-    "nemo_oprd/run.py: Run",
 }
 
 
