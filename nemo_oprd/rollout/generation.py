@@ -56,7 +56,7 @@ def _prefill_again(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, 
     size = len(ids_T)
     alone = KVCache(size, used=size, lengths=torch.tensor([size], device=ids_T.device))
     alone.positions = torch.arange(size, device=ids_T.device)[None]
-    hidden = model(ids_T[None], DecodeParams(cache=alone))  # [T, 1, H]
+    hidden = model(ids_T[None], DecodeParams(cache=alone))  # [T, 1, D]
     for layer, kept in cache.layers.items():
         for old, new in zip(kept, alone.layers[layer], strict=True):
             old[row, :, :size] = new[0]
@@ -88,58 +88,101 @@ def generate_batch(
     Returns:
         The responses; None if generation was cancelled.
     """
-    target_device = device()
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target_device)
-    longest, steps = int(lengths.max()), uniforms.shape[1]
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=target_device)
-    for i, prompt in enumerate(prompts):
-        ids[i, : len(prompt)] = torch.tensor(prompt)
-    draws = torch.from_numpy(uniforms).to(target_device)
-    eos = torch.tensor(eos_ids, dtype=torch.long, device=target_device)
-
-    limit = torch.tensor(limits, device=target_device)
-    cache = KVCache(int((lengths + limit).max()))
-    cache.positions = torch.arange(longest, device=target_device).expand(len(prompts), longest)
-    cache.used = longest
-    cache.lengths = lengths
-    hidden = model(ids, DecodeParams(cache=cache))  # [longest, B, H]
-    rows = torch.arange(len(prompts), device=target_device)
-    last = hidden[lengths - 1, rows][None]
-
-    sampled = torch.zeros(len(prompts), steps, dtype=torch.long, device=target_device)
-    count = torch.zeros(len(prompts), dtype=torch.long, device=target_device)
-    finished = torch.zeros(len(prompts), dtype=torch.bool, device=target_device)  # needs no more tokens
-    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=target_device)  # the end-of-sequence id was sampled
-    slots = torch.arange(cache.max_length, device=target_device)
-    alive = rows  # indices into `prompts` of the sequences that are still in the batch
-    for t in range(steps):
+    batch = _Batch(model, vocab_size, prompts, uniforms, limits, eos_ids)
+    last = batch.prefill()
+    for t in range(uniforms.shape[1]):
         if should_cancel is not None and t and t % CANCEL_CHECK_EVERY == 0 and should_cancel():
             return None
-        logits = model.logits(last)[0, :, :vocab_size]
-        token = pick_tokens(logits, draws[alive, t], temperature, top_p)
-        fresh = ~finished[alive]
-        sampled[alive[fresh], t] = token[fresh]
-        count[alive] += fresh
-        stopped[alive] |= fresh & torch.isin(token, eos)
-        finished[alive] |= stopped[alive] | (t + 1 >= limit[alive])
-        if t == steps - 1 or bool(finished.all()):
+        token = batch.sample(last, t, temperature, top_p)
+        if t + 1 == uniforms.shape[1] or batch.is_finished:
             break
-        done = finished[alive]
-        if bool(done.float().mean() >= COMPACT_AT):
-            keep = (~done).nonzero()[:, 0]
-            cache.select(keep)
-            alive, token = alive[keep], token[keep]
+        last = batch.decode(batch.drop_finished(token), t)
+    return batch.responses()
+
+
+class _Batch:
+    """The sequences of one call of `generate_batch`, with the KV cache of those that are still being decoded.
+
+    `alive` [b] are indices into the B prompts. Finished sequences leave the batch when enough of them have gathered.
+    """
+
+    def __init__(
+        self,
+        model: DistillingModel,
+        vocab_size: int,
+        prompts: list[list[int]],
+        uniforms: np.ndarray,
+        limits: list[int],
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        place, count = device(), len(prompts)
+        self.model, self.vocab_size = model, vocab_size
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=place)
+        self.ids = torch.zeros(count, int(self.lengths.max()), dtype=torch.long, device=place)
+        for i, prompt in enumerate(prompts):
+            self.ids[i, : len(prompt)] = torch.tensor(prompt)
+        self.draws = torch.from_numpy(uniforms).to(place)
+        self.eos, self.limit = torch.tensor(eos_ids, dtype=torch.long, device=place), torch.tensor(limits, device=place)
+        self.cache = KVCache(int((self.lengths + self.limit).max()))
+        self.slots = torch.arange(self.cache.max_length, device=place)
+        self.sampled = torch.zeros(count, uniforms.shape[1], dtype=torch.long, device=place)
+        self.count = torch.zeros(count, dtype=torch.long, device=place)
+        self.finished = torch.zeros(count, dtype=torch.bool, device=place)  # needs no more tokens
+        self.stopped = torch.zeros(count, dtype=torch.bool, device=place)  # an end-of-sequence id was sampled
+        self.alive = torch.arange(count, device=place)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no sequence needs another token."""
+        return bool(self.finished.all())
+
+    def prefill(self) -> torch.Tensor:
+        """Runs the prompts; the hidden states of their last tokens, [1, B, D]."""
+        count, longest = self.ids.shape
+        self.cache.positions = torch.arange(longest, device=self.ids.device).expand(count, longest)
+        self.cache.used, self.cache.lengths = longest, self.lengths
+        hidden = self.model(self.ids, DecodeParams(cache=self.cache))  # [longest, B, D]
+        return hidden[self.lengths - 1, self.alive][None]
+
+    def sample(self, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
+        """Samples token t of every sequence in the batch from the states [1, b, D] before it; its ids [b]."""
+        logits, alive = self.model.logits(last)[0, :, : self.vocab_size], self.alive
+        token = pick_tokens(logits, self.draws[alive, t], temperature, top_p)
+        fresh = ~self.finished[alive]
+        self.sampled[alive[fresh], t] = token[fresh]
+        self.count[alive] += fresh
+        self.stopped[alive] |= fresh & torch.isin(token, self.eos)
+        self.finished[alive] |= self.stopped[alive] | (t + 1 >= self.limit[alive])
+        return token
+
+    def drop_finished(self, token: torch.Tensor) -> torch.Tensor:
+        """Takes finished sequences out of the batch, if enough of them are in it; the remaining ids [b]."""
+        done = self.finished[self.alive]
+        if bool(done.float().mean() < COMPACT_AT):
+            return token
+        keep = (~done).nonzero()[:, 0]
+        self.cache.select(keep)
+        self.alive = self.alive[keep]
+        return token[keep]
+
+    def decode(self, token: torch.Tensor, t: int) -> torch.Tensor:
+        """Runs token t [b] of every sequence in the batch; its hidden states [1, b, D]."""
+        cache, alive = self.cache, self.alive
         # finished sequences that are still in the batch write to cache slots that nothing reads
-        position = (lengths[alive] + t).clamp_max(cache.max_length - 1)
+        position = (self.lengths[alive] + t).clamp_max(cache.max_length - 1)
         cache.positions = position[:, None]
         cache.used = int(position.max()) + 1
         cache.lengths = position + 1
-        cache.mask = (slots <= position[:, None])[:, None, None]
-        last = model(token[:, None], DecodeParams(cache=cache))
-        if model.rope.switch is not None:
-            for row in ((position == model.rope.switch) & ~finished[alive]).nonzero()[:, 0].tolist():
+        cache.mask = (self.slots <= position[:, None])[:, None, None]
+        last = self.model(token[:, None], DecodeParams(cache=cache))
+        if self.model.rope.switch is not None:
+            for row in ((position == self.model.rope.switch) & ~self.finished[alive]).nonzero()[:, 0].tolist():
                 i = alive[row]
-                whole = torch.cat([ids[i, : lengths[i]], sampled[i, : t + 1]])
-                last[:, row] = _prefill_again(model, whole, cache, row)
-    texts, counts, ends = sampled.cpu(), count.tolist(), stopped.tolist()
-    return [Generated(texts[i, : counts[i]].tolist(), ends[i]) for i in range(len(prompts))]
+                whole = torch.cat([self.ids[i, : self.lengths[i]], self.sampled[i, : t + 1]])
+                last[:, row] = _prefill_again(self.model, whole, cache, row)
+        return last
+
+    def responses(self) -> list[Generated]:
+        """The B responses."""
+        ids, counts, stopped = self.sampled.cpu(), self.count.tolist(), self.stopped.tolist()
+        return [Generated(ids[i, : counts[i]].tolist(), stopped[i]) for i in range(len(counts))]
