@@ -78,23 +78,19 @@ class Place:
         change(tensors)
         save_file(tensors, file)
 
-    def write_state(self, directory: Path | None = None) -> None:
+    def seal(self, directory: Path | None = None) -> None:
         """Writes state.json for the files that a checkpoint has now."""
         directory = directory or self.output / "checkpoints" / "iter_0000002"
         files = {str(f.relative_to(directory)): f.stat().st_size for f in directory.rglob("*") if f.is_file()}
         files.pop("state.json", None)
         state = {
-            "format": 2,
             "step": 2,
             "seed": 0,
             "precision": "fp32",
-            "distributed_optimizer": True,
-            "deepest_trained_layer": 3,
-            "final_norm_trained": True,
-            "head_trained": False,
-            "trained_projectors": None,
-            "partially_trained": False,
-            "moving_average_layers": 0,
+            "train.distributed_optimizer": True,
+            "deepest trained layer": 3,
+            "final norm is trained": True,
+            "head is trained": False,
             "files": files,
         }
         (directory / "state.json").write_text(json.dumps(state))
@@ -103,7 +99,7 @@ class Place:
         """A run directory with a checkpoint after two steps, made of the converted student."""
         directory = self.output / "checkpoints" / "iter_0000002"
         shutil.copytree(self.converted, directory)
-        self.write_state(directory)
+        self.seal(directory)
         (directory.parent / "latest_checkpointed_iteration.txt").write_text(tracker)
         return directory
 
@@ -517,14 +513,14 @@ class Malicious:
 
 def malicious_index(place: Place) -> None:
     (place.checkpoint() / ".metadata").write_bytes(pickle.dumps(Malicious(place.root / "pwned")))
-    place.write_state()
+    place.seal()
 
 
 def malicious_common(place: Place) -> None:
     import torch
 
     torch.save(Malicious(place.root / "pwned"), place.checkpoint() / "common.pt")
-    place.write_state()
+    place.seal()
 
 
 def outside_index(place: Place) -> None:
@@ -534,7 +530,7 @@ def outside_index(place: Place) -> None:
     info = next(iter(content.storage_data.values()))
     info.relative_path = "../../../rollouts.jsonl"
     file.write_bytes(pickle.dumps(content))
-    place.write_state()
+    place.seal()
 
 
 MEGATRON = "student.checkpoint={root}/student-megatron"
@@ -547,8 +543,8 @@ case("missing chunk file", "a checkpoint without one of its files", "__0_0.distc
 case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000), library=r"bytes, expected (\d+)")
 case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | write the number of one of [2]", prepare=lambda p: p.checkpoint("garbage"))
 case("half-written", "a checkpoint that is not complete", "iter_0000002 is incomplete (state.json is missing) | expected one to resume from | remove {root}/run/checkpoints to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
-case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: [p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40), p.write_state()])
-case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: [cut(p.checkpoint() / ".metadata", 100), p.write_state()], library=r"read \((.*?)\); expected")
+case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: [p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40), p.seal()])
+case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: [cut(p.checkpoint() / ".metadata", 100), p.seal()], library=r"read \((.*?)\); expected")
 case("program in the index", "an index that would run a program", ".metadata can't be read (asks for pathlib.Path.write_text | expected the index of a torch_dist checkpoint and nothing else | a source that you trust", prepare=malicious_index)
 case("program in common.pt", "a common.pt that would run a program", "common.pt can't be read | expected plain values and tensors | copy", prepare=malicious_common, library=r"read \((.*?)\); expected")
 case("index that points outside", "an index that points outside its checkpoint", "names the file '../../../rollouts.jsonl' | expected one inside | don't use it", prepare=outside_index)
