@@ -177,7 +177,7 @@ def test_the_moving_average_is_part_of_a_checkpoint(pools: Pools, bench: Bench, 
 def test_a_checkpoint_without_the_average_is_refused(pools: Pools, bench: Bench, tmp_path: Path) -> None:
     shared = [*bench.settings("hidden"), *TRAINING, "train.save_every=3", f"output={tmp_path}"]
     pools[1].run("cases:run_train", overrides=[*shared, "teacher.weights=student"])
-    with pytest.raises(AssertionError, match=r"was made with layers of the moving average=0 and this run has 4"):
+    with pytest.raises(AssertionError, match=r"was made with moving_average_layers=0, this run has 4"):
         pools[1].run("cases:run_train", overrides=[*shared, "teacher.weights=ema"])
 
 

@@ -300,5 +300,5 @@ def test_what_a_run_leaves(pools: Pools, tmp_path: Path, bridges: Path) -> None:
         load_file(GOLDEN / "student" / "model.safetensors")
     )
     frozen = [*shared, f"bridge.path={output / 'bridge'}", "bridge.train=false", "train.steps=2", f"output={output}"]
-    with pytest.raises(WorkerError, match="trained projectors=rank 48, layers 1:1 2:3 3:5 and this run has None"):
+    with pytest.raises(WorkerError, match="trained_projectors=rank 48, layers 1:1 2:3 3:5, this run has None"):
         pools[1].run("cases:run_train", overrides=frozen)

@@ -1,7 +1,7 @@
-"""The figures of the report: which metrics they show, and how they become SVG that follows the page's colours.
+"""The figures of the report: the metrics that they show, and their SVG in the colours of the page.
 
 Text from files never goes into matplotlib, which would take a `$` in a run's name for mathematics: titles and legends
-are HTML. Left out: metrics without an entry below; TensorBoard shows those.
+are HTML. Left out: metrics without an entry below, which TensorBoard shows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from nemo_oprd.observability.run_reader import Run
 
-# Name -> (light, dark). Figures are drawn in the light colours, which then become references to these CSS variables.
+# Name -> (light, dark). Figures are drawn in the light colours, which `svg` replaces by references to CSS variables.
 COLORS = {
     "ink": ("#1d232a", "#e7eaee"),
     "muted": ("#66707c", "#9aa5b1"),
@@ -37,9 +37,9 @@ COLORS = {
     "phase-3": ("#e07a5f", "#cf6a50"),
 }
 NUM_COLORS = 6
-LINE_STYLES = ("solid", "dotted")  # the same words mean the same to CSS and matplotlib
-SMOOTH_FROM = 100  # points; fewer are readable as they are
-MARKERS_UP_TO = 40  # points
+LINE_STYLES = ("solid", "dotted")  # names that CSS and matplotlib share
+SMOOTH_FROM = 100  # number of points from which on a curve is smoothed
+MARKERS_UP_TO = 40  # number of points up to which each point has a marker
 
 CURVES = (  # metric, title, note, logarithmic
     ("rep/loss", "Representation loss", "mean over layers, log scale", True),
@@ -58,7 +58,7 @@ VALIDATION = re.compile(r"val/(.+?)(/teacher)?/(avg@\d+|best@\d+|avg_len|dist_4g
 
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "nemo_oprd",  # without it ids are random, and no two pages are equal
+    "svg.hashsalt": "nemo_oprd",  # without a fixed salt, ids are random and no two pages are equal
     "font.size": 9.5,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
@@ -83,7 +83,7 @@ Draw = Callable[[Any], None]  # draws on matplotlib axes
 
 @dataclass(frozen=True)
 class Key:
-    """A legend entry; the line it stands for is drawn in the same colour and style."""
+    """A legend entry and the colour and style of its line."""
 
     label: str
     color: str
@@ -92,7 +92,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of the page: plots with a caption each ("" if there is one plot), and their common legend."""
+    """One figure of the page: plots with a caption each ("" for a single plot) and a common legend."""
 
     title: str
     note: str
@@ -101,7 +101,7 @@ class Panel:
 
 
 def panels(runs: list[Run]) -> list[Panel]:
-    """The figures that the runs have data for, in the order of the page."""
+    """The figures for which the runs have data, in the order of the page."""
     chosen = [_accuracy(runs, name, metric) for name, metric in validation_names(runs) if metric.startswith("avg@")]
     chosen += [_curve(runs, *curve) for curve in CURVES[:2]] + [_layers(runs), _positions(runs)]
     chosen += [_curve(runs, *curve) for curve in CURVES[2:]] + [_phases(runs)]
@@ -109,14 +109,14 @@ def panels(runs: list[Run]) -> list[Panel]:
 
 
 def validation_names(runs: list[Run]) -> list[tuple[str, str]]:
-    """The (set, metric) pairs that any student was validated with: sets by name, metrics in the order of `METRICS`."""
+    """The (set, metric) pairs of all students' validations: sets by name, metrics in the order of `METRICS`."""
     matches = [match for run in runs for name in run.metrics if (match := VALIDATION.fullmatch(name))]
     pairs = {(match[1], match[3]) for match in matches if not match[2]}
     return sorted(pairs, key=lambda pair: (pair[0], METRICS.index(pair[1].split("@")[0]), pair[1]))
 
 
 def run_key(index: int, run: Run) -> Key:
-    """How the index-th run of the page is drawn."""
+    """The legend entry of the run at position `index`, from 0, on the page."""
     return Key(run.name, f"series-{index % NUM_COLORS}", LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)])
 
 
@@ -124,10 +124,10 @@ def svg(draw: Draw, steps: tuple[int, int], label: str, ident: str) -> str:
     """Draws on fresh axes and returns an `<svg>` element in the page's colours.
 
     Args:
-        draw: draws on the axes; x is the step, or something else if it labels x so.
-        steps: first and last step to show, the same for all figures of a page so that they line up.
-        label: read out to those who don't see the figure.
-        ident: keeps the element's ids apart from other figures'.
+        draw: draws on the axes; the x-axis is the step unless `draw` sets another label.
+        steps: first and last step to show, equal for all figures of a page so that they line up.
+        label: text for screen readers.
+        ident: prefix that keeps the element's ids apart from those of other figures.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -146,7 +146,7 @@ def svg(draw: Draw, steps: tuple[int, int], label: str, ident: str) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # HTML knows both
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # HTML defines both name spaces
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{ident}-", text)
     for name, (light, _) in COLORS.items():
         text = text.replace(light, f"var(--{name})")
@@ -177,7 +177,7 @@ def _curve(runs: list[Run], metric: str, title: str, note: str, logarithmic: boo
 
 
 def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
-    """Students as curves, teachers as level lines: one in neutral ink if all runs have the same."""
+    """Students as curves, teachers as horizontal lines: one neutral line if all runs have the same teacher values."""
     keys = [run_key(i, run) for i, run in enumerate(runs)]
     student, teacher = f"val/{name}/{metric}", f"val/{name}/teacher/{metric}"
     curves = [(key, run.metrics[student]) for key, run in zip(keys, runs, strict=True) if student in run.metrics]
@@ -189,7 +189,7 @@ def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
     values = [value for _, series in curves for value in series.values()] + [value for _, value in teachers]
     values = [value for value in values if math.isfinite(value)]
     low, high = min(values, default=0.0), max(values, default=0.0)
-    bottom = 0.0 if low < high / 2 else low - 0.5 * (high - low)  # differences stay visible near the ceiling
+    bottom = 0.0 if low < high / 2 else low - 0.5 * (high - low)  # differences stay visible near 100 %
 
     def draw(axes: Any) -> None:
         from matplotlib.ticker import FuncFormatter
@@ -206,7 +206,7 @@ def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
 
 
 def _layers(runs: list[Run]) -> Panel:
-    """Cosine per layer and step as a heat map, one per run, on one colour scale."""
+    """Cosine similarity per layer and step as a heat map, one per run, all on the same colour scale."""
     maps: list[tuple[str, list[int], list[int], np.ndarray]] = []
     for run in runs:
         layers = sorted(int(match[1]) for name in run.metrics if (match := LAYER_COSINE.fullmatch(name)))
@@ -237,7 +237,7 @@ def _layers(runs: list[Run]) -> Panel:
 
 
 def _positions(runs: list[Run]) -> Panel:
-    """The paper's position figure: cosine over the first or last k tokens, at the first and the last step of a run."""
+    """Cosine similarity over the first or last k tokens, at the first and the last step of a run, as in the paper."""
     keys = {
         ("first", 0): Key("first k, start", "series-0", "dotted"),
         ("first", 1): Key("first k, end", "series-0"),
@@ -269,7 +269,7 @@ def _positions(runs: list[Run]) -> Panel:
 
 
 def _phases(runs: list[Run]) -> Panel:
-    """Seconds per step, stacked by phase, one plot per run, on one scale. A phase that was not logged counts zero."""
+    """Seconds per step, stacked by phase, one plot per run, all on one scale. A phase without a value counts as 0."""
     keys = [Key(phase, f"phase-{i}") for i, phase in enumerate(PHASES)]
     stacks: list[tuple[str, list[int], np.ndarray]] = []
     for run in runs:
@@ -296,12 +296,12 @@ def _phases(runs: list[Run]) -> Panel:
 
 
 def last(run: Run, metric: str) -> float:
-    """The value at the last step that has it."""
+    """The value of a metric at its last step."""
     return list(run.metrics[metric].values())[-1]
 
 
 def _line(axes: Any, key: Key, series: dict[int, float]) -> None:
-    """One run's curve: with its points if few, with a moving average over the faint values if many."""
+    """Draws one run's curve: few points with markers, many points faintly with their moving average on top."""
     steps, values = np.array(list(series)), np.array(list(series.values()), dtype=float)
     color, style = COLORS[key.color][0], key.style
     if len(values) < SMOOTH_FROM:
@@ -313,7 +313,7 @@ def _line(axes: Any, key: Key, series: dict[int, float]) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving average over some 4 % of the points, shorter at the ends; unchanged if there are few points."""
+    """Centred moving average over about 4 % of the points, over fewer at the ends; few points stay unchanged."""
     if len(values) < SMOOTH_FROM:
         return values
     window = np.ones(2 * (len(values) // 50) + 1)
