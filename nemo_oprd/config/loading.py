@@ -1,7 +1,7 @@
-"""How a configuration is put together: schema <- YAML in conf/ <- command line.
+"""Composes a configuration from the defaults of the schema, a YAML file in conf/ and the command line, in this order.
 
-Hydra composes the YAML (so `defaults:` lists and groups work) and parses overrides; after `load_config` everything is
-plain objects. Unknown keys and contradictory values are errors that name the key, before anything is loaded.
+Hydra composes the YAML (so `defaults:` lists and groups work) and parses the overrides; pydantic checks the result. A
+loaded configuration consists of plain dataclasses. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     """Composes configuration `name` with Hydra-style `overrides` (`train.lr=1e-4`, `loss=group_entry`) and checks it.
 
     Raises:
-        ValueError: no such configuration, an unknown key (the nearest known one is named), a value of the wrong type,
-            or values that contradict each other.
+        ValueError: no such configuration, an unknown key (the nearest known one is named), a value of the wrong type or
+            out of range, or values that contradict each other.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -84,7 +84,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
 
 
 def _check_number(key: str, merged: Any) -> None:
-    """Raises ValueError for a key of a teacher that the list doesn't have."""
+    """Raises ValueError for a key of a teacher that is not in the list."""
     names = key.split(".")
     number = int(names[1]) if names[0] == "teachers" and names[1:] and names[1].isdecimal() else None
     if len(names) > 1 and names[0] == "teachers" and (number is None or number >= len(merged.teachers)):
@@ -95,7 +95,7 @@ def _check_number(key: str, merged: Any) -> None:
 
 
 def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
-    """A model named on the command line replaces the file's, also where the file names the other kind of source."""
+    """A model on the command line replaces the model of the file, also where the file has the other kind of source."""
     for role in ("student", "teacher"):
         for given, other in (("hf_path", "checkpoint"), ("checkpoint", "hf_path")):
             named = f"{role}.{given}" in overridden and merged[role][given] is not None

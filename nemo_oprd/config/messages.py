@@ -48,7 +48,7 @@ def check_key(root: type, key: str, where: str) -> None:
 class _Place(NamedTuple):
     """Where an error is: the key, the type that belongs there, and the value that is there.
 
-    `specific` is False where alternatives were tried in turn, and the error only says why one of them is none.
+    `specific` is False if the value is none of several alternatives, and the error is about one alternative only.
     """
 
     key: str
@@ -72,7 +72,7 @@ def _message(root: type, value: dict, errors: list[ErrorDetails]) -> str:
 
 
 def _place(root: type, value: Any, error: ErrorDetails) -> _Place:
-    """Follows pydantic's path, in which alternatives of a union have names of their own between the keys."""
+    """Follows the path in pydantic's error, which has the names of a union's alternatives between the keys."""
     key, hint, union = "", root, None
     about_a_group = error["type"] == "missing" and isinstance(error["loc"][-1], str)
     for part in error["loc"][:-1] if error["type"] == "missing" else error["loc"]:
@@ -94,8 +94,9 @@ def _place(root: type, value: Any, error: ErrorDetails) -> _Place:
 
 
 def _describe_error(error: ErrorDetails, place: _Place) -> str:
+    """KEY=VALUE, what was expected, and the fix."""
     key, value = place.key, place.value
-    if error["type"] == "value_error":  # a rule of ours, which has its own words
+    if error["type"] == "value_error":  # a rule of the schema, which brings its own message
         return str(error["ctx"]["error"]).replace("{key}", key)
     if error["type"] == "finite_number":
         return f"{key}={value}: expected a finite number; choose one"
@@ -107,7 +108,7 @@ def _describe_error(error: ErrorDetails, place: _Place) -> str:
     if _WRONG_TYPE.search(error["type"]):
         return f"{key}={value!r}: expected {_describe(place.hint)}; give one"
     ranges = [pair for pair in map(_range, _options(place.hint)) if pair[1]]
-    if not ranges:  # what only pydantic has words for, such as text that is not Unicode
+    if not ranges:  # described by pydantic alone, such as text that is not Unicode
         return f"{key or 'configuration'}: {error['msg']}; expected another value: correct it"
     ranged, description = ranges[0]
     return f"{key}={float(value) if ranged is float else value}: expected {description}"
