@@ -1,7 +1,7 @@
-"""Bins of token numbers, in which cosines are counted by their place in a response (the paper's position figure).
+"""Bins of token numbers, over which cosines are averaged by position in the response (the paper's position figure).
 
-The first bin is a response's first (last) token, bin j > 0 holds those with 2^(j-1) < number <= 2^j, so that bins 0..j
-together are the first (last) 2^j tokens.
+Tokens are numbered from 1, from the start (or the end) of a response. Bin 0 holds token 1, and bin j > 0 holds the
+tokens with 2^(j-1) < number <= 2^j. Bins 0..j together hold the first (or last) 2^j tokens.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import numpy as np
 
 from nemo_oprd.batch.token_table import TokenTable
 
-# 2^23 tokens are more than any response has
+# bins 0..23 hold responses of up to 2^23 tokens
 PROFILE_BINS = 24
 
 
 def profile_bins(numbers: np.ndarray) -> np.ndarray:
-    """Bins of 0-based token numbers, counted from a response's start or from its end."""
+    """Bins [N] of 0-based token numbers [N], which count from the start or from the end of a response."""
     return np.ceil(np.log2(numbers + 1)).astype(np.int64)
 
 
 def row_bins(table: TokenTable, positions: str) -> np.ndarray:
-    """Bin of each row, counted from the end of its response with `positions` = "last_k", else from the start."""
+    """Bin of each row [N]: counted from the end of its response if `positions` is "last_k", else from the start."""
     return profile_bins(table.from_end if positions == "last_k" else table.from_start)

@@ -1,7 +1,7 @@
 """The objects that pass between the stages of a step: prompts -> Rollout -> TeacherTargets -> training.
 
-Nothing here computes; each class says what one stage promises to the next. Token ids are plain Python lists on
-purpose: a rollout is what was sampled, exactly, and is written to and read from JSONL as is.
+The classes hold data and compute nothing. Token ids are plain Python lists, because a rollout holds exactly the ids
+that were sampled and is written to JSONL and read back unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 class Rollout:
     """One sampled response.
 
-    `response_mask[t]` is 1 where response token t may be supervised (None: everywhere). The end-of-sequence token that
-    stopped the response is part of it; `finish_reason` is "stop" then, and "length" where the token budget ended it.
+    `response_mask[t]` is 1 where response token t may be supervised (None: all tokens may). A response that was stopped
+    by an end-of-sequence token includes that token and has the `finish_reason` "stop"; a response that used up the
+    token budget has "length".
 
-    A teacher that doesn't read these very ids (another tokenizer, another prompt) has `teacher_prompt_ids` and
-    `teacher_response_ids`; `teacher_index[t]` is then the one of its response tokens whose state stands for that of
-    response token t, -1 for none (None: its response tokens are the same).
+    `teacher_prompt_ids` and `teacher_response_ids` are set where the teacher reads other ids than the student, because
+    it has another tokenizer or another prompt. `teacher_index[t]` is then the index of the teacher's response token
+    whose state is the target of response token t, or -1 for no target. A `teacher_index` of None means that the
+    response tokens of both models are the same.
 
     >>> Rollout(prompt_ids=[5, 9], response_ids=[7, 1], finish_reason="stop").length
     4
@@ -49,19 +51,22 @@ class Rollout:
         return [1] * len(self.response_ids) if self.response_mask is None else self.response_mask
 
     def as_read_by_teacher(self) -> Rollout:
-        """What the teacher reads: prompt and response ids only."""
+        """The sequence that the teacher reads, as a rollout of prompt ids and response ids only."""
         prompt = self.prompt_ids if self.teacher_prompt_ids is None else self.teacher_prompt_ids
         return Rollout(prompt, self.response_ids if self.teacher_response_ids is None else self.teacher_response_ids)
 
 
 @dataclass
 class TeacherTargets:
-    """What the frozen teacher says about the supervised rows that this rank needs.
+    """One teacher's targets for the supervised rows that this student rank needs.
 
-    `hidden[l]` is the target of student layer l (1-based): [n, D] in the run's precision, its rows in the order of the
-    rank's microbatches; with a bridge [n, r] in float32. A rank that owns no supervised layer holds nothing. `output`
-    is what the last stage's output-space term needs: the teacher's final hidden states of its rows, or for
-    sampled_token log-probability and entropy, float32 [n, 2]. `bytes_received` counts what came from other ranks.
+    Attributes:
+        hidden: student layer (1-based) -> target [n, D] in the run's precision, or [n, R] float32 with a bridge whose
+            teacher side is projected. The rows are in the order of the rank's microbatches. Empty on a rank that owns
+            no supervised layer.
+        bytes_received: bytes that came from other ranks.
+        output: on the last pipeline stage, the targets of the output loss: the teacher's final hidden states [n, D], or
+            for sampled_token the log-probability of the token and the entropy, float32 [n, 2].
     """
 
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -70,6 +75,6 @@ class TeacherTargets:
 
     @property
     def bytes_held(self) -> int:
-        """Memory of the targets on this rank."""
-        held = [*self.hidden.values(), *([] if self.output is None else [self.output])]
-        return sum(values.numel() * values.element_size() for values in held)
+        """Bytes of the targets on this rank."""
+        tensors = [*self.hidden.values(), *([] if self.output is None else [self.output])]
+        return sum(values.numel() * values.element_size() for values in tensors)

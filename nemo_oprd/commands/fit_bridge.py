@@ -103,7 +103,7 @@ def _collect_statistics(
             states = student.hidden_states(rollouts, hidden_plan)
             if coords is None or targets is None:
                 continue
-            row_N = np.concatenate([microbatch.row for microbatch in hidden_plan.local_rows(coords)])
+            row_N = np.concatenate([microbatch.table_index for microbatch in hidden_plan.local_rows(coords)])
             response_N, token_N = hidden_plan.table.response[row_N] + first, hidden_plan.table.token[row_N]
             part_N = np.array([parts[response] for response in response_N.tolist()], dtype=np.int64)
             for stats in statistics:

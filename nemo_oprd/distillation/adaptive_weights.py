@@ -1,4 +1,4 @@
-"""The weights of `loss.representation.adaptive` over a run's steps: applied, measured, logged, kept in checkpoints."""
+"""The weights of `loss.representation.adaptive` over the steps of a run: their use, update, metrics and saved state."""
 
 from __future__ import annotations
 
@@ -12,57 +12,58 @@ from nemo_oprd.losses.adaptive import GapFactors
 
 
 class AdaptiveWeights:
-    """Factors of layers and of position bins, each where the configuration asks for it; 1 elsewhere.
+    """Weight factors of layers and of position bins (`losses/adaptive.py`); 1 for a kind that is not configured.
 
     Args:
-        adaptive: which of the two, and the decay of the averages.
-        positions: `loss.representation.positions`, which says from which end positions are counted.
+        adaptive: which of the two kinds are used, and the decay of the averages.
+        positions: `loss.representation.positions`; "last_k" counts positions from the end of a response.
     """
 
     def __init__(self, adaptive: AdaptiveConfig, positions: str) -> None:
-        self._kind = positions
+        self._counted_as = positions
         self._layers = GapFactors(adaptive.decay) if adaptive.layers else None
         self._positions = GapFactors(adaptive.decay) if adaptive.positions else None
 
-    def of_layers(self, weights: dict[int, float]) -> dict[int, float]:
-        """Layer -> its weight by the objective times its factor."""
+    def layer_weights(self, weights: dict[int, float]) -> dict[int, float]:
+        """Layer -> its configured weight times its factor."""
         return {layer: w * (self._layers.factor(layer) if self._layers else 1.0) for layer, w in weights.items()}
 
     def position_factors(self) -> np.ndarray | None:
-        """[PROFILE_BINS] factors of the rows by their place in the response; None where positions are not adapted."""
+        """Factors of the rows' weights by position bin [PROFILE_BINS]; None if positions are not adapted."""
         if self._positions is None:
             return None
         return np.array([self._positions.factor(j) for j in range(PROFILE_BINS)])
 
-    def measure(self, result: StepMetrics) -> None:
-        """Takes in what a step measured; it counts from the next one on."""
+    def update(self, metrics: StepMetrics) -> None:
+        """Adds the gaps of an update to the averages; they change the weights from the next update on."""
         if self._layers is not None:
-            self._layers.measure(result.relative_error_per_layer)
+            self._layers.update(metrics.relative_error_per_layer)
         if self._positions is not None:
-            self._positions.measure(result.position_gap)
+            self._positions.update(metrics.position_gap)
 
     def metrics(self, weights: dict[int, float], batch: BatchPlan) -> dict[str, float]:
-        """Names as in metrics.jsonl: weights of layers with a mean of 1, factors of the batch's position bins.
+        """The factors by their names in metrics.jsonl: layer weights with a mean of 1, factors of position bins.
 
         Args:
-            weights: of the layers in this step, factors included.
+            weights: layer -> its weight in this update, with its factor.
+            batch: the batch, whose position bins are reported.
         """
         named = {}
         if self._layers is not None:
             mean = sum(weights.values()) / max(1, len(weights))
             named = {f"rep/layer_weight/{layer}": weight / mean for layer, weight in weights.items()}
         if self._positions is not None:
-            bins = np.unique(row_bins(batch.table, self._kind)).tolist()
+            bins = np.unique(row_bins(batch.table, self._counted_as)).tolist()
             named |= {f"rep/position_weight/{1 << j}": self._positions.factor(j) for j in bins}
         return named
 
     def state(self) -> dict[str, dict[int, float]]:
-        """The averaged gaps, for a checkpoint."""
+        """The averaged gaps, by kind and key."""
         kinds = {"layers": self._layers, "positions": self._positions}
         return {name: factors.gaps for name, factors in kinds.items() if factors is not None}
 
     def restore(self, state: dict[str, dict[str, float]]) -> None:
-        """Takes `state` back from JSON; kinds that aren't adapted any more are left out."""
+        """Restores a `state` that was read from JSON; kinds that are no longer adapted are ignored."""
         for name, factors in (("layers", self._layers), ("positions", self._positions)):
             if factors is not None and name in state:
                 factors.gaps = {int(key): gap for key, gap in state[name].items()}

@@ -1,4 +1,4 @@
-"""A teacher whose weights follow the student's: their exponential moving average over the updates."""
+"""A teacher whose weights are the exponential moving average of the student's weights over the updates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nemo_oprd.megatron.param_names import named_parameters
 
 
 class EmaTeacher:
-    """teacher <- decay * teacher + (1 - decay) * student, on every rank for its own parameters.
+    """teacher <- decay * teacher + (1 - decay) * student, for this rank's parameters.
 
-    Kept in float32: at decay 0.999 most steps are below half of a bfloat16's last bit and would be lost.
+    The average is held in float32: in bfloat16, most changes at decay 0.999 would be lost to rounding.
 
     Args:
-        chunks: the teacher's on this rank, of the student's layout and loaded with its weights.
+        chunks: the teacher's chunks on this rank, in the student's layout and with the student's weights.
         decay: in [0, 1).
     """
 
@@ -30,27 +30,27 @@ class EmaTeacher:
 
     @torch.no_grad()
     def update(self, student: Sequence[DistillingModel]) -> None:
-        """After an update of the student's parameters."""
-        theirs = named_parameters(student)
+        """Adds the student's current parameters to the average; called after each update of the student."""
+        student_parameters = named_parameters(student)
         for name, average in self.average.items():
-            average.lerp_(theirs[name].float(), 1.0 - self.decay)
-        self.into_teacher()
+            average.lerp_(student_parameters[name].float(), 1.0 - self.decay)
+        self.copy_to_teacher()
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Within, the teacher's parameters are the average itself, as a checkpoint saves and loads it."""
-        own = {name: p.data for name, p in self.parameters.items()}
+        """In this context the teacher's parameters are the float32 average, which a checkpoint saves and loads."""
+        original = {name: p.data for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
             p.data = self.average[name]
         try:
             yield
         finally:
             for name, p in self.parameters.items():
-                p.data = own[name]
-            self.into_teacher()
+                p.data = original[name]
+            self.copy_to_teacher()
 
     @torch.no_grad()
-    def into_teacher(self) -> None:
-        """Gives the teacher the average, in its own precision."""
+    def copy_to_teacher(self) -> None:
+        """Copies the average to the teacher's parameters, rounded to their precision."""
         for name, p in self.parameters.items():
             p.copy_(self.average[name])

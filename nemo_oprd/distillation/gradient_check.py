@@ -1,8 +1,8 @@
-"""The guard: no layer that was asked for may silently train nothing.
+"""The gradient check: every supervised layer must receive its gradient in every update.
 
-A capture can fail without any error: a hook inside a recomputed region sees tensors without gradient, a detached tensor
-ends the way back, a schedule may bypass a layer's forward. So after every backward pass the injections that really
-happened are counted over all ranks and compared with what the batch's plan says must have happened.
+Supervision can fail without an error: a hook inside a recomputed region sees tensors that need no gradient, a detached
+tensor stops the backward pass, or a schedule bypasses a layer's forward. After the backward passes of an update, the
+injected gradients are therefore counted over all ranks and compared with the number that the batch's plan requires.
 """
 
 from __future__ import annotations
@@ -15,27 +15,37 @@ class CaptureError(ValueError):
 
 
 def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> dict[int, int]:
-    """How often each layer's gradient must be injected in one pass, over all ranks: once per rank and microbatch that
-    holds rows of it."""
+    """Layer -> how many times its gradient must be injected in one pass, over all ranks.
+
+    The gradient is injected once per microbatch on every rank of the layer's stage that holds rows of the microbatch.
+    """
     per_stage = [0] * plan.layout.pipeline
     for rank in plan.layout.ranks:
         at = plan.layout.coordinates(rank)
-        per_stage[at.pipeline] += sum(len(held.row) > 0 for held in plan.local_rows(at))
+        per_stage[at.pipeline] += sum(len(rows.table_index) > 0 for rows in plan.local_rows(at))
     return {layer: per_stage[plan.layout.stage_of_layer(layer, num_layers)[0]] for layer in layers}
 
 
 def check_output_passes(count: int, plans: list[BatchPlan]) -> None:
-    """Raises CaptureError unless the output-space term ran once per rank and microbatch that has rows of it."""
+    """Checks that the output loss had one backward pass per microbatch on every last-stage rank that holds rows of it.
+
+    Args:
+        count: backward passes of the output loss over all ranks and groups.
+        plans: the output plan of each group of the update.
+
+    Raises:
+        CaptureError: the numbers differ.
+    """
     expected = 0
     for plan in plans:
         ranks = (plan.layout.coordinates(rank) for rank in plan.layout.ranks)
         last = (at for at in ranks if at.pipeline == plan.layout.pipeline - 1)
-        expected += sum(len(held.row) > 0 for at in last for held in plan.local_rows(at))
+        expected += sum(len(rows.table_index) > 0 for at in last for rows in plan.local_rows(at))
     if count != expected:
         raise CaptureError(
-            f"the output-space term went back {count} time(s) in this step, expected {expected}: the last stage's "
-            "final norm was bypassed or its output detached. Check what replaces the model's forward; without this the "
-            "term would train nothing"
+            f"the output loss had {count} backward pass(es) in this step, expected {expected}: the last stage's "
+            "final norm was bypassed or its output was detached. Check the code that replaces the model's forward; "
+            "otherwise the loss would train nothing"
         )
 
 
@@ -47,29 +57,31 @@ def check_injections(
     *,
     identical: set[int],
 ) -> None:
-    """Compares what happened with the plan of every wave of the step.
+    """Compares the injections of an update with the plans of its groups.
 
     Args:
-        counts: layer -> injections over all ranks and waves.
+        counts: layer -> injections over all ranks and groups.
         squared_norms: layer -> squared norm of all injected gradients.
-        identical: layers on which student and teacher agree exactly, so that a zero gradient is right.
+        plans: the hidden-state plan of each group.
+        num_layers: layers of the student.
+        identical: layers at which student and teacher agree exactly, so that a zero gradient is correct.
 
     Raises:
-        CaptureError: names the layer, its stage and the settings that can be at fault.
+        CaptureError: names the layer, its stage and the settings that can be the cause.
     """
-    per_wave = [expected_injections(plan, sorted(counts), num_layers) for plan in plans]
+    expected_per_group = [expected_injections(plan, sorted(counts), num_layers) for plan in plans]
     for layer, count in counts.items():
-        expected = sum(wave[layer] for wave in per_wave)
+        expected = sum(counts_of_group[layer] for counts_of_group in expected_per_group)
         stage, chunk = plans[0].layout.stage_of_layer(layer, num_layers)
         where = f"layer {layer} (pipeline stage {stage}, model chunk {chunk})"
         if count != expected:
             raise CaptureError(
                 f"{where} received its loss gradient {count} time(s) in this step, expected {expected}: the "
-                "layer's forward was bypassed or its output detached. Check student.recompute and what replaces "
-                "the layer's forward (CUDA graphs, custom schedules); without this the layer would train nothing."
+                "layer's forward was bypassed or its output was detached. Check student.recompute and the code that "
+                "replaces the layer's forward (CUDA graphs, custom schedules); otherwise the layer would train nothing"
             )
         if squared_norms[layer] == 0.0 and layer not in identical:
             raise CaptureError(
-                f"{where} received a gradient of exactly zero although student and teacher differ; check "
-                "loss.representation.kind and that the teacher's states are those of another model"
+                f"{where} received a gradient of exactly zero although student and teacher differ; expected a "
+                "nonzero gradient: check loss.representation.kind, and that the teacher is not the student"
             )

@@ -1,9 +1,12 @@
-"""Adds the gradient of a stage-local loss to a hidden state on its way back. The heart of training on every stage.
+"""Adds the gradient of a layer's loss to the gradient of its hidden state, so that every pipeline stage can be trained.
 
-A pipeline stage can't hand a loss to the schedule: only the last stage's loss function runs. So the loss of a layer is
-not a node that must reach a root; it is an identity in the forward pass whose backward adds d(loss)/d(hidden) to the
-gradient that comes from above. Nothing but the rows' indices, weights and targets is kept beside the hidden state,
-which autograd keeps anyway as the input of the next layer.
+Megatron's schedule calls a loss function on the last stage only. The loss of a layer is therefore not a root of the
+autograd graph. It is an identity in the forward pass, and its backward adds d(loss)/d(hidden) to the gradient that
+arrives from the next layer. Autograd keeps the hidden state anyway, as the input of the next layer; this module keeps
+the rows' indices, weights and targets besides. (For the last layer of a stage it keeps a copy of the rows, see
+`inject_gradient`.)
+
+S packed sequence, D hidden size, n supervised rows of a microbatch on this rank.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from typing import Any
 import torch
 from megatron.core.utils import make_viewless_tensor
 
-# (float32 [m, D] some rows of the hidden state, which of the n rows they are) -> their weighted loss, a scalar
+# (float32 [m, D]: some rows of the hidden state; their slice of the n rows) -> the weighted loss of the rows, a scalar
 RowsToLoss = Callable[[torch.Tensor, slice], torch.Tensor]
-Learned = Sequence[torch.nn.Parameter]
+Parameters = Sequence[torch.nn.Parameter]
 
-# Rows turned into float32 at a time: bounds the transient memory of value and gradient (8192 x 4096 x 4 B = 128 MiB).
+# Rows converted to float32 at a time. This bounds the transient memory of a value and of its gradient, for width 4096
+# to 8192 x 4096 x 4 B = 128 MiB each.
 ROW_CHUNK = 8192
 
 
@@ -28,10 +32,10 @@ def row_chunks(n: int) -> Iterator[slice]:
 
 
 class _InjectGradient(torch.autograd.Function):
-    """Identity; backward adds the gradient of `loss(hidden[rows])` (Megatron hands layers [S, 1, D]).
+    """The identity on a hidden state [S, 1, D]; its backward adds the gradient of `loss(hidden[rows])`.
 
-    Parameters of the loss itself are inputs, too: autograd accumulates their gradients like those of any weight, so
-    that recomputation, DDP and the optimizer find them where they look.
+    The parameters of the loss are inputs of this function, so that autograd accumulates their gradients as it does for
+    any weight, and recomputation, DDP and the optimizer treat them as usual.
     """
 
     @staticmethod
@@ -41,10 +45,10 @@ class _InjectGradient(torch.autograd.Function):
         rows: torch.Tensor,
         loss: RowsToLoss,
         keep_rows: bool,
-        done: Callable[[torch.Tensor], None],
-        *learned: torch.nn.Parameter,
+        on_injected: Callable[[torch.Tensor], None],
+        *parameters: torch.nn.Parameter,
     ) -> torch.Tensor:
-        ctx.loss, ctx.keep_rows, ctx.done, ctx.learned = loss, keep_rows, done, learned
+        ctx.loss, ctx.keep_rows, ctx.on_injected, ctx.parameters = loss, keep_rows, on_injected, parameters
         kept = hidden.flatten(0, 1).index_select(0, rows) if keep_rows else hidden
         ctx.save_for_backward(kept, rows)
         return hidden.view_as(hidden)
@@ -55,20 +59,20 @@ class _InjectGradient(torch.autograd.Function):
         total = grad_output.clone()
         flat = total.flatten(0, 1)
         squared = torch.zeros((), dtype=torch.float64, device=total.device)
-        of_learned = [torch.zeros_like(parameter) for parameter in ctx.learned]
+        parameter_grads = [torch.zeros_like(parameter) for parameter in ctx.parameters]
         for chunk in row_chunks(len(rows)):
-            here = rows[chunk]
-            picked = kept[chunk] if ctx.keep_rows else kept.flatten(0, 1).index_select(0, here)
+            index = rows[chunk]
+            picked = kept[chunk] if ctx.keep_rows else kept.flatten(0, 1).index_select(0, index)
             with torch.enable_grad():
                 leaf = picked.detach().float().requires_grad_()
-                gradient, *more = torch.autograd.grad(ctx.loss(leaf, chunk), (leaf, *ctx.learned))
-            for part_sum, part in zip(of_learned, more, strict=True):
-                part_sum += part
-            # added in float32 and rounded once
-            flat[here] = (flat[here].float() + gradient).to(flat.dtype)
+                gradient, *chunk_grads = torch.autograd.grad(ctx.loss(leaf, chunk), (leaf, *ctx.parameters))
+            for parameter_grad, chunk_grad in zip(parameter_grads, chunk_grads, strict=True):
+                parameter_grad += chunk_grad
+            # the sum is computed in float32 and rounded once
+            flat[index] = (flat[index].float() + gradient).to(flat.dtype)
             squared += gradient.square().sum(dtype=torch.float64)
-        ctx.done(squared)
-        return total, None, None, None, None, *of_learned
+        ctx.on_injected(squared)
+        return total, None, None, None, None, *parameter_grads
 
 
 def inject_gradient(
@@ -77,17 +81,21 @@ def inject_gradient(
     loss: RowsToLoss,
     *,
     keep_rows: bool,
-    done: Callable[[torch.Tensor], None] = lambda squared: None,
-    learned: Learned = (),
+    on_injected: Callable[[torch.Tensor], None] = lambda squared: None,
+    parameters: Parameters = (),
 ) -> torch.Tensor:
-    """`hidden` [S, 1, D] unchanged; in backward its `rows` [n] also receive the gradient of `loss(hidden[rows])`.
+    """Returns `hidden` [S, 1, D] unchanged; in backward, its rows also receive the gradient of `loss(hidden[rows])`.
 
     Args:
-        keep_rows: save a compact copy of the rows instead of the hidden state itself. Right for the last layer of a
-            pipeline stage, whose output the schedule frees after sending: saving it whole would keep it alive.
-        done: called with the squared norm of what was added, each time backward passes here (the guard counts these).
-        learned: float32 parameters of `loss` itself (a trained projector), which receive their gradients as well.
+        rows: int64 [n], indices into the S tokens.
+        loss: called in backward, on chunks of the rows.
+        keep_rows: save a copy of the rows for backward instead of the hidden state. This is needed for the last layer
+            of a pipeline stage: the schedule frees a stage's output after sending it, and saving the output would
+            keep its memory allocated.
+        on_injected: called in every backward pass with the squared norm of the added gradient, a float64 scalar. The
+            gradient check counts these calls.
+        parameters: float32 parameters of `loss` (those of a trained projector); they receive their gradients, too.
     """
-    injected = _InjectGradient.apply(hidden, rows, loss, keep_rows, done, *learned)
-    # the schedule frees a stage's output after sending it, and refuses to do so for a view
+    injected = _InjectGradient.apply(hidden, rows, loss, keep_rows, on_injected, *parameters)
+    # the schedule frees a stage's output after sending it, and rejects a view
     return make_viewless_tensor(injected, requires_grad=True, keep_graph=True)

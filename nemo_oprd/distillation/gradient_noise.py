@@ -1,12 +1,14 @@
-"""How much of a batch's gradient is signal: from the gradients of its two halves.
+"""The signal and the noise of a batch's gradient, estimated from the gradients of the two halves of the batch.
 
-For halves of n1 and n2 responses with gradients a and b, means over independent responses of mean mu and covariance S
-(responses to one prompt are in one half; with several to each, S is that of a response within its group):
+Let the halves have n1 and n2 responses and the gradients a and b, each a mean over the gradients of independent
+responses with mean mu and covariance S. (All responses to one prompt are in the same half. With several responses per
+prompt, S is the covariance of a response within its group.) Then
 
     E[a . b] = |mu|^2        E|a - b|^2 = tr(S) (1/n1 + 1/n2)
 
-so a . b estimates the signal, |a - b|^2 n1 n2 / (n1 + n2)^2 the noise tr(S) / (n1 + n2) of the whole batch's gradient.
-Either is unbiased; their ratio in one step is rough and may be negative. Divide means over steps instead.
+so a . b estimates the signal |mu|^2, and |a - b|^2 n1 n2 / (n1 + n2)^2 estimates tr(S) / (n1 + n2), the noise of the
+whole batch's gradient. Both estimates are unbiased. Their ratio in a single step is rough and may be negative; divide
+their means over steps instead.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def measure_gradient_noise(
         accumulate: `train.accumulate_gradients`.
 
     Returns:
-        Metrics by name; empty where fewer than two prompts train anything, and on ranks outside the student.
+        Metrics by name; empty if fewer than two prompts have supervised tokens, and on ranks outside the student.
     """
     objective = models.objective_of(step, watch=False)
     rows = models.plan(rollouts, objective).hidden.table
@@ -67,12 +69,14 @@ def measure_gradient_noise(
 
 
 def whole_gradient(student: Student) -> list[torch.Tensor]:
-    """This rank's part of the gradient, float32 copies; every number is on one rank of the role only.
+    """This rank's part of the gradient, as float32 copies; every gradient value is on exactly one rank of the role.
 
-    Needs `whole_gradients`: complete ones on every rank.
+    Needs gradients that were accumulated with `whole_gradients`.
     """
     coords = student.role.coords
-    if coords is None or coords.data or coords.context:  # those have copies
+    if (
+        coords is None or coords.data or coords.context
+    ):  # these ranks have the same gradients as data and context rank 0
         return []
     group = student.role.member_groups.tp
     return [
@@ -86,11 +90,11 @@ def whole_gradient(student: Student) -> list[torch.Tensor]:
 def gradient_noise(
     student: Student, first: list[torch.Tensor], second: list[torch.Tensor], sizes: tuple[int, int]
 ) -> dict[str, float]:
-    """Signal, noise and their ratio; every rank of the role calls this, and gets the same.
+    """Signal, noise and their ratio, the same on every rank of the role. Every rank of the role calls this.
 
     Args:
-        first, second: `whole_gradient` of either half.
-        sizes: responses in them.
+        first, second: `whole_gradient` of the two halves.
+        sizes: numbers of responses in the two halves.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device())
     for a, b in zip(first, second, strict=True):

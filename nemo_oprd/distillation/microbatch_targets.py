@@ -1,4 +1,4 @@
-"""What each microbatch of a group is compared with on this rank: rows, weights and targets of the loss's terms."""
+"""The losses of each microbatch of a group on this rank: their rows, weights and targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_oprd.batch.position_bins import profile_bins
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.hidden_state_loss import LayerTarget
 from nemo_oprd.distillation.objective import OutputTerm, StepObjective
-from nemo_oprd.distillation.output_head import OutputHeadLoss, rows_of, vocab_shard
+from nemo_oprd.distillation.output_head import OutputHeadLoss, final_state_rows, vocab_shard
 from nemo_oprd.layout import Coordinates
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
@@ -22,9 +22,10 @@ from nemo_oprd.megatron.parallel import Role, device
 
 @dataclass(frozen=True)
 class MicrobatchGroup:
-    """Some microbatches of a batch, with what their teachers sent to the rank at `coords`.
+    """Some microbatches of a batch, with the targets that the rank at `coords` received for them.
 
-    `targets` is per teacher, its rows in the order of its microbatches; a teacher without rows here has none.
+    `targets` holds the targets by the teacher's number; their rows are in the order of the teacher's microbatches. A
+    teacher without rows in the group has no entry.
     """
 
     rollouts: list[Rollout]
@@ -34,44 +35,43 @@ class MicrobatchGroup:
 
     @cached_property
     def hidden_rows(self) -> list[LocalRows]:
-        """Per microbatch, the rows whose hidden states are matched on this rank."""
+        """Per microbatch, the rows of the representation loss on this rank."""
         return self.plan.hidden.local_rows(self.coords)
 
     @cached_property
     def output_rows(self) -> list[LocalRows]:
-        """Per microbatch, the rows whose distributions are; none without such a term."""
+        """Per microbatch, the rows of the output loss on this rank; empty without an output loss."""
         return [] if self.plan.output is None else self.plan.output.local_rows(self.coords)
 
-    def parts(self, local_rows: list[LocalRows]) -> list[slice]:
-        """Per microbatch, where its rows are among all that its teacher sent."""
+    def target_slices(self, local_rows: list[LocalRows]) -> list[slice]:
+        """Per microbatch, the slice of its rows in the targets that its teacher sent."""
         ends: dict[int, int] = {}
-        parts = []
+        slices = []
         for teacher, rows in zip(self.plan.taught_by, local_rows, strict=True):
             start = ends.get(teacher, 0)
-            ends[teacher] = start + len(rows.row)
-            parts.append(slice(start, ends[teacher]))
-        return parts
+            ends[teacher] = start + len(rows.table_index)
+            slices.append(slice(start, ends[teacher]))
+        return slices
 
 
 def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict[int, LayerTarget]]:
-    """Per microbatch: student layer -> what its hidden states are matched to on this rank."""
-    table, here = group.plan.hidden.table, device()
+    """Per microbatch: student layer -> the layer's target on this rank."""
+    table, place = group.plan.hidden.table, device()
     weight, response = torch.from_numpy(table.weight).float(), torch.from_numpy(table.response)
     bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
     scale, deepest = objective.layer_scale, max(objective.run.layers, default=0)
     result = []
-    for local, part, teacher in zip(
-        group.hidden_rows, group.parts(group.hidden_rows), group.plan.taught_by, strict=True
-    ):
-        row, rows = torch.from_numpy(local.row), torch.from_numpy(local.local).to(here)
-        row_weight, of_response = weight[row].to(here), response[row].to(here)
+    slices = group.target_slices(group.hidden_rows)
+    for local, part, teacher in zip(group.hidden_rows, slices, group.plan.taught_by, strict=True):
+        row, hidden_index = torch.from_numpy(local.table_index), torch.from_numpy(local.hidden_index).to(place)
+        row_weight, row_response = weight[row].to(place), response[row].to(place)
         sent = group.targets[teacher].hidden if teacher in group.targets else {}
         targets = {
-            layer: LayerTarget(rows, row_weight, of_response, target[part], scale[layer])
+            layer: LayerTarget(hidden_index, row_weight, row_response, target[part], scale[layer])
             for layer, target in sent.items()
         }
         if deepest in targets:
-            targets[deepest].bins = bins[:, row].to(here)
+            targets[deepest].bins = bins[:, row].to(place)
         result.append(targets)
     return result
 
@@ -85,36 +85,37 @@ def output_head_losses(
     head: Callable[[int], torch.Tensor | None],
     sampled_logprobs: list[torch.Tensor | None] | None,
 ) -> list[OutputHeadLoss | None]:
-    """Per microbatch, its term of the distributions; None where its teacher sent nothing for it.
+    """Per microbatch, its output loss; None where this rank received no output targets from the microbatch's teacher.
 
     Args:
         model: the student's last chunk, on the last stage.
-        term: as it is in this update.
-        vocab_sizes: per teacher, the ids that it and the student know.
-        head: a teacher's number -> this tensor rank's shard of its head, None where log-probabilities were sent.
-        sampled_logprobs: per microbatch, the tokens' log-probabilities under the student that sampled; None: the
-            student as it is now sampled them.
+        term: the output loss of this update.
+        vocab_sizes: per teacher, the number of ids that both the teacher and the student know.
+        head: a teacher's number -> this tensor rank's shard of the teacher's head, or None where the teacher sent
+            log-probabilities.
+        sampled_logprobs: per microbatch, the tokens' log-probabilities under the weights that sampled them; None: the
+            student's current weights sampled them.
     """
     assert group.plan.output is not None
-    table, here = group.plan.output.table, device()
+    table, place = group.plan.output.table, device()
     tokens, weight = torch.from_numpy(table.tokens(group.rollouts)), torch.from_numpy(table.weight).float()
     response = torch.from_numpy(table.response)
     losses: list[OutputHeadLoss | None] = []
-    parts = group.parts(group.output_rows)
-    for m, (local, part, teacher) in enumerate(zip(group.output_rows, parts, group.plan.taught_by, strict=True)):
+    slices = group.target_slices(group.output_rows)
+    for m, (local, part, teacher) in enumerate(zip(group.output_rows, slices, group.plan.taught_by, strict=True)):
         sent = group.targets[teacher].output if teacher in group.targets else None
         if sent is None:
             losses.append(None)
             continue
-        row = torch.from_numpy(local.row)
+        row = torch.from_numpy(local.table_index)
         loss = OutputHeadLoss(
             loss=term.loss,
-            rows=rows_of(local, role),
+            rows=final_state_rows(local, role),
             model=model,
             shard=vocab_shard(model, role, vocab_sizes[teacher]),
-            tokens=tokens[row].to(here),
-            weight=weight[row].to(here),
-            response=response[row].to(here),
+            tokens=tokens[row].to(place),
+            weight=weight[row].to(place),
+            response=response[row].to(place),
             teacher=sent[part],
             teacher_head=head(teacher),
             scale=term.weight,

@@ -1,4 +1,4 @@
-"""The student and its teachers on this rank: what a step asks of them together."""
+"""The student and its teachers on this rank: plans of a batch, targets, and the start of a gradient accumulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_oprd.distillation.watched_metrics import WatchedMetrics
 
 @dataclass(frozen=True)
 class Models:
-    """The student and its teachers. Every rank has all the objects, whatever roles it has."""
+    """The student and its teachers. Every rank has these objects, whatever its roles."""
 
     config: Config
     objective: Objective
@@ -28,15 +28,16 @@ class Models:
     routing: Routing
 
     def objective_of(self, step: int | None, *, watch: bool = True) -> StepObjective:
-        """The objective of the update after `step` others; None: all terms at their largest weights.
+        """The objective of one update.
 
         Args:
-            watch: False leaves out what is only watched.
+            step: number of updates before this one; None: every loss at its largest weight (the gradient check).
+            watch: whether the objective includes the divergences that are only measured (`watched_metrics.py`).
         """
         adaptive = self.student.adaptive
         objective = self.objective.for_step(
             step,
-            layer_weights=adaptive.of_layers(self.objective.layer_weights),
+            layer_weights=adaptive.layer_weights(self.objective.layer_weights),
             position_factors=adaptive.position_factors(),
         )
         return objective if self.watched is None or not watch else self.watched.add_to(objective, step)
@@ -52,15 +53,19 @@ class Models:
         """Plans one update on `rollouts`.
 
         Args:
-            kept: shared by the updates on the same rollouts; None: there is only one.
-            is_last: no other update on these rollouts follows.
+            objective: the objective of the update.
+            kept: results that the updates on these rollouts share; None: there is only one update.
+            is_last: whether this is the last update on these rollouts.
+
+        Raises:
+            ValueError: no token of the rollouts is supervised.
         """
         plan = self.plan(rollouts, objective)
         groups = plan.microbatch_groups(self.config.teacher.resident_microbatches)
         return StepBatch(rollouts, objective, plan, groups, kept or KeptResults(), is_last)
 
     def plan(self, rollouts: list[Rollout], objective: StepObjective) -> StepPlan:
-        """The batch packed for the student. What no supervised row depends on is not computed."""
+        """The batch packed for the student, without the tokens that no supervised row depends on."""
         taught_by = self.taught_by(rollouts)
         hidden = objective.weigh_positions(self.routing.weigh(objective.run.rows(rollouts), taught_by))
         term = objective.output
@@ -73,16 +78,16 @@ class Models:
         return self.routing.teachers_of(rollout.data_source for rollout in rollouts)
 
     def targets(self, batch: StepBatch, group: StepPlan) -> dict[int, TeacherTargets]:
-        """Teacher's number -> what it says about its rows of `group`, on the ranks that need it.
+        """Teacher's number -> its targets for the rows of `group` that this rank needs. Every rank calls this.
 
-        The teachers read one after the other, each its own responses; teachers without rows in the group are left out.
+        The teachers run one after the other, each on its own responses. Teachers without rows in the group are absent.
         """
         kept = batch.kept.targets
-        targets = self._read(batch, group) if kept is None else kept
+        targets = self._compute_targets(batch, group) if kept is None else kept
         batch.kept.targets = None if batch.is_last or len(batch.groups) > 1 else targets
         return targets
 
-    def _read(self, batch: StepBatch, group: StepPlan) -> dict[int, TeacherTargets]:
+    def _compute_targets(self, batch: StepBatch, group: StepPlan) -> dict[int, TeacherTargets]:
         budget, targets = self.config.train.tokens_per_microbatch, {}
         for number, teacher in enumerate(self.teachers):
             part = group.of_teacher(number)
@@ -92,9 +97,5 @@ class Models:
         return targets
 
     def start(self, batch: StepBatch, *, whole_gradients: bool = False) -> GradientAccumulation:
-        """Begins the gradient of a batch.
-
-        Args:
-            whole_gradients: every student rank ends up with complete gradients, also under the distributed optimizer.
-        """
+        """Starts the accumulation of the gradient of a batch; the arguments are those of `GradientAccumulation`."""
         return GradientAccumulation(self.student, batch, whole_gradients=whole_gradients)

@@ -1,8 +1,10 @@
-"""What a run trains on, resolved once against the models; and what one update trains on.
+"""The losses of a run, resolved once against the models, and the losses of one update.
 
-`Objective` is made at start from the configuration and the models' shapes, and holds every check that needs them.
-`StepObjective` is what one update is about: the terms at their weights in that update. It is immutable, made once per
-update, and handed to teachers and student alike, so neither resolves anything again.
+`Objective` is built at the start from the configuration and the models' architectures, with every check that needs
+both. `StepObjective` holds the losses of one update with their weights in that update. It is immutable, built once per
+update, and passed to the teachers and the student, which therefore always agree.
+
+B responses, N supervised rows, n rows of one microbatch, D hidden size, R bridge rank.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ from nemo_oprd.models import ModelSpec, check_same_shape
 
 @dataclass(frozen=True)
 class OutputTerm:
-    """The output-space term of one update: which divergence, at which weight, over which rows.
+    """The output loss of one update: its divergence, its weight, and its rows.
 
-    `sends_states` says what the teacher sends per row: its final hidden state, from which its distribution follows, or
-    two numbers (log-probability of the sampled token, entropy). A term with `drawn_rows` is only measured, on so many
-    rows that `draw_key` chooses (`watched_metrics.py`); 0 is a term of the loss, on all response tokens.
+    Attributes:
+        sends_states: what the teacher sends per row. True: the final hidden state, from which the student rank computes
+            the teacher's distribution. False: two numbers, the log-probability of the sampled token and the entropy.
+        drawn_rows: 0 for a loss, which covers all response tokens. A positive number means that the divergence is only
+            measured, on that many rows (`watched_metrics.py`).
+        draw_key: seed that selects the drawn rows.
     """
 
     loss: OutputLoss
@@ -48,7 +53,7 @@ class OutputTerm:
 
     @staticmethod
     def build(config: OutputLossConfig) -> OutputTerm | None:
-        """The loss's term at its largest weight; None where the configuration has none."""
+        """The configured output loss at its largest weight; None if the configuration has none."""
         if config.kind == "none":
             return None
         loss = OutputLoss(
@@ -66,31 +71,43 @@ class OutputTerm:
 
     @property
     def only_watched(self) -> bool:
-        """Whether it is measured without being a term of the loss."""
+        """Whether the divergence is measured without being part of the loss."""
         return self.drawn_rows > 0
 
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
-        """One row per response token with mask 1, at the position that predicts it; some of them where drawn."""
-        asks = "logging.output_metrics_every" if self.only_watched else f"loss.output.kind={self.loss.kind}"
+        """One row per response token with mask 1, at the position that predicts the token; or the drawn ones of them.
+
+        Raises:
+            ValueError: as `make_rows`.
+        """
+        requested_by = "logging.output_metrics_every" if self.only_watched else f"loss.output.kind={self.loss.kind}"
         table = make_rows(
-            rollouts, positions="all", k=1, position="predicting", aggregation=self.aggregation, requested_by=asks
+            rollouts,
+            positions="all",
+            k=1,
+            position="predicting",
+            aggregation=self.aggregation,
+            requested_by=requested_by,
         )
         return table.draw(self.drawn_rows, self.draw_key) if self.only_watched else table
 
 
 @dataclass(frozen=True)
 class TeacherMatch:
-    """How one teacher is compared with the student.
+    """How the hidden states of one teacher are compared with the student's.
 
-    `layers` maps supervised student layers to the teacher's (1-based). With a `bridge` the projections of both sides
-    are compared. `final_layer` is the teacher's last layer where it is taken after the final norm, else None.
+    Attributes:
+        layers: supervised student layer -> teacher layer, both 1-based.
+        bridge: projects the states of both models before they are compared; None: the states are compared directly.
+        final_layer: the teacher's last layer if its state is taken after the final norm; None: no layer's state is.
+        shared_vocab: number of ids that both models know. Models of one family pad their vocabularies differently.
     """
 
     spec: ModelSpec
     layers: dict[int, int]
     bridge: Bridge | None
     final_layer: int | None
-    shared_vocab: int  # ids below it are known to both models: models of one family pad their vocabularies differently
+    shared_vocab: int
 
     @property
     def width(self) -> int:
@@ -99,19 +116,25 @@ class TeacherMatch:
 
     @property
     def project(self) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-        """(Student layer, [n, D] of the teacher) -> float32 [n, R] that it sends; None where it sends its states."""
+        """(Student layer, teacher states [n, D]) -> float32 [n, R] to send; None: the teacher sends its states."""
         return None if self.bridge is None or self.bridge.full_width else self.bridge.project_teacher
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run trains the student on.
+    """The losses of a run.
 
-    The representation term is sum_l w_l L_l / sum_l w_l over the supervised student layers, with w_l =
-    `layer_weights[l]`. The last layer of each model is taken after its final norm where `final_norm` is set.
-    `trains_bridge` says that the student's side of the bridge is learned, too. `weights` are those of the
-    representation and of the output term as configured: numbers, or schedules over the updates. `output` has its
-    largest weight.
+    The representation loss is sum_l w_l L_l / sum_l w_l over the supervised student layers l, with w_l =
+    `layer_weights[l]`.
+
+    Attributes:
+        row_loss: (student [n, D], teacher [n, D], dim_reduction) -> loss per row [n].
+        final_norm: whether the state of each model's last layer is taken after the final norm.
+        positions, k, position, aggregation: the supervised rows and their weights, see `make_rows`.
+        output: the output loss at its largest weight; None if there is none.
+        reads_ids: whether teachers read the student's token ids (`teacher.reads=ids`).
+        trains_bridge: whether the student's side of the bridge is trained with the student.
+        weights: of the representation loss and of the output loss: numbers, or schedules over the updates.
     """
 
     student: ModelSpec
@@ -138,27 +161,32 @@ class Objective:
         *,
         fitting: bool = False,
     ) -> Objective:
-        """Raises ValueError where the models can't be compared as the configuration asks.
+        """The losses that the configuration describes, for these models.
 
         Args:
-            teachers: one per entry of `config.teacher_sources`.
-            same_tokenizer: teacher's number -> whether its tokenizer is the student's; asked where the models know
-                different numbers of ids, which may be padding.
-            fitting: a bridge between the two models is to be made: shapes may differ, all response tokens count.
+            student: the student's architecture.
+            teachers: the architectures of the teachers, one per entry of `config.teacher_sources`.
+            same_tokenizer: teacher's number -> whether the teacher has the student's tokenizer. Called if the models
+                have vocabularies of different sizes, because the difference may be padding.
+            fitting: for fit-bridge: the models may differ in shape, all response tokens are rows, and there is no
+                output loss.
+
+        Raises:
+            ValueError: the models cannot be compared as the configuration asks.
         """
         loss = config.loss.representation
         matches = []
         for number, (spec, source) in enumerate(zip(teachers, config.teacher_sources, strict=True)):
             if config.teacher.reads == "ids" and student.vocab_size != spec.vocab_size and not same_tokenizer(number):
                 raise ValueError(
-                    f"student and teacher have vocabularies of {student.vocab_size} and {spec.vocab_size} ids; ids of "
-                    "one tokenizer mean nothing to a model of another: set teacher.reads=text, or choose a teacher "
+                    f"student and teacher have vocabularies of {student.vocab_size} and {spec.vocab_size} ids; the "
+                    "teacher cannot read ids of another tokenizer: set teacher.reads=text, or choose a teacher "
                     "with the student's tokenizer"
                 )
             matches.append(_match(config, source, student, spec, fitting=fitting))
-        for width in sorted({match.width for match in matches}):  # tried on rows of every width that occurs
-            tried = None if fitting else width
-            row_loss = resolve_row_loss(loss.kind, loss.kind_args, loss.dim_reduction, tried)
+        for width in sorted({match.width for match in matches}):  # the loss is tried on rows of every width
+            tried_width = None if fitting else width
+            row_loss = resolve_row_loss(loss.kind, loss.kind_args, loss.dim_reduction, tried_width)
         return Objective(
             student=student,
             teachers=tuple(matches),
@@ -183,10 +211,11 @@ class Objective:
         layer_weights: dict[int, float] | None = None,
         position_factors: np.ndarray | None = None,
     ) -> StepObjective:
-        """The objective of the update after `step` others; None: all terms at their largest weights.
+        """The objective of one update.
 
         Args:
-            layer_weights: in place of `self.layer_weights`, by the measured gap (`adaptive_weights.py`).
+            step: number of updates before this one; None: every loss at its largest weight.
+            layer_weights: weights that replace `self.layer_weights` (`adaptive_weights.py`).
             position_factors: see `StepObjective`.
         """
         representation, output = (
@@ -197,7 +226,7 @@ class Objective:
         return StepObjective(self, representation, weights, position_factors, term)
 
     def on(self, device: torch.device) -> Objective:
-        """The same with the bridges' tensors on `device`; trained ones only where they are trained."""
+        """The same objective with the bridges' frozen tensors on `device`; trained projectors are not moved."""
         moved = [
             match if match.bridge is None else replace(match, bridge=match.bridge.to(device, student=self._frozen))
             for match in self.teachers
@@ -215,23 +244,23 @@ class Objective:
 
     @property
     def vocab_limit(self) -> int:
-        """Ids below this one may be sampled: the student knows them, and so does every teacher that reads them."""
+        """Number of ids that may be sampled: those that the student knows, and all teachers that read its ids."""
         shared = [match.shared_vocab for match in self.teachers] if self.reads_ids else []
         return min([self.student.vocab_size, *shared])
 
     @property
     def trains_head(self) -> bool:
-        """Whether a loss reaches the student's LM head."""
+        """Whether a loss trains the student's LM head in some update."""
         return largest(self.weights[1]) > 0 and self.output is not None
 
     @property
     def scheduled(self) -> bool:
-        """Whether a weight changes over the updates."""
+        """Whether the weight of a loss changes over the updates."""
         return any(isinstance(weight, list) for weight in self.weights)
 
     @property
     def trains_in_parts(self) -> bool:
-        """Whether what only the output term reaches is trained in some updates and left alone in others."""
+        """Whether the parameters that only the output loss reaches are trained in some updates and not in others."""
         return self.trains_head and vanishes(self.weights[1])
 
     @property
@@ -241,11 +270,15 @@ class Objective:
 
     @property
     def final_layer(self) -> int | None:
-        """The student's last layer if it is supervised after the final norm."""
+        """The student's last layer if it is supervised after the final norm; else None."""
         return self.student.num_layers if self.final_norm and self.student.num_layers in self.layer_weights else None
 
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
-        """The supervised rows of a batch."""
+        """The rows of the representation loss in a batch.
+
+        Raises:
+            ValueError: as `make_rows`.
+        """
         return make_rows(
             rollouts, positions=self.positions, k=self.k, position=self.position, aggregation=self.aggregation
         )
@@ -253,11 +286,15 @@ class Objective:
 
 @dataclass(frozen=True)
 class StepObjective:
-    """What one update trains on and measures: the run's objective with the weights of this update.
+    """The losses of one update: the run's objective with the weights of this update.
 
-    `weight` is that of the representation term. `position_factors` [PROFILE_BINS] multiply the rows' weights by their
-    place in the response; None: 1 for all. `output` is a term of the loss with its weight (0 where it is only measured
-    in this update), or one that is only watched.
+    Attributes:
+        run: the objective of the run.
+        weight: the weight of the representation loss.
+        layer_weights: student layer -> its weight within the representation loss.
+        position_factors: [PROFILE_BINS], factors of the rows' weights by position in the response; None: 1 for all.
+        output: the output loss at the weight of this update, which may be 0, or a divergence that is only measured;
+            None if there is neither.
     """
 
     run: Objective
@@ -268,22 +305,22 @@ class StepObjective:
 
     @property
     def output_weight(self) -> float:
-        """The weight of the output term in the total; 0 where there is none."""
+        """The weight of the output loss in the total loss; 0 without an output loss."""
         return 0.0 if self.output is None or self.output.only_watched else self.output.weight
 
     @property
     def layer_scale(self) -> dict[int, float]:
-        """Student layer -> what its loss is multiplied by in the total."""
+        """Student layer -> the factor of the layer's loss in the total loss."""
         total = sum(self.layer_weights.values())
         return {layer: self.weight * weight / total for layer, weight in self.layer_weights.items()}
 
     @property
     def depth(self) -> int:
-        """The deepest student layer that a term looks at."""
+        """The deepest student layer that this update computes."""
         return self.run.student.num_layers if self.output else max(self.run.layers)
 
     def weigh_positions(self, table: TokenTable) -> TokenTable:
-        """The rows of a batch with `position_factors` in their weights, whose sum stays."""
+        """The rows of a batch with their weights multiplied by `position_factors` and scaled back to the same sum."""
         if self.position_factors is None:
             return table
         factors = self.position_factors[row_bins(table, self.run.positions)]
@@ -296,14 +333,18 @@ class StepObjective:
 
 
 def model_identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> ModelIdentity:
-    """What of a model must agree with a bridge; `tokenizer` is the fingerprint of the model's tokenizer."""
+    """The properties by which a bridge recognizes its models; `tokenizer` is the fingerprint of the tokenizer."""
     return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, tokenizer, name=name)
 
 
 def _match(
     config: Config, source: TeacherSource, student: ModelSpec, teacher: ModelSpec, *, fitting: bool
 ) -> TeacherMatch:
-    """Which layers of one teacher are compared with the student's, and how."""
+    """The layer pairs of one teacher, with the teacher's bridge.
+
+    Raises:
+        ValueError: the layers, the models' shapes, the bridge or the loss do not fit together.
+    """
     loss = config.loss.representation
     layers = supervised_layers(loss.layers, student.num_layers)
     pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
@@ -312,13 +353,13 @@ def _match(
         if layers and not fitting:
             check_same_shape(student, teacher)
     else:
-        made_for = {layer: bridge.layers[layer] for layer in layers}
-        if loss.layer_map is not None and made_for != pairs:
+        fitted_pairs = {layer: bridge.layers[layer] for layer in layers}
+        if loss.layer_map is not None and fitted_pairs != pairs:
             raise ValueError(
-                f"loss.representation.layer_map={pairs} and {source.bridge} was fitted for {made_for}; "
+                f"loss.representation.layer_map={pairs} and {source.bridge} was fitted for {fitted_pairs}; "
                 "expected the same pairs: leave layer_map out, or fit a bridge with it"
             )
-        pairs = made_for
+        pairs = fitted_pairs
         if bridge.rank == 1 and loss.kind in ("normalized_mse", "cosine"):
             raise ValueError(
                 f"loss.representation.kind={loss.kind} with a bridge of rank 1 compares signs of single numbers, "
@@ -332,7 +373,7 @@ def _match(
 def _bridge(
     config: Config, source: TeacherSource, student: ModelSpec, teacher: ModelSpec, pairs: dict[int, int]
 ) -> Bridge | None:
-    """A teacher's bridge, from its directory or, at full width, without tensors yet; None where there is none."""
+    """A teacher's bridge: read from its directory, or at full width without tensors yet; None without a bridge."""
     if source.bridge is None:
         return None
     loss = config.loss.representation

@@ -1,8 +1,8 @@
-"""The output-space term on the last pipeline stage: the rows it needs, and their gradient on the way back.
+"""The output loss on the last pipeline stage: its rows of the final hidden state, and their gradient.
 
-Like the terms of the layers it is an identity in the forward pass. Its logits exist in the backward pass only, a chunk
-at a time, where value and gradient come from one product with the head (`losses/chunked.py`). The gradient of the
-head goes straight into Megatron's float32 gradient buffer.
+Like the loss of a layer, the output loss is an identity in the forward pass. Logits exist in the backward pass only,
+one chunk at a time; value and gradient of a chunk come from one product with the head (`losses/chunked.py`). The
+gradient of the head is added to Megatron's float32 gradient buffer directly.
 """
 
 from __future__ import annotations
@@ -26,48 +26,49 @@ from nemo_oprd.weights.hf import TensorReader
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one microbatch in the final hidden state, the same on all tensor ranks of a context rank.
+class FinalStateRows:
+    """The rows of one microbatch's output loss in the final hidden state; the same on all tensor ranks.
 
-    Under sequence parallelism each tensor rank holds `share` consecutive tokens of the context rank's sequence; `rows`
-    count in the whole of it.
+    `index` counts in the whole sequence of the context rank. Under sequence parallelism each tensor rank holds
+    `local_tokens` consecutive tokens of that sequence.
     """
 
-    rows: torch.Tensor  # [n] int64
+    index: torch.Tensor  # [n] int64
     tensor_rank: int
     sequence_parallel: bool
     group: dist.ProcessGroup
 
-    def _own(self, share: int) -> tuple[torch.Tensor, torch.Tensor]:
-        own = (self.rows // share == self.tensor_rank).nonzero().squeeze(1)
-        return own, self.rows[own] % share
+    def _owned(self, local_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Which of the n rows this tensor rank holds, their indices in its part of the sequence)."""
+        owned = (self.index // local_tokens == self.tensor_rank).nonzero().squeeze(1)
+        return owned, self.index[owned] % local_tokens
 
-    def take(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, 1, D] on this rank -> all rows [n, D]."""
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's hidden state [S, 1, D] -> all rows [n, D], on every tensor rank."""
         flat = hidden.flatten(0, 1)
         if not self.sequence_parallel:
-            return flat.index_select(0, self.rows)
-        own, local = self._own(len(flat))
-        taken = flat.new_zeros(len(self.rows), flat.shape[1])
-        taken[own] = flat.index_select(0, local)
-        dist.all_reduce(taken, group=self.group)  # every row has one rank that isn't zero: the sum is exact
-        return taken
+            return flat.index_select(0, self.index)
+        owned, local = self._owned(len(flat))
+        gathered = flat.new_zeros(len(self.index), flat.shape[1])
+        gathered[owned] = flat.index_select(0, local)
+        dist.all_reduce(gathered, group=self.group)  # exact: each row is nonzero on one rank only
+        return gathered
 
     def add_(self, gradient: torch.Tensor, rows_ND: torch.Tensor) -> None:
-        """Adds float32 [n, D] to this rank's part of a gradient [S, 1, D]; rounded once."""
+        """Adds float32 `rows_ND` [n, D] to this rank's part of a gradient [S, 1, D], with one rounding."""
         flat = gradient.flatten(0, 1)
-        own, local = (slice(None), self.rows) if not self.sequence_parallel else self._own(len(flat))
-        flat[local] = (flat[local].to(rows_ND.dtype) + rows_ND[own]).to(flat.dtype)
+        owned, local = (slice(None), self.index) if not self.sequence_parallel else self._owned(len(flat))
+        flat[local] = (flat[local].to(rows_ND.dtype) + rows_ND[owned]).to(flat.dtype)
 
 
-def rows_of(local: LocalRows, role: Role) -> Rows:
-    """The output rows of one microbatch on this rank."""
-    rows = torch.from_numpy(local.local).to(device())
-    return Rows(rows, role.member_coords.tensor, role.layout.sequence, role.member_groups.tp)
+def final_state_rows(local: LocalRows, role: Role) -> FinalStateRows:
+    """The rows of one microbatch's output loss on this rank."""
+    index = torch.from_numpy(local.hidden_index).to(device())
+    return FinalStateRows(index, role.member_coords.tensor, role.layout.sequence, role.member_groups.tp)
 
 
 def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabShard:
-    """This tensor rank's part of the padded vocabulary, of which the first `vocab_size` ids count."""
+    """This tensor rank's shard of the padded vocabulary, of which only the first `vocab_size` ids are used."""
     size = model.output_weight().shape[0]
     group = role.member_groups.tp if role.layout.tensor > 1 else None
     return VocabShard(role.member_coords.tensor * size, size, vocab_size, group)
@@ -76,37 +77,38 @@ def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabSha
 def load_teacher_head(
     model: DistillingModel, role: Role, dtype: torch.dtype, match: TeacherMatch, read: TensorReader
 ) -> torch.Tensor | None:
-    """A teacher's LM head [V, D] for the ids that this tensor rank's own head has; None before the last stage.
+    """A teacher's LM head [V, D] for the ids of the student's head on this tensor rank; None before the last stage.
 
     Args:
         model: the student's last chunk on this rank.
-        read: gives the teacher's HF tensors by name.
+        read: returns a tensor of the teacher by its HF name.
     """
     if not model.post_process:
         return None
     whole = read("model.embed_tokens.weight" if match.spec.tied_embeddings else "lm_head.weight")
     shard = vocab_shard(model, role, match.shared_vocab)
     part = whole[shard.start : min(shard.start + shard.size, match.shared_vocab)].to(device(), dtype)
-    # ids that only one of the models has count for neither
+    # zero rows for the ids that only one of the models has; the loss ignores these ids
     return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
 
 
 @dataclass
 class OutputHeadLoss:
-    """The output-space term of one microbatch: n rows of the rollouts `response`.
+    """The output loss of one microbatch on this rank, for n rows.
 
-    `teacher` is log-probability and entropy per row [n, 2], or the teacher's final hidden states [n, D_T], which
-    `teacher_head` [V, D_T] turns into logits. `scale` is its weight in the total; 0 measures only. `old_logprob` is
-    what the tokens had under the student that sampled them, None if this is the one.
+    `teacher` holds the teacher's log-probability and entropy per row [n, 2], or its final hidden states [n, D], which
+    `teacher_head` [V, D] turns into logits (D is the teacher's hidden size here). `scale` is the weight of the loss in
+    the total loss; with 0 the loss is only measured. `old_logprob` holds the tokens' log-probabilities under the
+    weights that sampled them; None if these are the current weights.
     """
 
     loss: OutputLoss
-    rows: Rows
+    rows: FinalStateRows
     model: DistillingModel
     shard: VocabShard
     tokens: torch.Tensor  # [n] int64
-    weight: torch.Tensor  # [n] float32, 1 / (global counts)
-    response: torch.Tensor  # [n] int64
+    weight: torch.Tensor  # [n] float32, includes 1 / (global counts)
+    response: torch.Tensor  # [n] int64, index of the rollout
     teacher: torch.Tensor
     teacher_head: torch.Tensor | None
     scale: float
@@ -116,8 +118,8 @@ class OutputHeadLoss:
     backward_passes: int = 0
 
     def attach(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [S, 1, D] unchanged; its backward pass measures the term and adds its gradient."""
-        if not torch.is_grad_enabled() or len(self.rows.rows) == 0:
+        """Returns `hidden` [S, 1, D] unchanged; the backward pass measures the loss and adds its gradient."""
+        if not torch.is_grad_enabled() or len(self.rows.index) == 0:
             return hidden
         attached = _AddOutputGradient.apply(hidden, self.rows, self._gradient)
         return make_viewless_tensor(attached, requires_grad=True, keep_graph=True)
@@ -143,10 +145,10 @@ class OutputHeadLoss:
 class _AddOutputGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, rows: Rows, gradient: Callable[[torch.Tensor], torch.Tensor]
+        ctx: Any, hidden: torch.Tensor, rows: FinalStateRows, gradient: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         ctx.rows, ctx.gradient = rows, gradient
-        ctx.save_for_backward(rows.take(hidden))  # nothing else keeps the final norm's output
+        ctx.save_for_backward(rows.gather(hidden))  # autograd does not keep the final norm's output itself
         return hidden.view_as(hidden)
 
     @staticmethod

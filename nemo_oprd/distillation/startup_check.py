@@ -1,4 +1,4 @@
-"""The gradient check before training: one real forward and backward on random tokens, before anything is sampled."""
+"""The gradient check before training: one forward and backward pass on random tokens, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nemo_oprd.distillation.step_metrics import StepMetrics
 
 
 def check_gradients(models: Models, accumulate: Callable[..., StepMetrics | None]) -> str:
-    """One forward and backward on a few short random responses.
+    """One forward and backward pass on a few short random responses.
 
     Args:
         accumulate: `train.accumulate_gradients`.
 
     Returns:
-        What was found, in words.
+        The result of the check, as a line for the user.
 
     Raises:
         CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
@@ -28,36 +28,37 @@ def check_gradients(models: Models, accumulate: Callable[..., StepMetrics | None
     if metrics is not None and metrics.nonfinite_reason:
         raise ValueError(
             f"{metrics.nonfinite_reason}, on random tokens before the first step: expected finite numbers; the "
-            "weights of student or teacher are damaged, or too large for this precision"
+            "weights of student or teacher are damaged or too large for this precision; check both models"
         )
-    return "guard: " + "; ".join(_found(models, metrics) or ["no term has a weight above 0, so nothing is trained"])
+    findings = _findings(models, metrics) or ["no loss has a weight above 0, so nothing is trained"]
+    return "gradient check: " + "; ".join(findings)
 
 
 def _random_rollouts(models: Models) -> list[Rollout]:
-    """Two short ones for every teacher on every data-parallel rank of the student."""
+    """Two short rollouts per teacher for every data-parallel rank of the student."""
     config, objective = models.config, models.objective
     draw = np.random.default_rng(config.seed)
-    known = min(objective.student.vocab_size, *(match.spec.vocab_size for match in objective.teachers))
+    vocab_size = min(objective.student.vocab_size, *(match.spec.vocab_size for match in objective.teachers))
     rollouts = []
     for number in range(len(models.teachers)):
         source = models.routing.example(number)
-        ids = draw.integers(0, known, (2 * models.student.role.layout.data, 16)).tolist()
+        ids = draw.integers(0, vocab_size, (2 * models.student.role.layout.data, 16)).tolist()
         for row in ids:
             teacher_prompt = None if config.teacher.prompt is None else row[12:]
             rollouts.append(Rollout(row[:4], row[4:12], data_source=source, teacher_prompt_ids=teacher_prompt))
     return rollouts
 
 
-def _found(models: Models, metrics: StepMetrics | None) -> list[str]:
+def _findings(models: Models, metrics: StepMetrics | None) -> list[str]:
     objective = models.objective_of(None)
-    found, layers = [], len(objective.run.layers)
+    findings, layers = [], len(objective.run.layers)
     if objective.weight > 0 and layers and (metrics is None or not metrics.identical_layers):
-        found.append(f"each of the {layers} supervised layers received its gradient once, on its own stage")
+        findings.append(f"each of the {layers} supervised layers received its gradient once, on its own stage")
     elif objective.weight > 0 and layers and metrics is not None:
-        found.append(
+        findings.append(
             f"student and teacher are identical at {len(metrics.identical_layers)} of the {layers} supervised "
-            "layers, where a gradient of zero is right; the others received theirs once, on their own stage"
+            "layers, where a gradient of zero is correct; each other layer received its gradient once, on its own stage"
         )
     if objective.run.trains_head:
-        found.append("the output-space term went back through the head once per microbatch")
-    return found
+        findings.append("the output loss had one backward pass per microbatch")
+    return findings

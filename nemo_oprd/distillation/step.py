@@ -1,4 +1,4 @@
-"""One update: its batch, and the gradient of that batch, accumulated group by group of microbatches.
+"""One update: its batch, and the gradient of the batch, accumulated over groups of microbatches.
 
     batch = models.batch(rollouts, objective)
     accumulation = models.start(batch)
@@ -6,7 +6,7 @@
         accumulation.forward_backward(group, models.targets(batch, group))
     metrics = accumulation.finish()
 
-Every rank does this, whatever roles it has; outside the student's ranks `forward_backward` does nothing.
+Every rank runs these lines, whatever its roles; outside the student's ranks `forward_backward` does nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from nemo_oprd.megatron.pipeline_schedule import Microbatch, make_microbatch, ru
 
 @dataclass
 class KeptResults:
-    """What the first update on a step's rollouts computes for those that follow (`train.updates_per_rollout`).
+    """Results of the first update on a step's rollouts that its later updates use (`train.updates_per_rollout`).
 
-    `targets` are the teachers', kept if one group holds the batch. `sampled_logprobs` are the log-probabilities of the
-    response tokens under the student that sampled them, per microbatch; None until the first update is done.
+    `targets` holds the targets by the teacher's number; it is None if the batch has more than one group.
+    `sampled_logprobs` holds, per microbatch, the response tokens' log-probabilities under the weights that sampled
+    them; it is None during the first update.
     """
 
     targets: dict[int, TeacherTargets] | None = None
@@ -46,8 +47,9 @@ class KeptResults:
 class StepBatch:
     """The rollouts of one update, planned for the student, with the update's objective.
 
-    `groups` are the parts of `plan` that go through the models one after the other: their gradients add up, and the
-    targets of one group at a time are in memory. `is_last` says that no update on the same rollouts follows.
+    `groups` divides the microbatches of `plan`. The models process one group after the other, the gradients of the
+    groups add up, and only one group's targets are in memory at a time. `is_last` says that no other update on the same
+    rollouts follows.
     """
 
     rollouts: list[Rollout]
@@ -59,16 +61,17 @@ class StepBatch:
 
 
 class GradientAccumulation:
-    """Adds up the gradient of one batch on this rank, and what is measured on the way."""
+    """Accumulates the gradient and the metrics of one batch on this rank."""
 
     def __init__(self, student: Student, batch: StepBatch, *, whole_gradients: bool = False) -> None:
-        """Clears the gradients of the update before.
+        """Clears the gradients of the previous update.
 
         Args:
-            whole_gradients: every rank ends up with complete gradients, also under the distributed optimizer.
+            whole_gradients: reduce gradients so that every student rank has the complete sums, also with the
+                distributed optimizer.
         """
         self._student, self._batch, self._whole_gradients = student, batch, whole_gradients
-        self._done: list[StepPlan] = []
+        self._finished_groups: list[StepPlan] = []
         self._targets_bytes = 0
         self._logprobs: list[torch.Tensor | None] = []
         self._sums = MetricSums.zeros(student.objective.layers, len(batch.rollouts), device())
@@ -76,39 +79,40 @@ class GradientAccumulation:
             student.zero_gradients()
 
     def forward_backward(self, group: StepPlan, targets: dict[int, TeacherTargets]) -> None:
-        """Adds the gradient of one group; with the last one, gradients are reduced over ranks.
+        """Adds the gradient of one group; the call for the last group reduces the gradients over ranks.
 
         Args:
-            targets: of each teacher that has rows in the group.
+            group: the next of the batch's groups.
+            targets: by the teacher's number, for the teachers that have rows in the group.
         """
         coords = self._student.role.coords
         if coords is None:
             return
         observers, microbatches = self._microbatches(MicrobatchGroup(self._batch.rollouts, group, targets, coords))
-        self._done.append(group)
+        self._finished_groups.append(group)
         run_schedule(
             self._student.ddp,
             self._student.role,
             microbatches,
             forward_only=False,
-            finalize=len(self._done) == len(self._batch.groups),
+            finalize=len(self._finished_groups) == len(self._batch.groups),
             force_all_reduce=self._whole_gradients,
         )
-        self._targets_bytes = max(self._targets_bytes, sum(each.bytes_held for each in targets.values()))
+        self._targets_bytes = max(
+            self._targets_bytes, sum(teacher_targets.bytes_held for teacher_targets in targets.values())
+        )
         for observer in observers:
             self._sums.add(observer)
             sums = None if observer.output is None else observer.output.sums
             self._logprobs.append(None if sums is None else sums.student_logprob)
             if observer.output is not None:
-                self._sums.add_output(observer.output, counts=coords.tensor == 0)
+                self._sums.add_output(observer.output, counts_rows=coords.tensor == 0)
 
     def finish(self) -> StepMetrics | None:
-        """What the groups measured together, once the gradient check has passed; None on ranks outside the role.
-
-        Every (layer, row) was measured by exactly one rank.
+        """The metrics of all groups, after the gradient check has passed; None on ranks outside the role.
 
         Raises:
-            CaptureError: a supervised layer trained nothing, or not as planned.
+            CaptureError: a supervised layer did not receive the planned number of gradients.
         """
         student, objective = self._student, self._batch.objective
         if not student.role.is_member:
@@ -116,37 +120,39 @@ class GradientAccumulation:
         if self._batch.kept.sampled_logprobs is None and not self._batch.is_last:
             self._batch.kept.sampled_logprobs = self._logprobs
         sums = self._sums.reduced(student.role.member_groups.intra_dist_opt)
-        metrics = StepMetrics.from_sums(sums, self._batch.plan, self._done, objective, self._targets_bytes)
-        metrics.weights |= student.adaptive.metrics(objective.layer_weights, self._batch.plan.hidden)
+        metrics = StepMetrics.from_sums(sums, self._batch.plan, self._finished_groups, objective, self._targets_bytes)
+        metrics.weight_metrics |= student.adaptive.metrics(objective.layer_weights, self._batch.plan.hidden)
         if objective.weight > 0:
             counts = {layer: int(count) for layer, count in sums.column("injections").items()}
-            same, norms = set(metrics.identical_layers), sums.column("squared_gradient")
-            hidden = [plan.hidden for plan in self._done]
-            check_injections(counts, norms, hidden, student.spec.num_layers, identical=same)
+            identical, squared_norms = set(metrics.identical_layers), sums.column("squared_gradient")
+            plans = [group.hidden for group in self._finished_groups]
+            check_injections(counts, squared_norms, plans, student.spec.num_layers, identical=identical)
         if objective.output is not None:
-            check_output_passes(int(sums.output[0]), [plan.output for plan in self._done if plan.output])
+            check_output_passes(int(sums.output[0]), [group.output for group in self._finished_groups if group.output])
         return metrics
 
     def _microbatches(self, group: MicrobatchGroup) -> tuple[list[HiddenStateLoss], list[Microbatch]]:
-        """Per microbatch of the group: the loss of its hidden states, and its tokens with that loss attached."""
+        """Per microbatch of the group: the losses of its hidden states, and its tokens with these losses attached."""
         student, step = self._student, self._batch.objective
         plan, run = group.plan.hidden, step.run
-        targets, output = layer_targets(group, step), self._output_head_losses(group)
+        targets, output_losses = layer_targets(group, step), self._output_head_losses(group)
         projections = [self._projection(number) for number in range(len(run.teachers))]
-        trained = {layer: list(each.parameters()) for layer, each in projectors_of(student.chunks).items()}
+        parameters = {layer: list(projector.parameters()) for layer, projector in projectors_of(student.chunks).items()}
         observers = [
             HiddenStateLoss(
-                of_layers,
+                microbatch_targets,
                 run.row_loss,
                 run.dim_reduction,
                 len(group.rollouts),
                 run.final_layer,
-                measure=not plan.replicated or group.coords.tensor == 0,
+                counts_rows=not plan.replicated or group.coords.tensor == 0,
                 project=projections[teacher],
-                learned=lambda layer: trained.get(layer, ()),
-                output=of_output,
+                projector_parameters=lambda layer: parameters.get(layer, ()),
+                output=output_loss,
             )
-            for of_layers, of_output, teacher in zip(targets, output, group.plan.taught_by, strict=True)
+            for microbatch_targets, output_loss, teacher in zip(
+                targets, output_losses, group.plan.taught_by, strict=True
+            )
         ]
         microbatches = [
             make_microbatch(pack, group.rollouts, student.role, observer, step.depth)
@@ -155,12 +161,12 @@ class GradientAccumulation:
         return observers, microbatches
 
     def _output_head_losses(self, group: MicrobatchGroup) -> Sequence[OutputHeadLoss | None]:
-        """Per microbatch, the output-space term; None before the last stage, or without such a term."""
+        """Per microbatch, its output loss; None before the last stage, and without an output loss."""
         student, objective = self._student, self._batch.objective
         term, last = objective.output, student.chunks[-1]
         if group.plan.output is None or term is None or not last.post_process:
             return [None] * len(group.plan.taught_by)
-        earlier = sum(len(plan.taught_by) for plan in self._done)
+        earlier = sum(len(finished.taught_by) for finished in self._finished_groups)
         kept = self._batch.kept.sampled_logprobs
         return output_head_losses(
             group,
@@ -173,7 +179,7 @@ class GradientAccumulation:
         )
 
     def _projection(self, number: int) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-        """(Layer, [n, D] of the student) -> what is compared with this teacher; None where it is the state itself."""
+        """(Layer, student states [n, D]) -> the projection [n, R] to compare; None where the states are compared."""
         run = self._batch.objective.run
         if run.trains_bridge:
             projectors = projectors_of(self._student.chunks)

@@ -1,4 +1,4 @@
-"""What a training step measures about the terms of its loss: summed on every rank, added up over ranks, then named."""
+"""The metrics of one update: sums on every rank, one all-reduce over ranks, then means under their metric names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss
 
-# what the output-space term measures per row (`OutputRows`) -> its name in metrics.jsonl, "" if it goes into another
+# key of `OutputSums.metrics` -> name in metrics.jsonl; "" for a value that is only part of another metric
 OUTPUT_METRICS = {
     "student_logprob": "",
     "teacher_logprob": "",
@@ -36,10 +36,11 @@ OUTPUT_METRICS = {
 class MetricSums:
     """Sums over supervised rows in one flat tensor, so that one all-reduce adds them up over ranks.
 
-    `sums` float64: per layer those of `HiddenStateLoss.SUMS`, the squared norm of the injected gradient and the number
-    of injections; then the position profile [2, PROFILE_BINS]; then what the output-space term measured: backward
-    passes, weighted loss, and per metric its sum and its number of rows; then each response's share of the total
-    loss, by hidden states and by distributions.
+    `sums` is float64 and holds in this order:
+    - per layer: the sums `HiddenStateLoss.SUMS`, the squared norm of the injected gradient, the number of injections;
+    - the position profile [2, PROFILE_BINS];
+    - of the output loss: the number of backward passes, the weighted loss, and per metric its sum and its row count;
+    - each response's contribution to the total loss, by the representation loss and by the output loss.
     """
 
     sums: torch.Tensor
@@ -51,7 +52,7 @@ class MetricSums:
 
     @staticmethod
     def zeros(layers: list[int], num_responses: int, device: torch.device) -> MetricSums:
-        """Nothing measured yet."""
+        """All sums 0."""
         size = len(layers) * len(MetricSums.COLUMNS) + 2 * PROFILE_BINS + MetricSums.OUTPUT + 2 * num_responses
         return MetricSums(torch.zeros(size, dtype=torch.float64, device=device), sorted(layers), num_responses)
 
@@ -68,17 +69,17 @@ class MetricSums:
 
     @property
     def profile(self) -> torch.Tensor:
-        """[2, PROFILE_BINS], a view: cosines of the deepest layer by place from the response's start, and its end."""
+        """[2, PROFILE_BINS], a view: sums of the deepest layer's cosines by position from a response's start, end."""
         return self._parts()[1]
 
     @property
-    def per_response(self) -> torch.Tensor:
-        """[2, responses], a view: shares of the total loss, of the representation and of the output term."""
+    def response_losses(self) -> torch.Tensor:
+        """[2, responses], a view: contributions to the total loss, of the representation and of the output loss."""
         return self._parts()[3]
 
     @property
     def output(self) -> torch.Tensor:
-        """[OUTPUT], a view."""
+        """[OUTPUT], a view: backward passes, weighted loss, (sum, rows) per metric."""
         return self._parts()[2]
 
     def add(self, observer: HiddenStateLoss) -> None:
@@ -86,57 +87,71 @@ class MetricSums:
         for i, layer in enumerate(self.layers):
             if layer in observer.measured:
                 self.table[i, :-2] += observer.measured[layer]
-            if observer.measure and layer in observer.injected:
+            if observer.counts_rows and layer in observer.injected:
                 self.table[i, -2] += observer.injected[layer]
             self.table[i, -1] += observer.injections[layer]
         if observer.profile is not None:
             self.profile.add_(observer.profile)
-        if observer.per_response is not None:
-            self.per_response[0].add_(observer.per_response)
+        if observer.response_losses is not None:
+            self.response_losses[0].add_(observer.response_losses)
 
-    def add_output(self, term: OutputHeadLoss, *, counts: bool) -> None:
-        """Adds the output-space term of one microbatch; `counts` on one of its tensor ranks, which agree."""
-        self.output[0] += term.backward_passes
-        if term.sums is None or not counts:
+    def add_output(self, loss: OutputHeadLoss, *, counts_rows: bool) -> None:
+        """Adds the output loss of one microbatch.
+
+        Args:
+            loss: after its backward pass.
+            counts_rows: whether this rank adds the rows to the metrics. All tensor ranks have the same sums, so one of
+                them does.
+        """
+        self.output[0] += loss.backward_passes
+        if loss.sums is None or not counts_rows:
             return
-        self.output[1] += term.sums.loss
-        if term.scale:
-            self.per_response[1].index_add_(0, term.response, term.scale * term.sums.per_row)
+        self.output[1] += loss.sums.loss
+        if loss.scale:
+            self.response_losses[1].index_add_(0, loss.response, loss.scale * loss.sums.per_row)
         for i, name in enumerate(OUTPUT_METRICS):
-            if name in term.sums.metrics:
-                self.output[2 + 2 * i] += term.sums.metrics[name]
-                self.output[3 + 2 * i] += term.sums.rows
+            if name in loss.sums.metrics:
+                self.output[2 + 2 * i] += loss.sums.metrics[name]
+                self.output[3 + 2 * i] += loss.sums.rows
 
     def output_means(self) -> dict[str, float]:
-        """Means over rows of what the output-space term measured."""
+        """Metric of the output loss -> its mean over rows."""
         pairs = self.output[2:].view(-1, 2).tolist()
         return {name: total / rows for name, (total, rows) in zip(OUTPUT_METRICS, pairs, strict=True) if rows}
 
     def reduced(self, group: dist.ProcessGroup) -> MetricSums:
-        """Added up over the ranks of `group`, on the CPU."""
+        """The sums over all ranks of `group`, on the CPU. Every rank of `group` calls this."""
         dist.all_reduce(self.sums, group=group)
         return MetricSums(self.sums.cpu(), self.layers, self.num_responses)
 
     def column(self, name: str) -> dict[int, float]:
-        """Layer -> one of the sums."""
+        """Layer -> its sum `name`, one of `COLUMNS`."""
         return dict(zip(self.layers, self.table[:, self.COLUMNS.index(name)].tolist(), strict=True))
 
 
 @dataclass
 class StepMetrics:
-    """What one forward/backward measured, the same on every student rank.
+    """The metrics of one update's forward and backward passes, the same on every student rank.
 
-    `cosine_first_k` and `cosine_last_k` map k to the mean cosine of the deepest supervised layer over the first (last)
-    k tokens of every response (the paper's position figure); they hold those k of which every token was supervised.
-    `rep_loss_per_teacher` and `output_loss_per_teacher` are means over each teacher's own rows, by their weights.
-    `trained_losses` are the terms that have a weight in this step, by their names in metrics.jsonl, without it.
-    `loss_per_response` are the responses' shares of the total loss.
-    `position_gap` is 1 - that cosine per profile bin (`row_bins`).
-    `nonfinite_reason` says where a loss or gradient is not finite, None if all are.
+    Attributes:
+        loss: the total loss.
+        weight_metrics: the metrics of loss weights that change over the updates, by their names in metrics.jsonl.
+        output_means: metric of the output loss -> its mean over rows.
+        reports_pg_loss: whether `actor/pg_loss` is reported.
+        rep_loss_per_teacher, output_loss_per_teacher: weighted means over each teacher's rows.
+        trained_losses: the losses whose weight is not 0 in this update, by their names in metrics.jsonl, before the
+            weight is applied.
+        position_gap: profile bin (`row_bins`) -> 1 - mean cosine of the deepest supervised layer.
+        cosine_first_k, cosine_last_k: k -> mean cosine of the deepest supervised layer over the first (last) k tokens
+            of every response (the paper's position figure), for the k of which all tokens were supervised.
+        loss_per_response: the responses' contributions to the total loss.
+        identical_layers: supervised layers at which student and teacher agree exactly.
+        targets_bytes: the most bytes of targets that this rank held at a time.
+        nonfinite_reason: where a loss or a gradient is not finite; None if all are finite.
     """
 
     loss: float
-    weights: dict[str, float]
+    weight_metrics: dict[str, float]
     output_loss: float | None
     output_means: dict[str, float]
     reports_pg_loss: bool
@@ -160,21 +175,22 @@ class StepMetrics:
 
     @staticmethod
     def from_sums(
-        tally: MetricSums, plan: StepPlan, waves: list[StepPlan], objective: StepObjective, targets_bytes: int
+        sums: MetricSums, plan: StepPlan, groups: list[StepPlan], objective: StepObjective, targets_bytes: int
     ) -> StepMetrics:
         """Means and norms from the sums of all ranks.
 
         Args:
-            plan: of the whole batch.
-            waves: the parts in which it went through.
-            targets_bytes: of teacher states that this rank held at a time, at most.
+            plan: the plan of the whole batch.
+            groups: the plans of its groups of microbatches.
+            objective: the objective of the update.
+            targets_bytes: the most bytes of targets that this rank held at a time.
         """
         table, positions, term = plan.hidden.table, objective.run.positions, objective.output
         count = len(table)
-        output_loss = None if term is None or term.only_watched else float(tally.output[1])
-        target, error, gradient = (tally.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
+        output_loss = None if term is None or term.only_watched else float(sums.output[1])
+        target, error, gradient = (sums.column(c) for c in ("squared_target", "squared_error", "squared_gradient"))
         all_gradients = sum(gradient.values())
-        per_layer = tally.column("loss")
+        per_layer = sums.column("loss")
         weights = objective.layer_weights
         rep_loss = sum(weights[layer] * loss for layer, loss in per_layer.items()) / (sum(weights.values()) or 1.0)
         trained, term_weights = {}, {}
@@ -182,44 +198,44 @@ class StepMetrics:
             trained["rep/loss"], term_weights["rep/loss"] = rep_loss, objective.weight
         if term is not None and output_loss is not None and term.weight:
             trained["output/loss"], term_weights["output/loss"] = output_loss, term.weight
-        of_output = None if plan.output is None else plan.output.table
+        output_table = None if plan.output is None else plan.output.table
         first, last = (
-            _cumulative(sums, numbers) if per_layer and positions in ("all", complete) else {}
-            for sums, numbers, complete in zip(
-                tally.profile.numpy(), (table.from_start, table.from_end), ("first_k", "last_k"), strict=True
+            _cumulative(profile, numbers) if per_layer and positions in ("all", complete) else {}
+            for profile, numbers, complete in zip(
+                sums.profile.numpy(), (table.from_start, table.from_end), ("first_k", "last_k"), strict=True
             )
         )
         return StepMetrics(
-            # what has no weight may be infinite
+            # a loss of weight 0 may be infinite, so it is not multiplied
             loss=sum(weight * trained[name] for name, weight in term_weights.items()),
-            weights=_weights(objective),
+            weight_metrics=_scheduled_weights(objective),
             output_loss=output_loss,
-            output_means=tally.output_means(),
+            output_means=sums.output_means(),
             reports_pg_loss=term is not None and (term.loss.kind == "sampled_token" or term.only_watched),
             rep_loss=rep_loss,
             rep_loss_per_layer=per_layer,
-            rep_loss_per_teacher=_loss_per_teacher(tally.per_response[0], table, plan, term_weights.get("rep/loss")),
+            rep_loss_per_teacher=_loss_per_teacher(sums.response_losses[0], table, plan, term_weights.get("rep/loss")),
             output_loss_per_teacher=_loss_per_teacher(
-                tally.per_response[1], of_output, plan, term_weights.get("output/loss")
+                sums.response_losses[1], output_table, plan, term_weights.get("output/loss")
             ),
             trained_losses=trained,
-            cosine_per_layer={layer: value / count for layer, value in tally.column("cosine").items()},
+            cosine_per_layer={layer: value / count for layer, value in sums.column("cosine").items()},
             relative_error_per_layer={layer: _ratio(error[layer], target[layer]) ** 0.5 for layer in error},
-            norm_ratio_per_layer={layer: value / count for layer, value in tally.column("norm_ratio").items()},
+            norm_ratio_per_layer={layer: value / count for layer, value in sums.column("norm_ratio").items()},
             gradient_norm_per_layer={layer: value**0.5 for layer, value in gradient.items()},
             gradient_share_per_layer={layer: _ratio(value, all_gradients) for layer, value in gradient.items()},
-            position_gap=_gap_per_bin(tally, table, positions) if per_layer else {},
+            position_gap=_gap_per_bin(sums, table, positions) if per_layer else {},
             cosine_first_k=first,
             cosine_last_k=last,
-            loss_per_response=tally.per_response.sum(0).tolist(),
+            loss_per_response=sums.response_losses.sum(0).tolist(),
             identical_layers=[layer for layer, value in error.items() if value == 0.0],
             targets_bytes=targets_bytes,
-            nonfinite_reason=_nonfinite_reason(tally, [wave.hidden for wave in waves], trained, gradient),
+            nonfinite_reason=_nonfinite_reason(sums, [group.hidden for group in groups], trained, gradient),
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metric names as in metrics.jsonl (docs/runs.md)."""
-        named = {"loss/total": self.loss, **self.weights}
+        """The metrics by their names in metrics.jsonl (docs/runs.md)."""
+        named = {"loss/total": self.loss, **self.weight_metrics}
         if cosines := self.cosine_per_layer.values():
             named |= {"rep/loss": self.rep_loss, "rep/cosine_similarity": sum(cosines) / len(cosines)}
         for name, values in (
@@ -251,7 +267,13 @@ class StepMetrics:
 def _loss_per_teacher(
     shares: torch.Tensor, table: TokenTable | None, plan: StepPlan, weight: float | None
 ) -> dict[int, float]:
-    """Of one term, from the responses' shares of the total; nothing where the term has no weight or no rows."""
+    """Teacher's number -> mean of one loss over the teacher's rows; empty if the loss has no weight or no rows.
+
+    Args:
+        shares: [responses], the responses' contributions of this loss to the total loss.
+        table: the rows of this loss.
+        weight: the weight of this loss.
+    """
     if table is None or not weight:
         return {}
     teacher_of = np.zeros(len(shares), dtype=np.int64)
@@ -267,8 +289,8 @@ def _loss_per_teacher(
     return losses
 
 
-def _weights(objective: StepObjective) -> dict[str, float]:
-    """The weights of the terms, where they change."""
+def _scheduled_weights(objective: StepObjective) -> dict[str, float]:
+    """The weights of the losses by metric name, if any of them changes over the updates."""
     if not objective.run.scheduled:
         return {}
     named = {"loss/weight_representation": objective.weight} if objective.run.layers else {}
@@ -276,35 +298,35 @@ def _weights(objective: StepObjective) -> dict[str, float]:
 
 
 def _nonfinite_reason(
-    tally: MetricSums, waves: list[BatchPlan], trained: dict[str, float], gradient: dict[int, float]
+    sums: MetricSums, groups: list[BatchPlan], trained: dict[str, float], gradient: dict[int, float]
 ) -> str | None:
-    """Where a term that is trained on, or its gradient, is not finite."""
-    found, responses = [], set()
+    """The trained losses and gradients that are not finite, and their first responses; None if all are finite."""
+    reasons, responses = [], set()
     if not math.isfinite(trained.get("output/loss", 0.0)):
-        found.append(f"the output-space loss is {trained['output/loss']}")
-        responses |= _not_finite(tally.per_response[1])
-    loss = tally.column("loss") if "rep/loss" in trained else {}
+        reasons.append(f"the output-space loss is {trained['output/loss']}")
+        responses |= _nonfinite_responses(sums.response_losses[1])
+    loss = sums.column("loss") if "rep/loss" in trained else {}
     layers = [layer for layer in loss if not math.isfinite(loss[layer] + gradient[layer])]
     if layers:
         others = f" (and {len(layers) - 1} others)" if len(layers) > 1 else ""
         first = layers[0]
-        found.append(f"loss {loss[first]} and gradient norm {gradient[first] ** 0.5} at layer {first}{others}")
-        responses |= _not_finite(tally.per_response[0])
-    if not found:
+        reasons.append(f"loss {loss[first]} and gradient norm {gradient[first] ** 0.5} at layer {first}{others}")
+        responses |= _nonfinite_responses(sums.response_losses[0])
+    if not reasons:
         return None
-    return ", ".join([*found, *(_place(response, waves) for response in sorted(responses)[:3])])
+    return ", ".join([*reasons, *(_place(response, groups) for response in sorted(responses)[:3])])
 
 
-def _not_finite(shares: torch.Tensor) -> set[int]:
+def _nonfinite_responses(shares: torch.Tensor) -> set[int]:
     return set((~torch.isfinite(shares)).nonzero()[:, 0].tolist())
 
 
-def _place(response: int, waves: list[BatchPlan]) -> str:
-    for number, wave in enumerate(waves):
-        for data, packs in enumerate(wave.packs):
+def _place(response: int, groups: list[BatchPlan]) -> str:
+    for number, group in enumerate(groups):
+        for data, packs in enumerate(group.packs):
             for m, pack in enumerate(packs):
                 if response in pack.sequences:
-                    earlier = sum(len(before.packs[data]) for before in waves[:number])
+                    earlier = sum(len(before.packs[data]) for before in groups[:number])
                     return f"response {response} in microbatch {earlier + m} of data-parallel rank {data}"
     raise AssertionError(f"response {response} is in no microbatch")
 
@@ -313,15 +335,15 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _gap_per_bin(tally: MetricSums, table: TokenTable, positions: str) -> dict[int, float]:
+def _gap_per_bin(sums: MetricSums, table: TokenTable, positions: str) -> dict[int, float]:
     """Profile bin -> 1 - mean cosine of the deepest supervised layer, for the bins that have rows."""
-    sums = tally.profile[1 if positions == "last_k" else 0].tolist()
+    cosines = sums.profile[1 if positions == "last_k" else 0].tolist()
     counts = np.bincount(row_bins(table, positions), minlength=PROFILE_BINS).tolist()
-    return {j: 1 - total / count for j, (total, count) in enumerate(zip(sums, counts, strict=True)) if count}
+    return {j: 1 - total / count for j, (total, count) in enumerate(zip(cosines, counts, strict=True)) if count}
 
 
-def _cumulative(sums: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
-    """k = 1, 2, 4, ... -> mean over the rows whose number (0-based) is below k, up to the first k that takes all."""
+def _cumulative(profile: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
+    """k = 1, 2, 4, ... -> mean over the rows with a 0-based number below k, up to the first k that covers all."""
     counts = np.bincount(profile_bins(numbers), minlength=PROFILE_BINS)
-    means = np.cumsum(sums) / np.maximum(1, np.cumsum(counts))
+    means = np.cumsum(profile) / np.maximum(1, np.cumsum(counts))
     return {1 << j: float(means[j]) for j in range(int(profile_bins(numbers).max()) + 1)}

@@ -1,7 +1,7 @@
 """The student on this rank: model chunks, optimizer, and one optimizer step.
 
-How its gradient comes about is `step.py`. On ranks without the role the object exists and does nothing but take part
-in what all ranks do together.
+`step.py` computes the gradient. On ranks outside the student's role the object exists, too, and takes part in the
+operations that all ranks of the world perform.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from nemo_oprd.weights.hf import TensorReader, gather_hf, load_hf
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step: the learning rate, the gradient's norm before clipping, and why it was skipped, if it was."""
+    """One optimizer step: the learning rate, the gradient norm before clipping, and the reason if it was skipped."""
 
     rate: float
     grad_norm: float
     nonfinite_reason: str | None
 
     def metrics(self) -> dict[str, float]:
-        """Metric names as in metrics.jsonl."""
+        """The metrics by their names in metrics.jsonl."""
         skipped = float(self.nonfinite_reason is not None)
         return {"lr": self.rate, "actor/grad_norm": self.grad_norm, "train/skipped_update": skipped}
 
 
 class Student:
-    """The trainable role. Build it on every rank; `role.is_member` says whether this rank has a part of the model.
+    """The trained model. Every rank builds it; `role.is_member` says whether this rank holds a part of the model.
 
     Attributes:
-        chunks: this rank's model chunks; none outside the role.
-        ddp: the same, wrapped for gradients.
+        chunks: this rank's model chunks; empty outside the role.
+        ddp: the chunks, wrapped for gradient reduction.
         adaptive: the weights of layers and positions that follow the measured gap.
-        average: the teacher that is the student's moving average, where there is one (`teacher.weights=ema`).
+        average: with `teacher.weights=ema` the teacher, a moving average of the student; else None.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Student:
         """Builds, loads and wraps this rank's part.
 
         Args:
-            needs: says for which updates the last stage needs the teachers' heads.
-            read: gives HF tensors by name to start from.
-            read_teachers: the same of the teachers.
+            needs: what the updates compute; says whether the last stage needs the teachers' heads.
+            read: returns one of the student's tensors by its HF name.
+            read_teachers: per teacher, returns one of its tensors by its HF name.
             source: where the student comes from, for messages.
-            trainable: False leaves out gradients and optimizer, for `hidden_states` alone.
+            trainable: False builds no gradients and no optimizer; then only `hidden_states` can be used.
 
         Raises:
-            ValueError: the layout does not fit the model, or the weights don't fit its config.
+            ValueError: the layout does not fit the model, or the weights do not fit the model's config.
         """
         self.config, self.role, self.objective, self.needs = config, role, objective, needs
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -112,7 +112,7 @@ class Student:
                 chunk.eval()
             return
         self._mark_trained_parameters()
-        if config.teacher.weights in ("own", "initial") and needs.teacher_states:  # others change with the student
+        if config.teacher.weights in ("own", "initial") and needs.teacher_states:  # other heads change over the updates
             self._teacher_heads = [
                 load_teacher_head(self.chunks[-1], role, self.dtype, match, read_teacher)
                 for match, read_teacher in zip(objective.teachers, read_teachers, strict=True)
@@ -122,10 +122,10 @@ class Student:
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
 
     def _mark_trained_parameters(self) -> None:
-        """Freezes what no term reaches, adds trained projectors, and marks what is trained in some updates only."""
+        """Freezes parameters without a gradient, adds trained projectors, and marks partially trained parameters."""
         objective, final_norm = self.objective, self.objective.final_layer is not None
-        reached = final_norm or objective.trains_head
-        freeze_unreached(self.chunks, objective.trained_depth, final_norm=reached, head=objective.trains_head)
+        norm_is_trained = final_norm or objective.trains_head
+        freeze_unreached(self.chunks, objective.trained_depth, final_norm=norm_is_trained, head=objective.trains_head)
         if objective.trains_bridge:
             attach_projectors(self.chunks, self.role, objective, self.config.seed)
         if objective.trains_in_parts:
@@ -137,36 +137,36 @@ class Student:
         return self.objective.student
 
     def teacher_head(self, number: int) -> torch.Tensor | None:
-        """A teacher's LM head as it is now, [V, D]; on the last stage, where the teacher sends final hidden states."""
+        """A teacher's current LM head [V, D]; None before the last stage, or if the teacher sends no final states."""
         if self.config.teacher.weights not in ("student", "ema"):
             return self._teacher_heads[number]
-        # that of this rank: such a teacher has the student's layout
+        # such a teacher has the student's layout, so this rank holds the shard that it needs
         chunks = self.chunks if self.average is None else self.average.chunks
         return chunks[-1].output_weight().detach()
 
     def zero_gradients(self) -> None:
-        """Clears the gradients of the update before."""
-        # Megatron's fp32 optimizer leaves parameters with their gradient buffer as .grad; the next backward pass would
-        # add to it, and then add it to itself
+        """Clears the gradients of the previous update."""
+        # After a step of Megatron's fp32 optimizer the gradient buffers are also the parameters' .grad. Left there, the
+        # next backward pass would add to the buffer twice: once as .grad, once as main_grad.
         self.optimizer.zero_grad()
         for chunk in self.ddp:
             chunk.train()
             chunk.zero_grad_buffer()
 
     def optimizer_step(self, step: int, objective: StepObjective, metrics: StepMetrics | None) -> Update | None:
-        """One optimizer step with the accumulated gradients, unless they or the loss are not finite.
+        """One optimizer step with the accumulated gradients; skipped if a gradient or a loss is not finite.
 
         Args:
-            step: steps before this one, which decide the learning rate.
-            objective: that the gradients are of.
-            metrics: of the same batch; None on ranks outside the role.
+            step: number of steps before this one; it determines the learning rate.
+            objective: the objective of the gradients.
+            metrics: the metrics of the same batch; None on ranks outside the role.
         """
         if metrics is None:
             return None
-        self.adaptive.measure(metrics)
+        self.adaptive.update(metrics)
         rate = learning_rate(step, self.config.train)
         set_learning_rate(self.optimizer, rate, self.config.train.weight_decay)
-        # asked before the step, which would spread what is not finite over all weights
+        # the norm is checked before the step, because the step would make all weights non-finite
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         nonfinite_reason = metrics.nonfinite_reason
@@ -180,20 +180,20 @@ class Student:
         return Update(rate, norm, nonfinite_reason)
 
     def _nonfinite_parameters(self) -> str:
-        """The parameters whose gradients are not finite, over all ranks of the role."""
-        mine = [
+        """The names of the parameters whose gradients are not finite, over all ranks of the role."""
+        local_names = [
             name
             for name, p in named_parameters(self.chunks).items()
             if p.requires_grad and not bool(torch.isfinite(p.main_grad).all())  # type: ignore[attr-defined]
         ]
         parts: list[list[str]] = [[] for _ in range(self.role.layout.size)]
-        dist.all_gather_object(parts, mine, group=self.role.member_groups.intra_dist_opt)
+        dist.all_gather_object(parts, local_names, group=self.role.member_groups.intra_dist_opt)
         names = sorted({name for part in parts for name in part})
         return f"that of {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     @torch.no_grad()
     def hidden_states(self, rollouts: list[Rollout], plan: BatchPlan) -> dict[int, torch.Tensor]:
-        """Layer -> [n, D] of this rank's rows in the order of its microbatches, for its supervised layers."""
+        """Supervised layer of this rank -> states [n, D] of its rows, in the order of its microbatches."""
         coords, objective = self.role.coords, self.objective
         if coords is None:
             return {}
@@ -201,7 +201,9 @@ class Student:
         layers = [layer for layer in objective.layers if layer in owned]
         captures = [
             HiddenStateCapture(
-                torch.from_numpy(rows.local).to(device()), {layer: [layer] for layer in layers}, objective.final_layer
+                torch.from_numpy(rows.hidden_index).to(device()),
+                {layer: [layer] for layer in layers},
+                objective.final_layer,
             )
             for rows in plan.local_rows(coords)
         ]
@@ -213,14 +215,14 @@ class Student:
         return {layer: torch.cat([capture.captured[layer] for capture in captures]) for layer in layers}
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole tensor) on every student rank; nothing on ranks outside the role."""
+        """(HF name, whole tensor) on every student rank; empty on ranks outside the role."""
         if self.role.is_member:
             yield from gather_hf(self.chunks, self.spec, self.role)
 
     def hf_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole float32 gradient), where gradients are whole on every rank; nothing outside the role.
+        """(HF name, whole float32 gradient) on every student rank; empty on ranks outside the role.
 
-        Parameters without a gradient path are absent.
+        Needs gradients that were accumulated with `whole_gradients`. Frozen parameters are absent.
         """
 
         def gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -231,7 +233,7 @@ class Student:
 
 
 def _recompute(config: Config) -> dict[str, Any]:
-    """Megatron's settings of activation recomputation."""
+    """Megatron's settings for activation recomputation."""
     student = config.student
     if student.recompute == "none":
         return {}

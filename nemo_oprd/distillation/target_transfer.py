@@ -1,11 +1,11 @@
-"""Moves hidden states from the teacher ranks that computed them to the student ranks that need them.
+"""Moves targets from the teacher ranks that computed them to the student ranks that need them.
 
-The two roles may differ in every parallel size, share ranks or not. Who sends what to whom is planned by index
-arithmetic that each rank does for itself; each supervised (layer, row) travels at most once, in the run's precision,
-and stays where it is if sender and receiver are the same rank. Replicated student tensor ranks receive a part each and
-gather it among themselves. Nothing passes through a central process.
+The two roles may differ in every parallel size, and may share ranks or not. Each rank plans its messages by index
+arithmetic, without communication and without a central process. Each supervised (layer, row) is sent at most once, and
+not at all if sender and receiver are the same rank. Student tensor ranks that need the same rows receive an equal part
+each and gather the parts among themselves.
 
-N rows, D width (R with a bridge).
+n rows of a message or a rank, D width of a target (bridge rank R where the teacher sends projections).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_oprd.megatron.parallel import Role, device
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message: these student layers (their teacher states) of these rows, from one rank to another."""
+    """One message: the targets of these student layers for these rows (table indices), from one rank to another."""
 
     source: int
     target: int
@@ -31,7 +31,8 @@ class Transfer:
     rows: np.ndarray
 
 
-def _spread(plan: BatchPlan, rank: int) -> tuple[Coordinates, np.ndarray]:
+def _owned_by(plan: BatchPlan, rank: int) -> tuple[Coordinates, np.ndarray]:
+    """(Coordinates of a global rank, table indices of the rows that it owns)."""
     at = plan.layout.coordinates(rank)
     return at, plan.owned_rows(at)
 
@@ -44,11 +45,13 @@ def plan_transfers(
     student_depth: int,
     rank: int,
 ) -> list[Transfer]:
-    """The messages that `rank` sends or receives, in an order that both ends agree on.
+    """The messages that `rank` sends or receives, in the same order on both ends.
 
     Args:
-        layers: student layer -> teacher layer, 1-based.
+        teacher, student: the plans of the same rows for the two roles.
+        layers: student layer -> teacher layer, both 1-based.
         teacher_depth, student_depth: number of layers of the two models.
+        rank: a rank of the world.
     """
     owned_by_teacher = _owners(teacher, layers, teacher_depth)
     owned_by_student = _owners(student, {s: s for s in layers}, student_depth)
@@ -60,12 +63,11 @@ def plan_transfers(
         pairs = [(source, rank) for source in sources]
     else:
         pairs = sorted({(rank, target) for target in targets} | {(source, rank) for source in sources})
-    involved = {source for source, _ in pairs}, {target for _, target in pairs}
-    held = {source: _spread(teacher, source) for source in involved[0]}
-    wanted = {target: _spread(student, target) for target in involved[1]}
+    sent = {source: _owned_by(teacher, source) for source in {source for source, _ in pairs}}
+    wanted = {target: _owned_by(student, target) for target in {target for _, target in pairs}}
     transfers = []
     for source, target in pairs:
-        (from_at, from_rows), (to_at, to_rows) = held[source], wanted[target]
+        (from_at, from_rows), (to_at, to_rows) = sent[source], wanted[target]
         shared = tuple(sorted(owned_by_teacher[from_at.pipeline] & owned_by_student[to_at.pipeline]))
         rows = np.intersect1d(from_rows, to_rows, assume_unique=True)
         if shared and len(rows):
@@ -74,7 +76,12 @@ def plan_transfers(
 
 
 def _owners(plan: BatchPlan, layers: dict[int, int], depth: int) -> list[set[int]]:
-    """Per pipeline rank, the student layers whose (teacher or student) layer it owns."""
+    """Per pipeline rank of the plan's role, the student layers whose layer of this role's model the rank owns.
+
+    Args:
+        layers: student layer -> layer of this role's model.
+        depth: number of layers of this role's model.
+    """
     owners: list[set[int]] = [set() for _ in range(plan.layout.pipeline)]
     for student_layer, owned_layer in layers.items():
         owners[plan.layout.stage_of_layer(owned_layer, depth)[0]].add(student_layer)
@@ -83,16 +90,16 @@ def _owners(plan: BatchPlan, layers: dict[int, int], depth: int) -> list[set[int
 
 @dataclass
 class RowShard:
-    """Rows [n] (global numbers) and per layer their values [n, D] on this rank."""
+    """Some rows on this rank: their table indices [n], and per student layer their values [n, D]."""
 
     rows: np.ndarray
     values: dict[int, torch.Tensor]
 
     def pick(self, layer: int, rows: np.ndarray) -> torch.Tensor:
-        """[len(rows), D] of one layer."""
+        """The values [m, D] of one layer for m of the rows, given by their table indices [m]."""
         order = np.argsort(self.rows)
-        where = order[np.searchsorted(self.rows, rows, sorter=order)]
-        return self.values[layer].index_select(0, torch.from_numpy(where).to(self.values[layer].device))
+        index = order[np.searchsorted(self.rows, rows, sorter=order)]
+        return self.values[layer].index_select(0, torch.from_numpy(index).to(self.values[layer].device))
 
 
 def exchange(
@@ -107,15 +114,19 @@ def exchange(
     """Carries out `plan_transfers` on this rank.
 
     Args:
-        outgoing: what this rank captured, keyed by student layer; None off the teacher.
-        wanted: rows of this rank's share as a student; None off the student.
+        outgoing: the rows that this rank captured; None on ranks outside the teacher's role.
+        wanted: table indices of the rows that this rank receives; None on ranks outside the student's role.
+        wanted_layers: the student layers that this rank receives.
+        width: values per row and layer.
+        dtype: dtype of the values.
+        place: this rank's device.
 
     Returns:
-        The received shard keyed by student layer (None off the student), and the payload bytes that came from others.
+        (The received rows, or None on ranks outside the student's role; the bytes that came from other ranks).
     """
     rank = dist.get_rank()
     operations: list[dist.P2POp] = []
-    keep: list[torch.Tensor] = []
+    send_buffers: list[torch.Tensor] = []
     arrived: list[tuple[Transfer, torch.Tensor]] = []
     received = 0
     for transfer in transfers:
@@ -125,8 +136,8 @@ def exchange(
             if transfer.target == rank:
                 arrived.append((transfer, payload))
                 continue
-            keep.append(payload.contiguous())
-            operations.append(dist.P2POp(dist.isend, keep[-1], transfer.target))
+            send_buffers.append(payload.contiguous())
+            operations.append(dist.P2POp(dist.isend, send_buffers[-1], transfer.target))
         else:
             buffer = torch.empty(len(transfer.layers), len(transfer.rows), width, dtype=dtype, device=place)
             arrived.append((transfer, buffer))
@@ -143,16 +154,22 @@ def exchange(
     order = np.argsort(wanted)
     filled = dict.fromkeys(wanted_layers, 0)
     for transfer, payload in arrived:
-        where = torch.from_numpy(order[np.searchsorted(wanted, transfer.rows, sorter=order)]).to(place)
+        index = torch.from_numpy(order[np.searchsorted(wanted, transfer.rows, sorter=order)]).to(place)
         for layer, values in zip(transfer.layers, payload, strict=True):
-            shard.values[layer].index_copy_(0, where, values)
+            shard.values[layer].index_copy_(0, index, values)
             filled[layer] += len(transfer.rows)
     assert all(count == len(wanted) for count in filled.values()), "a supervised row did not arrive"
     return shard, received
 
 
 def gather_replicas(shard: RowShard, full_rows: np.ndarray, group: dist.ProcessGroup) -> RowShard:
-    """Joins the parts that replicated tensor ranks received (in rank order) into the rows that all of them need."""
+    """Joins the equal parts that replicated tensor ranks received into all rows, on each of these ranks.
+
+    Args:
+        shard: the part that this rank received.
+        full_rows: table indices of all rows, in the order in which `np.array_split` divided them among the ranks.
+        group: the tensor-parallel group.
+    """
     size = dist.get_world_size(group)
     longest = -(-len(full_rows) // size)
     values = {}
@@ -168,7 +185,14 @@ def gather_replicas(shard: RowShard, full_rows: np.ndarray, group: dist.ProcessG
 
 @dataclass(frozen=True)
 class TargetTransfer:
-    """Carries rows from one teacher's ranks to the student's: plan, exchange, and the gathering of replicas."""
+    """Sends targets from one teacher's ranks to the student's ranks.
+
+    Attributes:
+        plan: the rows, planned for the teacher's layout.
+        student_plan: the same rows, planned for the student's layout.
+        student: the student's role.
+        teacher_depth, student_depth: number of layers of the two models.
+    """
 
     plan: BatchPlan
     student_plan: BatchPlan
@@ -179,15 +203,16 @@ class TargetTransfer:
     def send(
         self, shard: RowShard | None, layers: dict[int, int], width: int, dtype: torch.dtype
     ) -> tuple[dict[int, torch.Tensor], int]:
-        """Every rank of the world calls this.
+        """Plans the messages, exchanges them and gathers replicated rows. Every rank of the world calls this.
 
         Args:
-            shard: what this rank captured, keyed by student layer; None off the teacher.
-            layers: student layer -> teacher layer.
-            width: numbers per row and layer.
+            shard: the rows that this rank captured; None on ranks outside the teacher's role.
+            layers: student layer -> teacher layer, both 1-based.
+            width: values per row and layer.
+            dtype: dtype of the values.
 
         Returns:
-            (Student layer -> states of all rows that this rank needs, bytes that came from other ranks).
+            (Student layer -> values [n, D] of all rows that this rank needs, bytes that came from other ranks).
         """
         transfers = plan_transfers(
             self.plan, self.student_plan, layers, self.teacher_depth, self.student_depth, rank=dist.get_rank()
@@ -201,6 +226,6 @@ class TargetTransfer:
         if arrived is None or coords is None:
             return {}, received
         if self.student_plan.replicated:
-            full = np.concatenate([local.row for local in self.student_plan.local_rows(coords)])
+            full = np.concatenate([local.table_index for local in self.student_plan.local_rows(coords)])
             arrived = gather_replicas(arrived, full, self.student.member_groups.tp)
         return arrived.values, received

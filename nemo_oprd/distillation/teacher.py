@@ -1,9 +1,9 @@
-"""A teacher: reads its rollouts and hands every student rank the states to match.
+"""A teacher: runs a forward pass over its rollouts and sends every student rank its targets.
 
-Its model is one of its own, frozen, or the student's own chunks (`teacher.weights`). It has no gradients, no DDP
-buffers, and no layer deeper than the deepest one that any update needs; the LM head only where the output term wants
-log-probabilities of sampled tokens. A layer's states are compacted to the supervised rows at once, and projected where
-there is a bridge.
+The model is a separate one without gradients, or the student's chunks (`teacher.weights=student`). A separate model has
+no DDP buffers and no layer deeper than the deepest one that an update needs. It has an LM head only if the output loss
+needs log-probabilities of sampled tokens, or if the model is saved (`teacher.weights=ema`). Of a layer's states only
+the supervised rows are kept, projected if there is a bridge.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from nemo_oprd.batch.plan import LocalRows, StepPlan
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.objective import OutputTerm, StepObjective, TeacherMatch
-from nemo_oprd.distillation.output_head import rows_of, vocab_shard
+from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
 from nemo_oprd.distillation.target_transfer import RowShard, TargetTransfer
 from nemo_oprd.losses.chunked import chunked_logprob
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 
-# what a teacher sends for each output row without its states: log-probability of the sampled token, entropy
+# values per row of the output loss if the teacher sends no states: log-probability of the sampled token, entropy
 SAMPLED_COLUMNS = 2
 
 
 @dataclass
 class Teacher:
-    """A teacher on this rank; on ranks without the role `chunks` is None and it only takes part in transfers.
+    """A teacher on this rank.
 
-    `number` is its place among the run's teachers.
+    Attributes:
+        number: index of the teacher in the configuration.
+        chunks: this rank's model chunks; None on ranks outside the role, which only take part in transfers.
+        dtype: the run's precision.
+        host_weights: copies of the weights in host memory, once `offload` was called.
     """
 
     number: int
@@ -52,16 +56,21 @@ class Teacher:
         student: Role,
         objective: StepObjective,
     ) -> TeacherTargets:
-        """Forward over what it reads of `rollouts`, then the exchange. Every rank of the world calls this.
+        """Forward pass over the teacher's sequences, then the transfer. Every rank of the world calls this.
 
         Args:
-            plan: the rollouts packed for the teacher's layout.
-            student_plan: the same rollouts packed for the student's layout.
-            objective: of the update that the targets are for.
+            rollouts: the rollouts of the batch.
+            plan: the teacher's rows, packed for the teacher's layout.
+            student_plan: the same rows, packed for the student's layout.
+            student: the student's role.
+            objective: the objective of the update.
+
+        Returns:
+            The targets that this rank needs as a student; empty on ranks outside the student's role.
         """
         match, term = objective.run.teachers[self.number], objective.output
-        hidden, output = self._read(rollouts, plan, objective) if self.chunks is not None else (None, None)
-        # R numbers are few: a projection is not rounded to the run's precision
+        hidden, output = self._forward(rollouts, plan, objective) if self.chunks is not None else (None, None)
+        # a projection has only R values per row, so it is sent in float32
         dtype = self.dtype if match.project is None else torch.float32
         depths = match.spec.num_layers, objective.run.student.num_layers
         transfer = TargetTransfer(plan.hidden, student_plan.hidden, student, *depths)
@@ -79,10 +88,10 @@ class Teacher:
         return targets
 
     def offload(self) -> None:
-        """Moves the weights to host memory (pinned where there is CUDA); `targets` brings them back while it runs."""
+        """Moves the weights to host memory, which is pinned with CUDA; `targets` copies them back while it runs."""
         if self.host_weights is None:
             pin = torch.cuda.is_available()
-            # frozen, so one copy serves for ever
+            # the weights are frozen, so one copy is enough
             self.host_weights = [
                 p.detach().to("cpu", copy=True).pin_memory() if pin else p.detach().clone() for p in self._parameters()
             ]
@@ -91,6 +100,7 @@ class Teacher:
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
+        """In this context offloaded weights are on the device."""
         if self.host_weights is None:
             yield
             return
@@ -102,47 +112,52 @@ class Teacher:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self.chunks or [] for p in chunk.parameters()]
 
-    def _read(
+    def _forward(
         self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
     ) -> tuple[RowShard, RowShard | None]:
-        """Forward on this rank: its part of the supervised rows, keyed by student layer, and of the output rows."""
+        """Forward pass on this rank.
+
+        Returns:
+            (The rows that this rank owns, by student layer; those of the output loss, or None before the last stage and
+            without such a loss).
+        """
         assert self.chunks is not None
         coords, match = self.role.member_coords, objective.run.teachers[self.number]
         owned = plan.hidden.owned_rows(coords)
-        sent_from_here = np.zeros(len(plan.hidden.table), dtype=bool)
-        sent_from_here[owned] = True
-        wanted = self._wanted(match)
-        output_rows, read = self._output_rows(plan), [rollout.as_read_by_teacher() for rollout in rollouts]
+        is_owned = np.zeros(len(plan.hidden.table), dtype=bool)
+        is_owned[owned] = True
+        student_layers = self._student_layers(match)
+        output_rows, sequences = self._output_rows(plan), [rollout.as_read_by_teacher() for rollout in rollouts]
         captures, microbatches = [], []
         for m, (pack, local) in enumerate(
             zip(plan.hidden.packs[coords.data], plan.hidden.local_rows(coords), strict=True)
         ):
-            rows = torch.from_numpy(local.local[sent_from_here[local.row]]).to(device())
-            final = rows_of(output_rows[m], self.role) if output_rows else None
-            capture = HiddenStateCapture(rows, wanted, match.final_layer, match.project, final)
+            rows = torch.from_numpy(local.hidden_index[is_owned[local.table_index]]).to(device())
+            final = final_state_rows(output_rows[m], self.role) if output_rows else None
+            capture = HiddenStateCapture(rows, student_layers, match.final_layer, match.project, final)
             captures.append(capture)
             depth = objective.teacher_depth(self.number)
-            microbatches.append(make_microbatch(pack, read, self.role, capture, depth))
+            microbatches.append(make_microbatch(pack, sequences, self.role, capture, depth))
         with self._weights_on_device():
             run_schedule(self.chunks, self.role, microbatches, forward_only=True)
             output = None
             if output_rows and objective.output is not None:
                 states = torch.cat([capture.final for capture in captures if capture.final is not None])
                 output = self._output(rollouts, plan, states, output_rows, objective, objective.output)
-        layers = sorted(layer for layers in wanted.values() for layer in layers)
+        layers = sorted(layer for layers in student_layers.values() for layer in layers)
         return RowShard(owned, {layer: torch.cat([c.captured[layer] for c in captures]) for layer in layers}), output
 
-    def _wanted(self, match: TeacherMatch) -> dict[int, list[int]]:
-        """Teacher layer of this stage -> the student layers that are matched to it."""
+    def _student_layers(self, match: TeacherMatch) -> dict[int, list[int]]:
+        """Matched teacher layer of this stage -> the student layers that are matched with it."""
         owned = self.role.layout.owned_layers(self.role.member_coords.pipeline, match.spec.num_layers)
-        wanted: dict[int, list[int]] = {}
+        student_layers: dict[int, list[int]] = {}
         for student_layer, teacher_layer in match.layers.items():
             if teacher_layer in owned:
-                wanted.setdefault(teacher_layer, []).append(student_layer)
-        return wanted
+                student_layers.setdefault(teacher_layer, []).append(student_layer)
+        return student_layers
 
     def _output_rows(self, plan: StepPlan) -> list[LocalRows]:
-        """Per microbatch the output rows of this rank; none before the last stage."""
+        """Per microbatch, this rank's rows of the output loss; empty before the last stage and without such a loss."""
         coords = self.role.member_coords
         if plan.output is None or coords.pipeline != self.role.layout.pipeline - 1:
             return []
@@ -157,10 +172,16 @@ class Teacher:
         objective: StepObjective,
         term: OutputTerm,
     ) -> RowShard:
-        """This rank's part of what the output term needs: the final states, or two numbers per row from them."""
+        """The output targets that this rank owns: final states, or `SAMPLED_COLUMNS` values per row.
+
+        Args:
+            states_ND: final hidden states of all output rows on this rank, microbatch by microbatch.
+            local: per microbatch, these rows.
+            term: the output loss.
+        """
         assert plan.output is not None and self.chunks is not None
         values = states_ND
-        rows = np.concatenate([part.row for part in local])
+        rows = np.concatenate([part.table_index for part in local])
         if not term.sends_states:
             tokens = torch.from_numpy(plan.output.table.tokens(rollouts)[rows]).to(device())
             vocab = objective.run.teachers[self.number].shared_vocab

@@ -1,4 +1,4 @@
-"""Whose responses are whose: each one has exactly one teacher, found by its prompt's `data_source`."""
+"""Routes responses to teachers: each response has exactly one teacher, chosen by the `data_source` of its prompt."""
 
 from __future__ import annotations
 
@@ -13,30 +13,39 @@ from nemo_oprd.config.schema import TeacherSource
 
 @dataclass(frozen=True)
 class Routing:
-    """The teachers in their order, which is their number everywhere."""
+    """The teachers of a run. A teacher's number is its index in `teachers`."""
 
     teachers: tuple[TeacherSource, ...]
 
     def teachers_of(self, data_sources: Iterable[str | None]) -> list[int]:
-        """The teacher of each data source.
+        """The number of each data source's teacher.
 
         Raises:
-            ValueError: nobody teaches one of them.
+            ValueError: a data source has no teacher.
         """
         owner = {source: i for i, teacher in enumerate(self.teachers) for source in teacher.data_sources or ()}
-        others = next((i for i, teacher in enumerate(self.teachers) if teacher.data_sources is None), None)
-        asked = list(data_sources)
-        found = [others if source is None else owner.get(source, others) for source in asked]
-        if None in found:
-            missing = asked[found.index(None)]
+        default = next((i for i, teacher in enumerate(self.teachers) if teacher.data_sources is None), None)
+        sources = list(data_sources)
+        numbers = [default if source is None else owner.get(source, default) for source in sources]
+        if None in numbers:
+            missing = sources[numbers.index(None)]
             raise ValueError(
                 f"data_source={missing!r} has no teacher: expected one of {sorted(owner)}; add it to one teacher's "
-                "data_sources, or set those of one teacher to null for all the rest"
+                "data_sources, or set data_sources=null for the one teacher of all other sources"
             )
-        return [i for i in found if i is not None]
+        return [number for number in numbers if number is not None]
 
     def check(self, data_sources: Iterable[str | None], where: str, *, all_used: bool = True) -> None:
-        """Raises ValueError where a data source has no teacher; with `all_used` also where a named one is not there."""
+        """Checks the data sources of prompts or rollouts against the teachers.
+
+        Args:
+            data_sources: the data sources that occur.
+            where: the file of the prompts or rollouts, for messages.
+            all_used: whether every teacher must have a prompt of each data source that it names, or of any other.
+
+        Raises:
+            ValueError: a data source has no teacher, or with `all_used` a teacher has none of its data sources.
+        """
         known = sorted(set(data_sources), key=str)
         try:
             used = set(self.teachers_of(known))
@@ -45,17 +54,21 @@ class Routing:
         for i, teacher in enumerate(self.teachers if all_used else ()):
             absent = [source for source in teacher.data_sources or () if source not in known]
             if absent or i not in used:
-                what = f"{absent[0]!r}" if absent else "all that no other teacher has"
+                what = f"data source {absent[0]!r}" if absent else "a data source that no other teacher names"
                 raise ValueError(
-                    f"teachers[{i}].data_sources={teacher.data_sources}: nothing in {where} is of {what}; expected "
+                    f"teachers[{i}].data_sources={teacher.data_sources}: {where} has no entry with {what}; expected "
                     f"some of {known}: correct the name, or remove it"
                 )
 
     def example(self, teacher: int) -> str | None:
-        """A data source of this teacher's."""
+        """One of the data sources that a teacher names; None for a teacher that names none."""
         return next(iter(self.teachers[teacher].data_sources or ()), None)
 
     def weigh(self, table: TokenTable, taught_by: list[int]) -> TokenTable:
-        """The rows with the weights of their teachers."""
+        """The rows with their weights multiplied by the weights of their teachers.
+
+        Args:
+            taught_by: the number of each response's teacher.
+        """
         weights = np.array([teacher.weight for teacher in self.teachers])
         return table.scaled(weights[np.asarray(taught_by, dtype=np.int64)[table.response]])

@@ -1,9 +1,11 @@
-"""The student's side of a bridge where it is trained: parameters of the model chunk that owns the layer.
+"""The trained projectors of a bridge's student side: parameters of the model chunk that owns the layer.
 
-So everything else comes from Megatron, as for any replicated weight: DDP adds the gradients over data and context
-parallel ranks (and, under sequence parallelism, `finalize_model_grads` over tensor ranks), the optimizer updates them
-with the student's settings, clipping counts them once, checkpoints hold them at any layout. They are float32 whatever
-the model is, and no weight mapping names them, so neither weight sync nor HF export sees them.
+Megatron treats these parameters like any replicated weight. DDP adds their gradients over data and context parallel
+ranks, and under sequence parallelism `finalize_model_grads` adds them over tensor ranks. The optimizer updates them
+with the student's settings, gradient clipping counts them once, and checkpoints hold them for any layout. They are
+float32 in every run. No weight mapping names them, so weight sync and HF export omit them.
+
+n rows, D hidden size of the student, R bridge rank.
 """
 
 from __future__ import annotations
@@ -27,49 +29,51 @@ PARTS = ("student_projector", "student_bias")
 
 
 class LayerProjector(torch.nn.Module):
-    """P_S [r, d_S] and, where the bridge has one, b [r] of one layer."""
+    """The student projector P_S [R, D] of one layer and, if the bridge has one, its bias b [R]."""
 
     def __init__(self, projector: torch.Tensor, bias: torch.Tensor | None, *, sequence_parallel: bool) -> None:
         super().__init__()
         self.student_projector = torch.nn.Parameter(projector.to(device(), torch.float32, copy=True))
         self.student_bias = None if bias is None else torch.nn.Parameter(bias.to(device(), torch.float32, copy=True))
         for parameter in self.parameters():
-            # tensor ranks then hold different rows, and Megatron adds their gradients; else all hold all rows
+            # With sequence parallelism tensor ranks hold different rows, and this mark makes Megatron add their
+            # gradients. Without it all tensor ranks hold all rows and have the same gradients.
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, student_ND: torch.Tensor) -> torch.Tensor:
-        """P_S h_S + b: [n, d_S] -> [n, r]."""
+        """P_S h_S + b: [n, D] -> [n, R]."""
         return apply_projector(self.student_projector, self.student_bias, student_ND)
 
 
 def attach_projectors(chunks: Sequence[DistillingModel], role: Role, objective: Objective, seed: int) -> None:
-    """Gives each chunk the projectors of its supervised layers, as in the bridge or, at full width, drawn from `seed`.
+    """Adds the projectors of its supervised layers to each chunk.
 
-    After the weights are loaded, before DDP wraps the chunks.
+    They start as in the bridge; those of a full-width bridge are drawn from `seed`. Called after the weights are loaded
+    and before DDP wraps the chunks.
     """
     match = objective.teachers[0]
     bridge = match.bridge
     assert bridge is not None
     for chunk in chunks:
-        mine = [layer.layer_number for layer in chunk.decoder.layers if layer.layer_number in match.layers]
+        supervised = [layer.layer_number for layer in chunk.decoder.layers if layer.layer_number in match.layers]
         projectors = torch.nn.ModuleDict()
-        for layer in mine:
+        for layer in supervised:
             start = bridge.for_layer(layer).student_projector
             if start is None:
                 start = draw_projector(seed, layer, match.spec.hidden_size, objective.student.hidden_size)
             bias = bridge.for_layer(layer).student_bias
             projectors[str(layer)] = LayerProjector(start, bias, sequence_parallel=role.layout.sequence)
-        if mine:
+        if supervised:
             chunk.bridge = projectors
 
 
 def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector]:
     """Student layer -> its projector, for the layers of this rank."""
-    found = {}
+    projectors = {}
     for chunk in chunks:
         for layer, projector in getattr(chunk, "bridge", torch.nn.ModuleDict()).items():
-            found[int(layer)] = projector
-    return found
+            projectors[int(layer)] = projector
+    return projectors
 
 
 @torch.no_grad()
@@ -79,13 +83,13 @@ def gather_projectors(
     objective: Objective,
     value: Callable[[torch.nn.Parameter], torch.Tensor],
 ) -> Iterator[tuple[LayerPair, str, torch.Tensor]]:
-    """(Layer pair, part, `value` of the parameter) on every rank of the role, layer by layer."""
+    """(Layer pair, name in `PARTS`, `value` of the parameter), layer by layer, on every rank of the role."""
     assert role.coords is not None
-    mine = projectors_of(chunks)
+    projectors = projectors_of(chunks)
     for pair in (LayerPair(*layers) for layers in sorted(objective.teachers[0].layers.items())):
         stage = role.layout.stage_of_layer(pair.student, objective.student.num_layers)[0]
         for part in PARTS:
-            parameter = getattr(mine[pair.student], part) if pair.student in mine else None
+            parameter = getattr(projectors[pair.student], part) if pair.student in projectors else None
             tensor = None if parameter is None else value(parameter)
             if role.layout.pipeline > 1:
                 tensor = broadcast_from_stage(tensor, stage, role)
@@ -94,14 +98,17 @@ def gather_projectors(
 
 
 def with_projectors(maps: LayerBridge, trained: dict[str, torch.Tensor]) -> LayerBridge:
-    """The maps of a pair with another student's side."""
+    """The maps of a layer pair with the trained projector and bias on the student's side."""
     return LayerBridge(maps.teacher_mean, maps.teacher_basis, trained["student_projector"], trained.get("student_bias"))
 
 
 def bridge_gradients(
     chunks: Sequence[DistillingModel], role: Role, objective: Objective
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """("bridge.s1.t2.student_projector", whole float32 gradient), where they are whole. None if it is frozen."""
+    """(Name such as "bridge.s1.t2.student_projector", float32 gradient) on every rank of the role.
+
+    Needs gradients that were accumulated with `whole_gradients`. Empty if the bridge is frozen.
+    """
     if objective.trains_bridge and role.is_member:
         gathered = gather_projectors(chunks, role, objective, lambda p: p.main_grad.float())  # type: ignore[attr-defined]
         yield from ((f"bridge.{pair.key}.{part}", tensor) for pair, part, tensor in gathered)
@@ -110,10 +117,12 @@ def bridge_gradients(
 def trained_bridge(
     chunks: Sequence[DistillingModel], role: Role, objective: Objective, report: dict[str, Any]
 ) -> Bridge | None:
-    """The bridge with its trained projectors, on the CPU of the first rank; every rank of the role calls this.
+    """The bridge with its trained projectors, on the CPU of rank 0; None on other ranks.
+
+    Every rank of the role calls this.
 
     Args:
-        report: what the bridge's manifest is to say of it.
+        report: the report in the bridge's manifest.
     """
     bridge, trained = objective.teachers[0].bridge, dict[LayerPair, dict[str, torch.Tensor]]()
     assert bridge is not None and objective.trains_bridge

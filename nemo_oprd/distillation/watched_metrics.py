@@ -1,9 +1,9 @@
-"""Metrics of whole distributions in updates that don't train on them (`logging.output_metrics_every`).
+"""Metrics of whole distributions in updates that do not train on them (`logging.output_metrics_every`).
 
-A run on hidden states alone computes no distributions, and with `sampled_token` the teacher sends two numbers per
-token. In the updates that are watched, entropies, top-k overlap and divergences are measured all the same: without an
-output term on rows drawn anew for each update; with `sampled_token` on all rows, where the teacher then sends its final
-hidden states, from which the same loss follows.
+A run without an output loss computes no distributions, and with `sampled_token` the teacher sends only two numbers per
+token. In a watched update, entropies, top-k overlap and divergences are measured nevertheless. Without an output loss
+they are measured on randomly drawn rows, other ones in each update. With `sampled_token` they are measured on all rows:
+the teacher sends its final hidden states, from which the student rank computes the same loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from nemo_oprd.losses.divergences import OutputLoss
 class WatchedMetrics:
     """Which updates are watched, and what is measured in them.
 
-    `drawn` is measured in runs without an output term; None where there is one, which then is `sampled_token`.
+    Attributes:
+        every: `logging.output_metrics_every`.
+        drawn: the divergence that is measured in a run without an output loss; None in a run with `sampled_token`.
     """
 
     every: int
@@ -27,7 +29,7 @@ class WatchedMetrics:
 
     @staticmethod
     def build(config: OutputLossConfig, logging: LoggingConfig, seed: int) -> WatchedMetrics | None:
-        """None where nothing is to be watched, or the term of every update measures it anyway."""
+        """None if nothing is watched, or if the output loss measures whole distributions in every update."""
         if not logging.output_metrics_every or config.kind not in ("none", "sampled_token"):
             return None
         drawn = None
@@ -38,13 +40,14 @@ class WatchedMetrics:
         return WatchedMetrics(logging.output_metrics_every, drawn)
 
     def is_due(self, step: int) -> bool:
-        """Whether the update after `step` others is watched: the first one, and every `every`-th."""
+        """Whether the update after `step` others is watched: the first update, and every `every`-th one."""
         return step == 0 or (step + 1) % self.every == 0
 
     def add_to(self, objective: StepObjective, step: int | None) -> StepObjective:
-        """The objective of the update after `step` others, with what is watched in it.
+        """`objective` with the divergence that is measured in this update.
 
-        None stands for no update: the gradient check before the first one, which tries the drawn rows, too.
+        Args:
+            step: number of updates before this one; None: the gradient check, which tries the drawn rows, too.
         """
         if step is None:
             return objective if self.drawn is None else replace(objective, output=self.drawn)
@@ -58,15 +61,21 @@ class WatchedMetrics:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What the models of a run must be able to compute, in whichever of its updates."""
+    """What the models of a run must be able to compute in some of its updates.
 
-    output: OutputTerm | None  # a term of the loss, or one that is only watched
-    teacher_states: bool  # in some updates the teacher sends final hidden states, which take its head to make use of
-    teacher_logprobs: bool  # in some updates the teacher computes log-probabilities of sampled tokens
+    Attributes:
+        output: the output loss, or the divergence that is only measured.
+        teacher_states: whether a teacher sends final hidden states, so that the student's last stage needs its head.
+        teacher_logprobs: whether a teacher computes log-probabilities of sampled tokens, so that it needs its head.
+    """
+
+    output: OutputTerm | None
+    teacher_states: bool
+    teacher_logprobs: bool
 
     @staticmethod
     def build(objective: Objective, watched: WatchedMetrics | None) -> ModelNeeds:
-        """Of a run's objective, and of what is watched beside it."""
+        """The needs of a run's objective and of its watched updates."""
         output = objective.output or (watched.drawn if watched is not None else None)
         sends_states = output is not None and output.sends_states
         return ModelNeeds(output, sends_states or watched is not None, output is not None and not sends_states)

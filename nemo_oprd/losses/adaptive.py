@@ -26,7 +26,7 @@ class GapFactors:
         self.decay = decay
         self.gaps = dict(gaps or {})
 
-    def measure(self, gaps: Mapping[int, float]) -> None:
+    def update(self, gaps: Mapping[int, float]) -> None:
         """Adds the gaps of a step to the averages; non-finite gaps are ignored."""
         for key, gap in gaps.items():
             if math.isfinite(gap):
@@ -36,7 +36,7 @@ class GapFactors:
         """The factor of a key; 1 for a key without a measurement.
 
         >>> factors = GapFactors(0.5)
-        >>> factors.measure({1: 0.1, 2: 0.3})
+        >>> factors.update({1: 0.1, 2: 0.3})
         >>> [round(factors.factor(key), 3) for key in (1, 2, 3)]
         [0.5, 1.5, 1.0]
         """

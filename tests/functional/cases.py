@@ -125,7 +125,7 @@ def run_broken_train(overrides: list[str], breakage: str) -> None:
 
     from nemo_oprd.rollout.replay import ReplayEngine
 
-    with mock.patch.object(ReplayEngine, "generate", side_effect=AssertionError("sampled before the guard")):
+    with mock.patch.object(ReplayEngine, "generate", side_effect=AssertionError("sampled before the gradient check")):
         _with_broken_layer(run_train, overrides, breakage)
 
 

@@ -51,16 +51,16 @@ def run_poisoned_train(
         passes += 1
         begin(accumulation, *args, **kwargs)
 
-    def poison_targets(accumulation: GradientAccumulation, wave: MicrobatchGroup) -> Any:
+    def poison_targets(accumulation: GradientAccumulation, group: MicrobatchGroup) -> Any:
         if passes in steps and (value or factor):
-            sent = wave.targets[0]
+            sent = group.targets[0]
             states = sent.output if layer is None else sent.hidden.get(layer)
-            plan = wave.plan.output if layer is None else wave.plan.hidden
-            row = np.concatenate([held.row for held in plan.local_rows(wave.coords)])
+            plan = group.plan.output if layer is None else group.plan.hidden
+            row = np.concatenate([rows.table_index for rows in plan.local_rows(group.coords)])
             poisoned = torch.from_numpy(plan.table.response[row]) == response
             if states is not None:
                 states[poisoned] = states[poisoned] * factor if factor else float(str(value))
-        return make_microbatches(accumulation, wave)
+        return make_microbatches(accumulation, group)
 
     def watched_update(student: Student, step: int, objective: Any, measured: Any) -> Any:
         if passes in steps and parameter:

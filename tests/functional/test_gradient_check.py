@@ -1,4 +1,4 @@
-"""The guard against captures that fail silently: each breakage stops the run and names layer, stage and setting."""
+"""The gradient check against captures that fail silently: each breakage stops the run with layer, stage, setting."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def test_training_looks_before_it_samples(pools: Pools, tmp_path: Path) -> None:
         pools[1].run("cases:run_broken_train", overrides=overrides, breakage="skipped")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     said = pools[1].run("cases:check_gradients", overrides=overrides)
-    assert said == "guard: each of the 3 supervised layers received its gradient once, on its own stage"
+    assert said == "gradient check: each of the 3 supervised layers received its gradient once, on its own stage"
     overrides[len(BASE)] = f"teacher.hf_path={GOLDEN / 'student'}"
     assert "identical at 3 of the 3" in pools[1].run("cases:check_gradients", overrides=overrides)

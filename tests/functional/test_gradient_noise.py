@@ -23,7 +23,7 @@ LAYOUTS = {
     "TP1": (1, []),
     "TP2+SP": (2, ["student.parallel.tensor=2", "student.parallel.sequence=true"]),
     "PP2": (2, ["student.parallel.pipeline=2"]),  # the tied head is on another stage than the embedding
-    "DP2, waves": (2, ["train.tokens_per_microbatch=40", "teacher.resident_microbatches=1"]),
+    "DP2, groups": (2, ["train.tokens_per_microbatch=40", "teacher.resident_microbatches=1"]),
     "CP2, DP1": (2, ["student.parallel.context=2"]),
 }
 

@@ -174,7 +174,7 @@ def test_training_reports_on_each_teacher(pools: Pools, bench: Bench, tmp_path: 
     assert line["rep/loss"] == pytest.approx(bench.expected("hidden")["rep/loss"], rel=1e-5)
 
 
-def test_guard_tries_every_teacher(pools: Pools, bench: Bench) -> None:
+def test_gradient_check_tries_every_teacher(pools: Pools, bench: Bench) -> None:
     """The random responses before the first step have all data sources."""
     said = pools[2].run("cases:check_gradients", overrides=[*bench.settings("composed"), "output=unused"])
     assert "each of the 4 supervised layers received its gradient once" in said

@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "PP2, teacher TP2": (2, ["student.parallel.pipeline=2", "teacher.parallel.tensor=2", SMALL]),
     "DP2, teacher CP2": (2, ["teacher.parallel.context=2"]),
     "CP2, teacher PP2": (2, ["student.parallel.context=2", "teacher.parallel.pipeline=2", "student.recompute=full"]),
-    "TP2, waves, teacher apart": (
+    "TP2, groups, dedicated teacher": (
         3,
         ["student.parallel.tensor=2", "teacher.placement=dedicated", SMALL, "teacher.resident_microbatches=1"],
     ),

@@ -38,7 +38,7 @@ LAYOUTS = {
         3,
         ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.placement=dedicated"],
     ),
-    "PP2, in waves": (
+    "PP2, in groups": (
         2,
         ["student.parallel.pipeline=2", "train.tokens_per_microbatch=16", "teacher.resident_microbatches=1"],
     ),

@@ -25,7 +25,7 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, keep_rows: bool)
     hidden = leaves[0].clone().requires_grad_()
     parameters = [torch.nn.Parameter(value.clone()) for value in leaves[1:]]
     for _ in range(2):  # two microbatches
-        out = inject_gradient(hidden, rows, loss, keep_rows=keep_rows, learned=parameters)
+        out = inject_gradient(hidden, rows, loss, keep_rows=keep_rows, parameters=parameters)
         assert torch.equal(out, hidden)
         out.sin().sum().backward()
     got = [hidden.grad, *(parameter.grad for parameter in parameters)]

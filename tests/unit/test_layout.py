@@ -121,8 +121,8 @@ def test_held_rows_point_at_their_tokens(layout: Layout) -> None:
             local = whole[pack.context_slice(at.context)]
             if layout.sequence:
                 local = np.split(local, layout.tensor)[at.tensor]
-            expected = np.stack([table.response[held.row], table.position[held.row]], axis=1)
-            assert (local[held.local] == expected).all()
+            expected = np.stack([table.response[held.table_index], table.position[held.table_index]], axis=1)
+            assert (local[held.hidden_index] == expected).all()
 
 
 def test_packs_are_divisible_and_even_in_number() -> None:
@@ -172,20 +172,21 @@ def test_every_layer_and_row_travels_once(teacher: Layout, student: Layout, dedi
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, None])
-def test_waves_split_a_batch_and_keep_its_weights(layout: Layout, microbatches: int | None) -> None:
-    """Together they hold each row once with its weight in the whole batch; none is larger than asked for."""
+def test_groups_split_a_batch_and_keep_its_weights(layout: Layout, microbatches: int | None) -> None:
+    """The groups together hold each row once, with its weight in the whole batch; no group exceeds the limit."""
     batch = rollouts()
     table = make_rows(batch, positions="last_k", k=5, position="token", aggregation="sequence_mean")
     plan = BatchPlan.build(table, table.needed_tokens(len(batch)), layout, token_budget=40)
-    waves = plan.microbatch_groups(microbatches)
-    group = layout.pipeline if layout.virtual_pipeline > 1 else 1  # an interleaved schedule takes whole groups
-    for wave in waves:
-        assert len({len(packs) for packs in wave.packs}) == 1
-        assert len(wave.packs[0]) % group == 0
-        assert microbatches is None or len(wave.packs[0]) <= max(microbatches, group)
-    seen = [(r, p, w) for wave in waves for r, p, w in zip(*map(np.ndarray.tolist, _columns(wave.table)), strict=True)]
+    groups = plan.microbatch_groups(microbatches)
+    unit = layout.pipeline if layout.virtual_pipeline > 1 else 1  # an interleaved schedule takes multiples of this
+    for group in groups:
+        assert len({len(packs) for packs in group.packs}) == 1
+        assert len(group.packs[0]) % unit == 0
+        assert microbatches is None or len(group.packs[0]) <= max(microbatches, unit)
+    columns = [zip(*map(np.ndarray.tolist, _columns(group.table)), strict=True) for group in groups]
+    seen = [row for rows in columns for row in rows]
     assert sorted(seen) == sorted(zip(*map(np.ndarray.tolist, _columns(table)), strict=True))
-    assert microbatches is not None or len(waves) == 1
+    assert microbatches is not None or len(groups) == 1
 
 
 def _columns(table) -> tuple:
@@ -205,7 +206,7 @@ def test_nothing_is_computed_that_no_row_depends_on() -> None:
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
 def test_a_microbatch_has_one_teacher(sizes: dict[str, int]) -> None:
-    """Every response is in one of its teacher's microbatches, also wave by wave; who has no rows is left out."""
+    """Every response is in one of its teacher's microbatches, also in each group."""
     batch = [
         Rollout([1, 2], [3] * length, [0] * length if i == 4 else None) for i, length in enumerate((9, 3, 7, 5, 6))
     ]

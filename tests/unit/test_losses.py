@@ -73,8 +73,8 @@ def test_layer_map_of_one_layer() -> None:
 def test_factors_follow_the_gaps() -> None:
     factors = GapFactors(0.75)
     assert factors.factor(1) == 1.0
-    factors.measure({1: 0.0, 2: 4.0})
-    factors.measure({2: 8.0, 3: 2.0, 1: math.nan})
+    factors.update({1: 0.0, 2: 4.0})
+    factors.update({2: 8.0, 3: 2.0, 1: math.nan})
     assert factors.gaps == {1: 0.0, 2: 5.0, 3: 2.0}
     assert [factors.factor(key) for key in (1, 2, 3, 4)] == [LEAST, 5 * 3 / 7, 2 * 3 / 7, 1.0]
     agreed = GapFactors(0.75, {1: 0.0, 2: 0.0})

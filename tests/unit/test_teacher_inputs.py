@@ -67,7 +67,9 @@ def test_the_teacher_computes_up_to_its_last_partner() -> None:
     theirs = plan.for_teacher(Layout(), 2, 100)
     assert plan.hidden.lengths == {0: 7, 1: 2}
     assert theirs.hidden.lengths == {0: 6, 1: 2}
-    assert [held.local.tolist() for held in theirs.hidden.local_rows(Layout().coordinates(0))] == [[3, 4, 4, 5, 7]]
+    assert [rows.hidden_index.tolist() for rows in theirs.hidden.local_rows(Layout().coordinates(0))] == [
+        [3, 4, 4, 5, 7]
+    ]
 
 
 @pytest.fixture

@@ -26,7 +26,10 @@ def test_by_data_source() -> None:
 
 def test_nobody_is_idle() -> None:
     Routing((SOME, REST)).check(["x", "y", "q"], "here")
-    for found, message in ((["y", "q"], r"teachers\[0\].*'x'"), (["x", "y"], r"teachers\[1\].*all that no other")):
+    for found, message in (
+        (["y", "q"], r"teachers\[0\].*'x'"),
+        (["x", "y"], r"teachers\[1\].*that no other teacher names"),
+    ):
         with pytest.raises(ValueError, match=f"{message}"):
             Routing((SOME, REST)).check(found, "here")
         Routing((SOME, REST)).check(found, "here", all_used=False)
