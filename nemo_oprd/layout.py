@@ -1,6 +1,6 @@
-"""A role's parallel layout as pure arithmetic: which rank is where, and which stage owns which layer.
+"""A role's parallel layout: the coordinates of each rank, and the pipeline stage that owns each layer.
 
-No process, no tensor, no Megatron here, so that transfer plans and layouts can be tested by themselves.
+This module is index arithmetic without processes, tensors or Megatron, so that layouts can be tested by themselves.
 Order of ranks within a role, fastest first: tensor, context, data, pipeline (Megatron's "tp-cp-dp-pp").
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in its role's layout."""
+    """A rank's indices in the parallel dimensions of its role's layout."""
 
     tensor: int
     context: int
@@ -21,7 +21,12 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """`tensor * context * data * pipeline` consecutive ranks, the first of them `first_rank`."""
+    """The parallel sizes of a role on `tensor * context * data * pipeline` consecutive ranks from `first_rank` on.
+
+    `virtual_pipeline` is the number of model chunks per pipeline rank, `sequence` switches sequence parallelism on.
+    `first_stage_layers` and `last_stage_layers` are the layers of the first and of the last pipeline rank; None: equal
+    or balanced ones.
+    """
 
     tensor: int = 1
     context: int = 1
@@ -35,16 +40,16 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Ranks of the role."""
+        """Number of ranks of the role."""
         return self.tensor * self.context * self.data * self.pipeline
 
     @property
     def ranks(self) -> range:
-        """Global ranks of the role."""
+        """The global ranks of the role."""
         return range(self.first_rank, self.first_rank + self.size)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of a global rank of this role."""
+        """The coordinates of a global rank of this role."""
         assert rank in self.ranks
         rest, tensor = divmod(rank - self.first_rank, self.tensor)
         rest, context = divmod(rest, self.context)
@@ -52,18 +57,19 @@ class Layout:
         return Coordinates(tensor, context, data, pipeline)
 
     def rank(self, at: Coordinates) -> int:
-        """The global rank at `at`; the inverse of `coordinates`."""
+        """The global rank with the coordinates `at`; the inverse of `coordinates`."""
         inner = (at.pipeline * self.data + at.data) * self.context + at.context
         return self.first_rank + inner * self.tensor + at.tensor
 
     def layers_per_stage(self, num_layers: int) -> list[int]:
-        """Layers on each pipeline rank.
+        """Number of layers on each pipeline rank.
 
-        Where the layers don't divide, the stages in between get equal counts and the first and the last share the rest
-        (Megatron can't describe other splits); the last, which also holds the head, gets the smaller part.
+        If the number of layers is not divisible, the inner stages get equal counts, because Megatron supports no other
+        split; the first and the last stage divide the remaining layers. The last stage, which also holds the head, gets
+        the smaller part.
 
         Raises:
-            ValueError: the layers can't be split that way.
+            ValueError: the layers cannot be split over the stages.
         """
         first, last = self.first_stage_layers, self.last_stage_layers
         if first is None and last is None and num_layers % self.pipeline:
@@ -77,14 +83,14 @@ class Layout:
         open_stages = counts.count(None)
         if rest < 0 or (open_stages and rest % open_stages) or (not open_stages and rest):
             raise ValueError(
-                f"{num_layers} layers can't be split over pipeline={self.pipeline} stages with "
+                f"{num_layers} layers cannot be split over pipeline={self.pipeline} stages with "
                 f"first_stage_layers={self.first_stage_layers}, last_stage_layers={self.last_stage_layers}; choose a "
                 "pipeline size that divides the layers, or other first_stage_layers/last_stage_layers"
             )
         filled = [rest // open_stages if count is None else count for count in counts]
         if min(filled) < 1:
             raise ValueError(
-                f"pipeline={self.pipeline} is deeper than the model's {num_layers} layers; expected a layer on each "
+                f"pipeline={self.pipeline} is more than the model's {num_layers} layers; expected a layer on each "
                 f"stage: choose at most {num_layers}"
             )
         if any(count % self.virtual_pipeline for count in filled):
@@ -102,7 +108,7 @@ class Layout:
         return rest - rest // 2, rest // 2
 
     def stage_of_layer(self, layer: int, num_layers: int) -> tuple[int, int]:
-        """(pipeline rank, model chunk) that owns layer `layer` (1-based)."""
+        """(Pipeline rank, model chunk) that owns layer `layer` (1-based)."""
         counts = self.layers_per_stage(num_layers)
         first = 1
         for chunk in range(self.virtual_pipeline):
@@ -114,11 +120,11 @@ class Layout:
         raise ValueError(f"layer {layer} is not in 1..{num_layers}")
 
     def owned_layers(self, pipeline: int, num_layers: int) -> list[int]:
-        """Layers (1-based) of one pipeline rank, in order."""
+        """The layers (1-based) of one pipeline rank, ascending."""
         return [i for i in range(1, num_layers + 1) if self.stage_of_layer(i, num_layers)[0] == pipeline]
 
     def describe(self) -> str:
-        """Short text such as "TP2 PP2 VPP2 DP1 +SP"."""
+        """A short text such as "TP2 PP2 VPP2 DP1 +SP"."""
         parts = [f"TP{self.tensor}"]
         for name, size in (("CP", self.context), ("PP", self.pipeline), ("VPP", self.virtual_pipeline)):
             if size > 1:

@@ -1,1 +1,1 @@
-"""Where rollouts come from: the student's own sampling, or a file of earlier ones."""
+"""Rollouts: sampled from the student, or read from a file of recorded ones."""

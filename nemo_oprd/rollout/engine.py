@@ -1,4 +1,4 @@
-"""What the training loop, evaluation and fit-bridge ask of a rollout engine."""
+"""The interface of a rollout engine, which the training loop, evaluation and fit-bridge use."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import torch
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.weights.hf import TensorReader
 
-# first entry of a sampling key: training and evaluation never share random numbers
+# the first number of a sampling key, so that training and evaluation never share random numbers
 TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 
 
-class GenerationCancelled(Exception):  # noqa: N818 - it is no error
+class GenerationCancelled(Exception):  # noqa: N818 - not an error
     """The caller cancelled the generation before all responses were complete."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `key` seeds the randomness: response i of a call draws from (*key, i) and nothing else, so the
-    result depends neither on the engine's layout nor on what was sampled before."""
+    """How to sample.
+
+    `key` seeds the randomness. Response i of a call draws from (*key, i) alone, so the responses depend neither on the
+    engine's layout nor on what was sampled before. `max_new_tokens` limits each response.
+    """
 
     temperature: float
     top_p: float
@@ -32,10 +35,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample, the fields that its rollout carries along, and the conversation of its prompt.
+    """One response to sample.
 
-    `teacher_messages` is the conversation that the teacher reads instead: the same one, unless `teacher.prompt` gives
-    the teacher another.
+    Attributes:
+        prompt_ids: the prompt's token ids.
+        prompt, data_source, answer: fields that are copied to the rollout.
+        messages: the conversation that the prompt was made from.
+        teacher_messages: the conversation that the teacher reads: the same one, unless `teacher.prompt` is set.
     """
 
     prompt_ids: list[int]
@@ -47,9 +53,9 @@ class Request:
 
 
 class RolloutEngine(Protocol):
-    """Samples from one model. Every rank of the world makes one and calls its methods with the same arguments.
+    """Samples from one model. Every rank of the world builds one and calls its methods with the same arguments.
 
-    The engine knows a model by its Hugging Face tensor names only, so that it can be another program.
+    The interface names tensors as Hugging Face does, so that an engine can be a separate program.
     """
 
     def generate(
@@ -58,29 +64,30 @@ class RolloutEngine(Protocol):
         """One rollout per request, in order, the same on every rank.
 
         Args:
-            should_cancel: asked now and then, on every rank, whether to stop; the ranks' answers can differ.
+            should_cancel: called repeatedly on every rank; True asks to stop. The ranks' answers may differ.
 
         Raises:
-            GenerationCancelled: on all ranks, if one of them was told to stop before its part was complete.
+            GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.
             ValueError: a prompt leaves no room for a response.
         """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the weights to sample from.
+        """Replaces the weights to sample from.
 
         Args:
             weights: (HF name, whole tensor), each tensor of the model once; the same stream on every rank that trains
-                the model, empty on the others. Making the stream is a collective operation, so an engine consumes it to
-                the end on all ranks or begins it on none. A tensor is valid until the next one is asked for.
+                the model, empty on the other ranks. Producing the stream is a collective operation, so an engine
+                consumes all of it on every rank, or none of it on any rank. A tensor is valid until the next one is
+                requested.
         """
         ...
 
     def load(self, read: TensorReader, source: str) -> None:
-        """Takes the weights from files instead, e.g. those of a finished run.
+        """Replaces the weights to sample from by those of a model on disk.
 
         Args:
-            read: gives a tensor by its HF name.
+            read: returns a tensor by its HF name.
             source: where the tensors come from, for messages.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Which engine samples: the one place that knows them all (`rollout.engine`)."""
+"""The registry of rollout engines, by their names in `rollout.engine`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def make_engine(
     """The engine of `config.rollout.engine`, without weights until `update_weights` or `load`. Every rank calls this.
 
     Args:
-        spec: of the model that it samples from.
-        ranks: the layout whose ranks it may use.
+        spec: the architecture of the model to sample from.
+        ranks: the layout whose ranks the engine may use.
         eos_ids: ids that end a response.
-        vocab_limit: only ids below it are sampled; None: all of the model's vocabulary.
+        vocab_limit: only ids below this one are sampled; None: all ids of the model's vocabulary.
 
     Raises:
-        ValueError: no such engine, or its layout fits neither the ranks nor the model.
+        ValueError: there is no such engine, or its layout does not fit the ranks or the model.
     """
     if config.rollout.engine not in ENGINES:
         raise ValueError(f"rollout.engine={config.rollout.engine}: expected one of {sorted(ENGINES)}; choose one")

@@ -1,4 +1,4 @@
-"""The in-process rollout engine: a second Megatron copy of the student in a layout of its own (TP and DP, no PP)."""
+"""The in-process rollout engine: a second Megatron copy of the student in a separate layout (TP and DP, no PP)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_oprd.weights.hf import TensorReader, load_hf, load_stream
 
 
 class MegatronEngine:
-    """Lives on the student's ranks. Every rank of the world builds it and takes part in its calls."""
+    """A `RolloutEngine` on the student's ranks. Every rank of the world builds it and takes part in its calls."""
 
     def __init__(
         self,
@@ -31,14 +31,17 @@ class MegatronEngine:
         eos_ids: tuple[int, ...],
         vocab_limit: int | None = None,
     ) -> None:
-        """Weights are uninitialised until the first `update_weights`.
+        """The weights are uninitialised until the first `update_weights` or `load`.
 
         Args:
-            vocab_limit: only ids below are sampled; the model's vocabulary if None. A teacher of the same family may
-                have fewer padding ids than the student, and can't read those that it doesn't have.
+            spec: the architecture of the model to sample from.
+            student_layout: the layout whose ranks the engine uses.
+            eos_ids: ids that end a response.
+            vocab_limit: only ids below this one are sampled; None: all ids of the model's vocabulary. A teacher of the
+                same family may have fewer padding ids than the student and cannot read the additional ones.
 
         Raises:
-            ValueError: `rollout.tensor` fits neither the ranks nor the model.
+            ValueError: `rollout.tensor` does not fit the ranks or the model.
         """
         tensor, ranks = config.rollout.tensor, student_layout.size
         if ranks % tensor:
@@ -55,7 +58,7 @@ class MegatronEngine:
             self.model.eval().requires_grad_(False)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine`. One parameter at a time is cut into this engine's shards."""
+        """See `RolloutEngine`. The parameters are split into this engine's shards one at a time."""
         if self.model is not None:
             load_stream([self.model], self.spec, self.role, weights)
 
@@ -75,32 +78,35 @@ class MegatronEngine:
                     f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the model's {limit} positions; "
                     f"drop or shorten it: {str(request.prompt)[:80]!r}"
                 )
-        mine = self._generate_mine(requests, sampling, should_cancel) if self.model is not None else {}
-        # Ranks can be done hours apart: those of a dedicated teacher wait out a whole validation set. No collective's
-        # timeout should end that; where a rank has died, the watchdog ends the others.
+        own_part = self._generate_own_part(requests, sampling, should_cancel) if self.model is not None else {}
+        # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
+        # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
         wait_for_all()
-        if should_cancel is not None and agree(device(), mine is None)[0]:
+        if should_cancel is not None and agree(device(), own_part is None)[0]:
             raise GenerationCancelled
         parts: list[dict[int, Generated] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-        everything = {index: generated for part in parts for index, generated in (part or {}).items()}
-        return [_rollout(request, everything[i]) for i, request in enumerate(requests)]
+        dist.all_gather_object(parts, own_part)
+        responses = {index: generated for part in parts for index, generated in (part or {}).items()}
+        return [_rollout(request, responses[i]) for i, request in enumerate(requests)]
 
-    def _generate_mine(
+    def _generate_own_part(
         self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None
     ) -> dict[int, Generated] | None:
-        """This data-parallel rank's part, on its first tensor rank; None if it was cancelled."""
-        at, data = self.role.coords, self.role.layout.data
-        assert at is not None and self.model is not None
-        # similar lengths together, dealt out over the data-parallel ranks
-        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[at.data :: data]
+        """Index of a request -> its response, for this data-parallel rank's requests; None if cancelled.
+
+        Tensor ranks other than the first return nothing, because all of them have the same responses.
+        """
+        coords, data = self.role.member_coords, self.role.layout.data
+        assert self.model is not None
+        # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[coords.data :: data]
         results: dict[int, Generated] = {}
-        enough = None if should_cancel is None else lambda: self._together(should_cancel())
+        is_cancelled = None if should_cancel is None else lambda: self._agree_over_tensor_ranks(should_cancel())
         for batch in self._batches(order, requests, sampling.max_new_tokens):
-            if enough is not None and enough():
+            if is_cancelled is not None and is_cancelled():
                 return None
             prompts = [requests[i].prompt_ids for i in batch]
-            # each response has its own limit, whatever it is batched with
+            # the limit of a response does not depend on the other responses of its batch
             limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
             steps = max(limits)
             uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(steps) for i in batch])
@@ -113,19 +119,19 @@ class MegatronEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 eos_ids=self.eos_ids,
-                should_cancel=enough,
+                should_cancel=is_cancelled,
             )
             if generated is None:
                 return None
             results.update(zip(batch, generated, strict=True))
-        return results if at.tensor == 0 else {}
+        return results if coords.tensor == 0 else {}
 
-    def _together(self, flag: bool) -> bool:
-        """Whether a tensor rank says so: they sample in step."""
+    def _agree_over_tensor_ranks(self, flag: bool) -> bool:
+        """Whether the flag is set on any tensor rank; tensor ranks sample together, so they must stop together."""
         return agree(device(), flag, group=self.role.member_groups.tp)[0]
 
     def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int) -> list[list[int]]:
-        """Requests in groups whose KV cache, at full length, stays within `rollout.max_cache_tokens`."""
+        """Batches within `rollout.max_batch` and, with their KV cache at full length, `rollout.max_cache_tokens`."""
         batches: list[list[int]] = []
         longest = 0
         for i in order:

@@ -1,4 +1,4 @@
-"""Rollouts as JSONL: written when `rollout.save` is set, read back with `rollout.replay=FILE`."""
+"""Rollouts as JSONL files: written with `rollout.save=true`, read with `rollout.replay=FILE`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ _TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index"
 
 
 def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None:
-    """One JSON object per line; absent fields are left out. `columns` are further fields, a value per rollout."""
+    """Writes one JSON object per rollout, without the fields that are None.
+
+    Args:
+        columns: additional fields, each with one value per rollout.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # not flushed, because this is written in every step; a resumed run samples again what a loss of power damaged
+    # not flushed to disk, because a file is written in every step; a resumed run samples again if a file is damaged
     with replacing(path, durable=False) as partial, partial.open("w", encoding="utf-8") as file:
         for i, rollout in enumerate(rollouts):
             record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
@@ -34,9 +38,14 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
 
 @dataclass(frozen=True)
 class TeacherLimits:
-    """Ids that the teacher knows, its positions, and what it reads of its own.
+    """The limits of the teachers that read recorded rollouts.
 
-    "response" is another tokenizer's (teacher.reads=text, prompt included), "prompt" one made by teacher.prompt.
+    Attributes:
+        vocab_size: number of ids that every teacher knows.
+        max_positions: number of positions that every teacher has.
+        own: which sequences of a rollout are the teacher's own. "response": prompt and response in the tokens of the
+            teacher's tokenizer (`teacher.reads=text`). "prompt": the prompt that `teacher.prompt` makes. "nothing": the
+            teacher reads the student's ids.
     """
 
     vocab_size: int
@@ -45,7 +54,7 @@ class TeacherLimits:
 
 
 def own_sequences(teacher: TeacherConfig) -> Literal["nothing", "prompt", "response"]:
-    """What the teacher reads of its own, see `TeacherLimits`."""
+    """Which sequences are the teacher's own, see `TeacherLimits.own`."""
     if teacher.reads == "text":
         return "response"
     return "nothing" if teacher.prompt is None else "prompt"
@@ -54,14 +63,17 @@ def own_sequences(teacher: TeacherConfig) -> Literal["nothing", "prompt", "respo
 def read_rollouts(
     path: str | Path, vocab_size: int, max_positions: int | None = None, teacher: TeacherLimits | None = None
 ) -> list[Rollout]:
-    """Reads a rollout file; unknown fields are ignored.
+    """Reads a rollout file. Unknown fields are ignored.
 
     Args:
-        teacher: says which sequences of the teacher's own every line must have; None: none.
+        path: a JSONL file.
+        vocab_size: ids must be below this number.
+        max_positions: the most tokens of prompt and response together; None: no limit.
+        teacher: limits of the teacher, and the teacher's sequences that every line must have; None: it must have none.
 
     Raises:
         ValueError: no such file, malformed JSON, a missing field, a mask of another length, an id outside the
-            vocabulary, or more tokens than `max_positions`; file and line are named.
+            vocabulary, or too many tokens. The message names file and line.
     """
     file = Path(path)
     if not file.is_file():
@@ -75,7 +87,7 @@ def read_rollouts(
             if max_positions is not None and rollouts[-1].length > max_positions:
                 raise ValueError(
                     f"{path}:{number}: {rollouts[-1].length} tokens of prompt and response, but the model has "
-                    f"{max_positions} positions; expected no more: remove the line, or take the model that wrote it"
+                    f"{max_positions} positions; expected no more: remove the line, or choose the model that wrote it"
                 )
     if not rollouts:
         raise ValueError(f"rollout.replay={path}: the file holds no rollouts; expected one JSON object per line")
@@ -120,30 +132,30 @@ def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: in
     if outside:
         raise ValueError(
             f"{where}: {name} holds id {outside[0]}, but the models know ids {low}..{high - 1}; "
-            "were these rollouts made with another tokenizer?"
+            "expected ids of these models: record rollouts with their tokenizer"
         )
 
 
 def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | None) -> None:
-    """What the teacher reads: there where it reads sequences of its own, and only there."""
-    there = [name for name in _TEACHER_FIELDS if record.get(name) is not None]
+    """Raises ValueError unless the record has the teacher's sequences exactly where the teacher has its own ones."""
+    given = [name for name in _TEACHER_FIELDS if record.get(name) is not None]
     own = "nothing" if teacher is None else teacher.own
-    if own == "nothing" and there:
+    if own == "nothing" and given:
         raise ValueError(
-            f"{where}: {there[0]} is a sequence of the teacher's own, but with teacher.reads=ids and no teacher.prompt "
-            "it reads the student's; expected teacher.reads=text or a teacher.prompt: set it, or leave the field out"
+            f"{where}: {given[0]} is given, but with teacher.reads=ids and no teacher.prompt the teacher reads the "
+            "student's ids; expected teacher.reads=text or a teacher.prompt: set it, or leave the field out"
         )
     if teacher is None or own == "nothing":
         return
-    needed = _TEACHER_FIELDS[:1] if own == "prompt" and len(there) == 1 else _TEACHER_FIELDS
-    missing = [name for name in needed if name not in there]
+    needed = _TEACHER_FIELDS[:1] if own == "prompt" and len(given) == 1 else _TEACHER_FIELDS
+    missing = [name for name in needed if name not in given]
     if missing:
         setting = "teacher.reads=text" if own == "response" else "teacher.prompt"
         raise ValueError(
-            f"{where}: no {missing[0]}, expected what the teacher reads, because of {setting}; record rollouts with "
+            f"{where}: no {missing[0]}, expected what the teacher reads with {setting}; record rollouts with "
             f"{setting} and rollout.save=true, or leave {setting} out"
         )
-    if len(there) == 1:
+    if len(given) == 1:
         record = {**record, "teacher_response_ids": record["response_ids"]}
         record["teacher_index"] = list(range(len(record["response_ids"])))
     for name in _TEACHER_FIELDS[:2]:
@@ -153,7 +165,7 @@ def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | 
     if length > teacher.max_positions:
         raise ValueError(
             f"{where}: {length} tokens for the teacher, which has {teacher.max_positions} positions; expected no more: "
-            "remove the line, or take the teacher that read it"
+            "remove the line, or choose the teacher that read these rollouts"
         )
     if len(record["teacher_index"]) != len(record["response_ids"]):
         raise ValueError(
@@ -163,20 +175,20 @@ def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | 
 
 
 class ReplayEngine:
-    """A rollout engine that gives the same recorded batch at every step, whatever is asked for."""
+    """A rollout engine that returns the same recorded rollouts in every step and ignores the requests."""
 
     def __init__(self, rollouts: list[Rollout]) -> None:
-        """`rollouts` from `read_rollouts`."""
+        """`rollouts` are those of `read_rollouts`."""
         self.rollouts = rollouts
 
     def generate(
         self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None = None
     ) -> list[Rollout]:
-        """The whole file, at once."""
+        """All recorded rollouts."""
         return self.rollouts
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Recorded rollouts don't change, so the stream is not even begun (on any rank)."""
+        """Does nothing; the stream is consumed on no rank."""
 
     def load(self, read: TensorReader, source: str) -> None:
-        """Recorded rollouts don't change."""
+        """Does nothing."""

@@ -1,7 +1,7 @@
-"""The rollouts of the step at work, kept so that an interruption does not cost them.
+"""The rollouts of the current step on disk, so that an interrupted step does not have to sample them again.
 
-Sampling is the longest part of a step. What was sampled is written before anything is made of it; a run that goes on
-from its last checkpoint takes it up, if it was sampled from that checkpoint's weights for the same prompts.
+Sampling is the longest part of a step. The rollouts are therefore written before they are used. A run that resumes from
+its last checkpoint uses them, if they were sampled from that checkpoint's weights for the same prompts.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 
 class ResumeCache:
-    """`pending.jsonl` holds the rollouts, `pending.json` for which step and how they were sampled.
+    """`pending.jsonl` holds the rollouts; `pending.json` holds their step and how they were sampled.
 
-    A step's weights are those after as many updates, so the step says which weights sampled: the file of any other step
-    than the checkpoint's is of weights that will be made again, and is not used. Both files are overwritten with every
-    step, so a run that goes back has no file of the later weights by the time it reaches their step again.
+    The step identifies the weights that sampled the rollouts: those after that many steps. Rollouts of another step
+    than the checkpoint's are not used. Every step overwrites both files, so a run that resumes from an earlier
+    checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
     """
 
     def __init__(self, directory: Path, weights: dict[str, str]) -> None:
-        """`weights` names what the weights after no update are, and how they are computed with."""
+        """`weights` identifies the initial weights and the precision; it is compared when rollouts are read."""
         self.rollouts, self.about = directory / "pending.jsonl", directory / "pending.json"
         self.weights = weights
 
     def put(self, step: int, rollouts: list[Rollout], sampling: SamplingParams) -> None:
-        """Keeps the rollouts of a step in place of the last one's. Only the world's first rank writes."""
+        """Writes the rollouts of a step in place of the previous step's. Only the world's first rank writes."""
         if dist.get_rank() != 0:
             return
-        # what they are is said last and taken back first: rollouts are never taken for another step's
+        # the description is removed first and written last, so it never describes the rollouts of another step
         self.about.unlink(missing_ok=True)
         write_rollouts(self.rollouts, rollouts)
         write_atomically(self.about, json.dumps(self._about(step, sampling, len(rollouts))) + "\n")
 
     def take(self, step: int, requests: list[Request], sampling: SamplingParams) -> list[Rollout] | None:
-        """The kept rollouts, if they are those that the step would sample; the same answer on every rank."""
+        """The rollouts on disk if they are those of this step, else None; the same on every rank."""
         answer: list[list[Rollout] | None] = [None]
         if dist.get_rank() == 0:
             answer[0] = self._read(step, requests, sampling)
@@ -58,14 +58,14 @@ class ResumeCache:
             return None
         try:
             rollouts = read_rollouts(self.rollouts, 1 << 62)
-        except ValueError:  # a disk that lost it with the power; it is sampled anew
+        except ValueError:  # the file was damaged, for instance by a loss of power: the step samples again
             return None
-        same = len(rollouts) == len(requests) and all(
+        same_prompts = len(rollouts) == len(requests) and all(
             rollout.prompt_ids == request.prompt_ids for rollout, request in zip(rollouts, requests, strict=True)
         )
-        if not same:
+        if not same_prompts:
             return None
-        # what goes with a prompt is the prompt file's to say, which may have changed
+        # these fields come from the prompt file, which may have changed
         return [
             dataclasses.replace(rollout, prompt=request.prompt, data_source=request.data_source, answer=request.answer)
             for rollout, request in zip(rollouts, requests, strict=True)

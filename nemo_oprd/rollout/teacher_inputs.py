@@ -1,4 +1,4 @@
-"""What a teacher reads in place of the student's token ids: another prompt, or its own tokens and template."""
+"""The sequences of a teacher that reads another prompt than the student, or the text in the tokens of its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 class TeacherInputs(Protocol):
-    """Adds one teacher's sequences to rollouts. Every rank has one and calls it with the same arguments."""
+    """Adds one teacher's sequences to rollouts. Every rank builds one and calls it with the same arguments.
+
+    Attributes:
+        teacher: the teacher's tokenizer.
+        max_positions: the teacher's number of positions.
+    """
 
     teacher: Tokenizer
     max_positions: int
@@ -26,7 +31,7 @@ class TeacherInputs(Protocol):
         """The rollouts with the sequences that the teacher reads.
 
         Raises:
-            ValueError: the sequences can't be made, or too few tokens have a partner.
+            ValueError: a sequence cannot be made, or too few response tokens have a target.
         """
         ...
 
@@ -34,22 +39,28 @@ class TeacherInputs(Protocol):
 def add_teacher_inputs(
     inputs_of: list[TeacherInputs | None], taught_by: list[int], rollouts: list[Rollout], requests: list[Request]
 ) -> list[Rollout]:
-    """Every rollout with its teacher's sequences; a teacher whose entry is None reads the student's ids."""
-    found = list(rollouts)
+    """The rollouts with the sequences that their teachers read.
+
+    Args:
+        inputs_of: per teacher; None for a teacher that reads the student's ids.
+        taught_by: the number of each rollout's teacher.
+        requests: the requests of the rollouts.
+    """
+    result = list(rollouts)
     for number, inputs in enumerate(inputs_of):
-        mine = [i for i, teacher in enumerate(taught_by) if teacher == number]
-        if inputs is not None and mine:
-            added = inputs.add_to([rollouts[i] for i in mine], [requests[i] for i in mine])
-            for i, rollout in zip(mine, added, strict=True):
-                found[i] = rollout
-    return found
+        taught = [i for i, teacher in enumerate(taught_by) if teacher == number]
+        if inputs is not None and taught:
+            with_inputs = inputs.add_to([rollouts[i] for i in taught], [requests[i] for i in taught])
+            for i, rollout in zip(taught, with_inputs, strict=True):
+                result[i] = rollout
+    return result
 
 
 class PromptInputs:
-    """The same response tokens after the prompt that `teacher.prompt` makes."""
+    """For a teacher that reads the student's response tokens after the prompt that `teacher.prompt` makes."""
 
     def __init__(self, teacher: Tokenizer, max_positions: int) -> None:
-        """`max_positions` are the teacher's: tokens that would stand behind them have no partner."""
+        """Response tokens beyond the teacher's `max_positions` have no target."""
         self.teacher, self.max_positions = teacher, max_positions
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
@@ -67,15 +78,19 @@ class PromptInputs:
 
 
 class TextInputs:
-    """Aligns rollouts with what the teacher reads (`tokenization/align.py`). Every rank has one and calls it alike."""
+    """For a teacher that reads the text in the tokens of its own tokenizer, aligned with the student's tokens."""
 
     def __init__(
         self, student: Tokenizer, teacher: Tokenizer, max_positions: int, exact: bool, min_coverage: float
     ) -> None:
-        """`max_positions` are the teacher's: tokens that would stand behind them have no partner.
+        """Response tokens beyond the teacher's `max_positions` have no target.
+
+        Args:
+            exact: `alignment.exact`.
+            min_coverage: `alignment.min_coverage`.
 
         Raises:
-            ValueError: a tokenizer says nothing about bytes, or the teacher's chat template changes a response.
+            ValueError: the bytes of a tokenizer's tokens are unknown, or the teacher's template changes a response.
         """
         self.student, self.teacher, self.max_positions = student, teacher, max_positions
         self.exact, self.min_coverage = exact, min_coverage
@@ -84,22 +99,22 @@ class TextInputs:
         teacher_eos_id(teacher)
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """See `TeacherInputs`. Each rank aligns its share of the responses.
+        """See `TeacherInputs`. Each rank aligns a part of the responses.
 
         Raises:
-            ValueError: too few tokens of the batch have a partner.
+            ValueError: too few response tokens of the batch have a target.
         """
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        mine = self._align(rollouts[rank::world], requests[rank::world])
-        parts: list[list[Alignment]] = [mine] * world
+        own_part = self._align(rollouts[rank::world], requests[rank::world])
+        parts: list[list[Alignment]] = [own_part] * world
         if world > 1:
-            dist.all_gather_object(parts, mine)
+            dist.all_gather_object(parts, own_part)
         alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
         check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
-        return [_with_alignment(rollout, found) for rollout, found in zip(rollouts, alignments, strict=True)]
+        return [_with_alignment(rollout, alignment) for rollout, alignment in zip(rollouts, alignments, strict=True)]
 
     def _align(self, rollouts: list[Rollout], requests: list[Request]) -> list[Alignment]:
-        found = align_batch(
+        alignments = align_batch(
             self.student,
             self.teacher,
             [list(request.teacher_messages) for request in requests],
@@ -108,7 +123,7 @@ class TextInputs:
             exact=self.exact,
             min_coverage=0.0,
         )
-        return [self._within_positions(alignment) for alignment in found]
+        return [self._within_positions(alignment) for alignment in alignments]
 
     def _within_positions(self, alignment: Alignment) -> Alignment:
         room = max(0, self.max_positions - len(alignment.teacher_prompt_ids))
@@ -133,14 +148,17 @@ def _with_alignment(rollout: Rollout, alignment: Alignment) -> Rollout:
 
 
 def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """The share of supervised response tokens that have a partner, of the batch and of its worst response."""
-    asked = [sum(rollout.mask) for rollout in rollouts]
-    found = [
+    """The fraction of response tokens with mask 1 that have a target: over the batch, and in its worst response.
+
+    Empty if a rollout has no `teacher_index`, or if no token has mask 1.
+    """
+    supervised = [sum(rollout.mask) for rollout in rollouts]
+    aligned = [
         sum(m for m, at in zip(rollout.mask, rollout.teacher_index or (), strict=True) if at >= 0)
         for rollout in rollouts
         if rollout.teacher_index is not None
     ]
-    if len(found) < len(rollouts) or not any(asked):
+    if len(aligned) < len(rollouts) or not any(supervised):
         return {}
-    lowest = min(part / whole for part, whole in zip(found, asked, strict=True) if whole)
-    return {"align/coverage": sum(found) / sum(asked), "align/coverage_lowest": lowest}
+    lowest = min(part / whole for part, whole in zip(aligned, supervised, strict=True) if whole)
+    return {"align/coverage": sum(aligned) / sum(supervised), "align/coverage_lowest": lowest}

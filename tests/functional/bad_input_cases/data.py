@@ -76,11 +76,11 @@ rollouts("empty responses", "only empty responses", "none of the 2 responses has
 rollouts("longer than the model", "more tokens than the model has positions", "rollouts.jsonl:1: 70 tokens | 64 positions | remove the line", {"prompt_ids": [5] * 60, "response_ids": [6] * 10})
 READ = {**ROLLOUT, "teacher_prompt_ids": [4], "teacher_response_ids": [5, 6, 7], "teacher_index": [0, 2]}
 rollouts("nothing for the teacher to read", "rollouts without the teacher's ids where it reads text", "rollouts.jsonl:1: no teacher_prompt_ids | because of teacher.reads=text | rollout.save=true", ROLLOUT, overrides=(TEXT,))
-rollouts("the teacher's own ids", "rollouts with the teacher's ids where it reads the student's", "rollouts.jsonl:1: teacher_prompt_ids is a sequence of the teacher's own | expected teacher.reads=text", READ)
+rollouts("the teacher's own ids", "rollouts with the teacher's ids where it reads the student's", "rollouts.jsonl:1: teacher_prompt_ids is given | the teacher reads the student's ids | expected teacher.reads=text", READ)
 rollouts("the teacher's id beyond the vocabulary", "an id beyond the teacher's vocabulary", "teacher_response_ids holds id 61 | 0..60", {**READ, "teacher_response_ids": [5, 6, 61]}, overrides=(TEXT,))
 rollouts("partner beyond the teacher's response", "a partner beyond the teacher's response", "teacher_index holds 3, but the teacher's response has 3 tokens | expected -1 to 2", {**READ, "teacher_index": [0, 3]}, overrides=(TEXT,))
 rollouts("partners of another length", "partners for other tokens than the response's", "teacher_index has 1 entries for 2 response tokens | expected one per response token", {**READ, "teacher_index": [0]}, overrides=(TEXT,))
-rollouts("longer than the teacher", "more tokens than the teacher has positions", "70 tokens for the teacher, which has 64 positions | take the teacher that read it", {**READ, "teacher_prompt_ids": [5] * 67}, overrides=(TEXT,))
+rollouts("longer than the teacher", "more tokens than the teacher has positions", "70 tokens for the teacher, which has 64 positions | choose the teacher that read these rollouts", {**READ, "teacher_prompt_ids": [5] * 67}, overrides=(TEXT,))
 
 case = Category("Several teachers, and the student as its own")
 CATEGORIES.append(case)
