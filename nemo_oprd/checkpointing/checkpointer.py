@@ -1,4 +1,4 @@
-"""When a run saves, and when it ends early: after skipped updates in a row, or because it was asked to stop."""
+"""Saves checkpoints when they are due, and ends a run early after skipped updates in a row or after a signal."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from nemo_oprd.distillation.student import Student, Update
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
 
-# key of state.json in a checkpoint whose evaluation the next start has to make
+# key in the state.json of a checkpoint after which the next start has to make an evaluation
 EVALUATION_DEFERRED = "evaluation_deferred"
 
 
 @dataclass(frozen=True)
 class EvaluationOutcome:
-    """What a checkpoint must say of the evaluation before it.
+    """The result of a step's evaluation, as far as the step's checkpoint depends on it.
 
-    `best` is the content of best.json if this is the best evaluation so far, known on the first rank. `deferred` says
-    that a signal interrupted the evaluation, so the next start makes it.
+    Attributes:
+        best: on the first rank, the content of best.json if this is the best evaluation so far; else None.
+        deferred: whether a signal interrupted the evaluation, so that the next start has to make it.
     """
 
     best: dict[str, Any] | None = None
@@ -29,12 +30,12 @@ class EvaluationOutcome:
 
 
 class Checkpointer:
-    """Saves a run's checkpoints where they are due. Every rank has one and takes part in its calls.
+    """Saves a run's checkpoints when they are due. Every rank has one and takes part in its calls.
 
     Args:
         root: the run's directory of checkpoints.
-        source: directory of the student's config.json and tokenizer, which a checkpoint carries along.
-        skipped_in_a_row: steps with a skipped update, up to the step that the run resumed after.
+        source: directory of the student's config.json and tokenizer, which are copied into every checkpoint.
+        skipped_in_a_row: the last steps before a resume that all had a skipped update.
     """
 
     def __init__(
@@ -50,25 +51,26 @@ class Checkpointer:
         self._signals, self._skipped_in_a_row = signals, skipped_in_a_row
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
-        """A checkpoint where it is due: periodically, after the last step, for a new best, before an early end.
+        """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
 
         Args:
-            done: steps so far.
-            updates: of the last step; None on ranks outside the student.
+            done: number of steps so far.
+            updates: the updates of the last step; None on ranks outside the student.
+            evaluation: the result of the last step's evaluation.
 
         Raises:
             ValueError: updates were skipped in too many steps in a row.
-            Stopped: a signal asked for the run's end.
+            Stopped: a signal asked the run to stop.
         """
         train = self._train
-        reason = next((each.nonfinite_reason for each in updates if each and each.nonfinite_reason), None)
+        reason = next((update.nonfinite_reason for update in updates if update and update.nonfinite_reason), None)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
         too_many = self._skipped_in_a_row >= train.stop_after_skipped
         stop, too_many, is_best = agree(device(), self._asked_to_stop(), too_many, evaluation.best is not None)
         if too_many:
             raise ValueError(
                 f"updates were skipped in {train.stop_after_skipped} steps in a row, up to step {done}: "
-                f"{reason or 'the ranks of the student say why'}. No skipped update changed the weights; lower "
+                f"{reason or 'the ranks of the student show the reason'}. No skipped update changed the weights; lower "
                 "train.lr, look at the rollouts kept in rollouts/spike_*.jsonl, or go back to an earlier checkpoint"
             )
         last = done == train.steps
@@ -82,7 +84,7 @@ class Checkpointer:
                 best=evaluation.best,
                 more={EVALUATION_DEFERRED: True} if evaluation.deferred else None,
             )
-            if not stop:  # asked while it saved: the next step could be a long one
+            if not stop:  # a signal may have arrived while saving, and the next step may be long
                 (stop,) = agree(device(), self._asked_to_stop())
         if stop and (evaluation.deferred or not last):
             raise Stopped(
@@ -95,6 +97,6 @@ class Checkpointer:
 
 
 def skipped_in_a_row(flags: list[float]) -> int:
-    """How many of the last flags of `train/skipped_update` are set, without a gap."""
+    """The number of consecutive set flags of `train/skipped_update` at the end of `flags`."""
     unset = [i for i, flag in enumerate(flags) if not flag]
     return len(flags) - 1 - unset[-1] if unset else len(flags)

@@ -1,4 +1,4 @@
-"""`evaluate`: samples a model (the configuration's student) on its validation sets and prints the table."""
+"""`evaluate`: samples the student on the validation sets, grades the responses and prints a table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks
 
 
 def evaluate(config: Config) -> None:
-    """Writes `output/evaluation.json` and prints the table. Only `rollout.tensor` shapes the layout.
+    """Writes `output/evaluation.json` and prints the table. The layout is `rollout.tensor` times data parallelism.
 
     Raises:
-        ValueError: no validation set, or bad models or data.
+        ValueError: there is no validation set, or the model or the data are wrong.
     """
     check_evaluates(config)
     model = ModelFiles(config.student)

@@ -1,6 +1,6 @@
-"""`verify`: the training step itself on replayed rollouts, the optimizer left out; writes losses and gradients.
+"""`verify`: the training step on recorded rollouts, without the optimizer; writes losses and gradients.
 
-What a user runs before launching 64 GPUs: the same batch at two layouts must give the same two files.
+The same rollouts must give the same two files in every layout, so a user can check a layout before a large run.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from nemo_oprd.verification.reference import agreement, reference
 
 
 def verify(config: Config, *, against_reference: bool = False) -> None:
-    """Writes `losses.json` and `grads.safetensors` into `config.output`; an earlier verify's files are replaced.
+    """Writes `losses.json` and `grads.safetensors` into `config.output` and replaces those of an earlier verify.
+
+    Args:
+        against_reference: also print the deviations from the plain Hugging Face computation.
 
     Raises:
-        ValueError: bad input, or an output directory that something else has filled.
+        ValueError: the configuration, a model or the rollouts are wrong, or `config.output` holds other files.
     """
     check_replays(config, against_reference=against_reference)
     output = Path(config.output)
-    ours = {"losses.json", "grads.safetensors"}
-    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= ours):
+    own_files = {"losses.json", "grads.safetensors"}
+    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= own_files):
         raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
     check_output(output)
     files = RunFiles(config)
     rollouts = recorded_rollouts(config, files)
     assert rollouts is not None
     models = build_models(config, make_plan(config, files))
-    # unwatched: with sampled_token, the teacher then sends what it sends in most updates
+    # without watched metrics, so that with sampled_token the teacher sends log-probabilities as in most updates
     batch = models.batch(rollouts, models.objective_of(0, watch=False))
     metrics = accumulate_gradients(models, batch, whole_gradients=True)
     if metrics is not None:
@@ -50,7 +53,7 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
             raise ValueError(
                 f"{metrics.nonfinite_reason}; expected finite numbers: look for NaN in the models' weights"
             )
-        # every rank takes part in the gathering, one keeps the result
+        # all ranks take part in gathering the gradients, and rank 0 keeps them
         student = models.student
         stream = chain(student.hf_gradients(), bridge_gradients(student.chunks, student.role, student.objective))
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
@@ -66,9 +69,10 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
 
 
 def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: dict[str, torch.Tensor]) -> str:
-    """A table of deviations from the plain Hugging Face computation.
+    """A table of relative deviations from the plain Hugging Face computation.
 
-    Per layer that of its loss, and the largest one of its parameters' gradients with the parameter's name.
+    It shows per layer the deviation of the loss, and the largest deviation of a parameter's gradient with the name of
+    the parameter.
     """
     expected = reference(config, rollouts)
     deviations = agreement(gradients, expected["gradients"])
@@ -78,9 +82,11 @@ def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: di
         blocks.setdefault(f"layer {int(parts[2]) + 1:>3}" if parts[1] == "layers" else "others   ", []).append(name)
     lines = ["", "against the plain Hugging Face computation (float64, one process), relative deviations:"]
     lines.append("           loss     gradient  largest at")
-    theirs = {f"layer {layer:>3}": (str(layer), value) for layer, value in expected["rep/loss_per_layer"].items()}
-    for block in sorted({*blocks, *theirs}):
-        layer, value = theirs.get(block, ("", None))
+    expected_losses = {
+        f"layer {layer:>3}": (str(layer), value) for layer, value in expected["rep/loss_per_layer"].items()
+    }
+    for block in sorted({*blocks, *expected_losses}):
+        layer, value = expected_losses.get(block, ("", None))
         loss = "" if value is None else f"{_relative(losses['rep/loss_per_layer'][layer], value):.1e}"
         worst = max(blocks.get(block, []), key=deviations.__getitem__, default=None)
         lines.append(f"{block}  {loss:<7}  {f'{deviations[worst]:.1e}   {worst}' if worst else 'no gradient'}")
@@ -91,8 +97,8 @@ def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: di
     return "\n".join(lines)
 
 
-def _relative(ours: float, theirs: float) -> float:
-    return abs(ours / theirs - 1) if theirs else abs(ours)
+def _relative(value: float, expected: float) -> float:
+    return abs(value / expected - 1) if expected else abs(value)
 
 
 def loss_report(metrics: StepMetrics, objective: Objective, rollouts: list[Rollout]) -> dict:

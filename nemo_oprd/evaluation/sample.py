@@ -1,4 +1,4 @@
-"""Evaluation by sampling: k responses per problem from a rollout engine, graded against the ground truth."""
+"""Evaluation by sampling: k responses per problem from a rollout engine, graded against the answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 class Evaluator:
-    """The validation sets of a run. The randomness is that of every other evaluation: two differ by the model alone."""
+    """Evaluates models on the validation sets of a configuration.
+
+    All evaluations use the same random numbers, so their results differ by the weights alone.
+    """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, max_positions: int) -> None:
-        """Raises ValueError for an unreadable set, a problem without an answer, or one that leaves no room for it."""
+        """Reads and encodes the validation sets.
+
+        Raises:
+            ValueError: a set cannot be read, or a problem has no answer or leaves no room for a response.
+        """
         self.config, self.tokenizer = config, tokenizer
         self.sets: dict[str, list[Prompt]] = {}
         self.ids: dict[str, list[list[int]]] = {}
@@ -44,7 +51,11 @@ class Evaluator:
     def evaluate(
         self, engine: RolloutEngine, prefix: str = "", should_cancel: Callable[[], bool] | None = None
     ) -> dict[str, float]:
-        """`val/<set>/<prefix>avg@k` and so on; the same on every rank (only rank 0 grades). Every rank calls this.
+        """The metrics `val/<set>/<prefix>avg@k` etc., the same on every rank. Every rank calls this; rank 0 grades.
+
+        Args:
+            prefix: inserted between the set and the metric.
+            should_cancel: see `RolloutEngine.generate`.
 
         Raises:
             GenerationCancelled: see `RolloutEngine.generate`.
@@ -78,7 +89,7 @@ class Evaluator:
 
 
 def before_and_after(metrics_file: Path) -> dict[str, dict[str, float]]:
-    """The rows of the closing table from a run's metrics.jsonl: first and last evaluation, and the teacher's."""
+    """The rows of the final table from a run's metrics.jsonl: the first and the last evaluation, and the teacher's."""
     lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
     evaluated = [line for line in lines if any(name.startswith("val/") for name in line)]
     first, last = evaluated[0], evaluated[-1]
@@ -92,10 +103,11 @@ def before_and_after(metrics_file: Path) -> dict[str, dict[str, float]]:
 
 
 def table(rows: dict[str, dict[str, float]], samples: int) -> str:
-    """A text table: one line per (set, model), from metrics such as `val/heldout/avg@4`.
+    """A text table with one line per set and model, from metrics such as `val/heldout/avg@4`.
 
     Args:
-        rows: label -> that model's metrics without any prefix between set and metric.
+        rows: label of a model -> its metrics, without a prefix between set and metric.
+        samples: responses per problem.
     """
     columns = [f"avg@{samples}", f"best@{samples}", "avg_len"]
     names = sorted({key.split("/")[1] for metrics in rows.values() for key in metrics})

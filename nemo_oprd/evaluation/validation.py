@@ -1,4 +1,4 @@
-"""The validation sets in a run: when they are due, what a signal defers to the next start, which checkpoint is best."""
+"""Validation during a run: evaluations when they are due, deferred ones after a resume, and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Validation:
     """Evaluates the validation sets when they are due. Every rank has one and takes part in its calls.
 
     Args:
-        evaluator: None where there is nothing to evaluate.
-        teacher: reads the weights of the teacher that `evaluation.teacher` samples.
+        evaluator: None if the run does not evaluate.
+        teacher: returns a tensor of the teacher by its HF name, for `evaluation.teacher`.
         checkpoints: the run's directory of checkpoints.
-        first_step: the step that the run begins with; above 0 it was resumed.
-        signals: a signal defers the evaluation at work to the next start.
+        first_step: the step that the run begins with; above 0 in a resumed run.
+        signals: a received signal defers the current evaluation to the next start.
     """
 
     def __init__(
@@ -45,28 +45,28 @@ class Validation:
         self._log, self._checkpoints, self._first_step, self._signals = log, checkpoints, first_step, signals
 
     def before_training(self, student: Student) -> None:
-        """The student before its first update and, if asked for, the teacher; after a resume, only what was deferred.
+        """Evaluates the student and, if configured, the teacher; in a resumed run, makes only a deferred evaluation.
 
         Raises:
-            Stopped: a signal asked for the run's end, before this start trained anything.
+            Stopped: a signal asked the run to stop.
         """
         if self._evaluator is None:
             return
         try:
             if self._first_step:
-                self._make_deferred(self._evaluator, self._first_step)
+                self._evaluate_deferred(self._evaluator, self._first_step)
             else:
-                self._at_start(self._evaluator, student)
+                self._evaluate_at_start(self._evaluator, student)
         except GenerationCancelled:
             where = f"after step {self._first_step}" if self._first_step else "before training"
-            by = self._signals.received or "a signal to another rank"
+            signal = self._signals.received or "a signal to another rank"
             raise Stopped(
-                f"stopped by {by} in the evaluation {where}: nothing was trained since the last save; the same "
+                f"stopped by {signal} in the evaluation {where}: nothing was trained since the last save; the same "
                 "command starts again from there"
             ) from None
 
     def after_step(self, done: int) -> EvaluationOutcome:
-        """The sets after step `done`, where they are due; deferred to the next start if a signal comes."""
+        """Evaluates the student if an evaluation is due after step `done`; a signal defers it to the next start."""
         due = done == self._config.train.steps or done % max(1, self._config.evaluation.every) == 0
         if self._evaluator is None or not due:
             return EvaluationOutcome()
@@ -79,7 +79,7 @@ class Validation:
         self._write(done, metrics)
         return EvaluationOutcome(best=best)
 
-    def _at_start(self, evaluator: Evaluator, student: Student) -> None:
+    def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
         self._log.say("evaluating the student before training")
         metrics = evaluator.evaluate(self._engine, should_cancel=self._asked_to_stop)
         if self._config.evaluation.teacher:
@@ -89,17 +89,19 @@ class Validation:
             self._engine.update_weights(student.hf_weights())
         self._log.write(0, metrics)
 
-    def _make_deferred(self, evaluator: Evaluator, done: int) -> None:
-        """The evaluation that was deferred after step `done`, unless it has been made since."""
+    def _evaluate_deferred(self, evaluator: Evaluator, done: int) -> None:
+        """Makes the evaluation that was deferred after step `done`, unless it has been made since."""
         if not read_state(iteration_directory(self._checkpoints, done)).get(EVALUATION_DEFERRED, False):
             return
-        (owed,) = agree(device(), dist.get_rank() == 0 and not self._log.evaluated(done))
-        if not owed:
+        (is_due,) = agree(device(), dist.get_rank() == 0 and not self._log.evaluated(done))
+        if not is_due:
             return
         self._log.say(f"step {done}: the evaluation that was deferred")
         metrics = evaluator.evaluate(self._engine, should_cancel=self._asked_to_stop)
         best = self._if_best(done, metrics)
-        if best is not None:  # before the log: a run that is killed in between finds the evaluation still owed
+        if (
+            best is not None
+        ):  # marked before the evaluation is logged: if the run is killed in between, it evaluates again
             mark_best(self._checkpoints, best)
             prune(self._checkpoints, self._config.train.keep_checkpoints, done)
         self._write(done, metrics)
@@ -108,9 +110,12 @@ class Validation:
         return self._signals.received is not None
 
     def _if_best(self, done: int, metrics: dict[str, float]) -> dict[str, Any] | None:
-        """On the first rank, {"step", "metric", "value"} of `train.keep_best` if no earlier checkpoint had more."""
+        """The content of best.json if the value of `train.keep_best` exceeds that of all earlier evaluations.
+
+        None on ranks other than the first one.
+        """
         metric = str(self._config.train.keep_best)
-        # the start is no checkpoint
+        # the evaluation before training (step 0) has no checkpoint
         before = [value for step, value in self._log.history(metric).items() if 0 < step < done]
         value = metrics.get(metric)
         is_best = dist.get_rank() == 0 and value is not None and value > max(before, default=float("-inf"))

@@ -10,7 +10,7 @@ import torch
 
 
 class PhaseTimer:
-    """Seconds per phase of the current step. A phase that is entered again adds to its time."""
+    """Measures the seconds per phase of a step: `with timer("teacher"): ...`. Repeated phases add up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -24,6 +24,6 @@ class PhaseTimer:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """The seconds since this was asked last, by phase."""
-        taken, self.seconds = self.seconds, {}
-        return taken
+        """Phase -> seconds since the last call of `take`."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds

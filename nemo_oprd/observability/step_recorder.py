@@ -1,4 +1,4 @@
-"""The record of a training step: its metrics, its progress line, and the rollouts that are kept."""
+"""Records each training step: its metrics, its progress line, and rollouts in files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 class StepRecorder:
-    """Writes the record of each step. Every rank has one; the first rank writes.
+    """Writes the record of each step. Every rank builds one; the first rank writes.
 
     Args:
-        tokenizer: decodes the responses of the rollouts that are kept; None: they are kept as ids.
+        tokenizer: decodes the responses of the rollouts that are written; None: only token ids are written.
     """
 
     def __init__(self, config: Config, log: MetricsLog, tokenizer: Tokenizer | None) -> None:
@@ -34,7 +34,7 @@ class StepRecorder:
         self._routing = Routing(tuple(config.teacher_sources))
         self._directory = Path(config.output) / "rollouts"
         weights = dict(zip(TERMS, (config.loss.representation.weight, config.loss.output.weight), strict=True))
-        past = {  # of the updates in which the term had a weight
+        past = {  # losses of the steps in which the loss had a weight
             name: [value for done, value in log.history(name).items() if done and weight_at(weight, done - 1) > 0]
             for name, weight in weights.items()
         }
@@ -46,14 +46,16 @@ class StepRecorder:
         rollouts: list[Rollout],
         updates: list[tuple[StepMetrics | None, Update | None]],
         seconds: dict[str, float],
-        more: dict[str, float],
+        additional: dict[str, float],
     ) -> None:
-        """Records step `done`.
+        """Records a step.
 
         Args:
-            updates: made on the rollouts, in order; None and None on ranks outside the student.
-            seconds: by phase of the step.
-            more: metrics that were measured besides.
+            done: number of the step, from 1.
+            rollouts: the rollouts of the step.
+            updates: (metrics, update) of each update on the rollouts, in order; both None on ranks outside the student.
+            seconds: phase of the step -> its duration.
+            additional: further metrics of the step, by name.
         """
         metrics, update = merge_updates(updates)
         tokens, lengths = sum(r.length for r in rollouts), [len(r.response_ids) for r in rollouts]
@@ -61,7 +63,7 @@ class StepRecorder:
             **(metrics.metrics() if metrics else {}),
             **(self._metrics_per_teacher(rollouts, metrics) if self._config.teachers and metrics else {}),
             **(update.metrics() if update else {}),
-            **more,
+            **additional,
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             **alignment_metrics(rollouts),
@@ -96,7 +98,7 @@ class StepRecorder:
         return named
 
     def _keep_spikes(self, done: int, rollouts: list[Rollout], metrics: StepMetrics) -> None:
-        """Keeps the rollouts of a step whose loss stands out, those that contribute most first."""
+        """Writes the rollouts of a step whose loss is a spike, in descending order of their contribution to the loss."""
         spike = self._spikes.check(metrics)
         if spike is None:
             return
@@ -116,18 +118,18 @@ class StepRecorder:
 def merge_updates(
     updates: list[tuple[StepMetrics | None, Update | None]],
 ) -> tuple[StepMetrics | None, Update | None]:
-    """What is logged of the updates of one step.
+    """The (metrics, update) to log for the updates of one step; both None on ranks outside the student.
 
-    It is the first update's, with the ratio to the student that sampled of the last one, and the first reason for which
-    one was skipped. None and None on ranks outside the student.
+    They are those of the first update with two exceptions: the probability ratio to the weights that sampled comes from
+    the last update, and the reason for a skip from the first skipped update.
     """
     metrics, update = updates[0]
     last = updates[-1][0]
     if metrics is None or update is None or last is None:
         return None, None
     ratio = {name: value for name, value in last.output_means.items() if name in ("ratio", "clipped")}
-    skipped = [each for _, each in updates if each is not None and each.nonfinite_reason is not None]
-    reason = skipped[0].nonfinite_reason if skipped else None
+    reasons = [one.nonfinite_reason for _, one in updates if one is not None and one.nonfinite_reason is not None]
+    reason = reasons[0] if reasons else None
     return (
         replace(metrics, output_means={**metrics.output_means, **ratio}),
         replace(update, nonfinite_reason=reason),
@@ -135,13 +137,13 @@ def merge_updates(
 
 
 def _share_finished(rollouts: list[Rollout]) -> dict[str, float]:
-    """Nothing for recorded rollouts that don't say how they ended."""
+    """The fraction of responses that ended by themselves; empty if a recorded rollout has no finish_reason."""
     reasons = [rollout.finish_reason for rollout in rollouts]
     return {} if None in reasons else {"rollout/finished": reasons.count("stop") / len(reasons)}
 
 
 def _peak_memory_gb() -> float:
-    """Peak of CUDA allocations since the last call; without CUDA, of this process's resident memory since its start."""
+    """Peak of allocated CUDA memory since the last call; without CUDA, peak resident memory of this process."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

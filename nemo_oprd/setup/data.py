@@ -1,4 +1,4 @@
-"""The data of a run besides models: prompts and recorded rollouts, checked and encoded before any model is loaded."""
+"""The data of a run: prompts and recorded rollouts, checked and encoded before any model is loaded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a run samples for and evaluates on; with recorded rollouts nothing else.
+    """The data of a training run.
 
-    `teacher_inputs` is per teacher what adds the sequences that it reads, None where it reads the student's ids.
+    Attributes:
+        recorded: the rollouts of `rollout.replay`; None: rollouts are sampled. With recorded rollouts the other fields
+            are empty.
+        prompts: the training prompts.
+        teacher_inputs: per teacher, the object that adds the teacher's sequences to rollouts, or None if the teacher
+            reads the student's ids.
+        evaluator: None if the run does not evaluate.
     """
 
     recorded: list[Rollout] | None
@@ -33,10 +39,10 @@ class TrainingData:
 
 
 def read_training_data(config: Config, files: RunFiles) -> TrainingData:
-    """Reads and encodes what a training run needs besides models.
+    """Reads and encodes the data of a training run.
 
     Raises:
-        ValueError: a file is missing or malformed, or doesn't fit the models.
+        ValueError: a file is missing or malformed, or does not fit the models.
     """
     recorded = recorded_rollouts(config, files)
     if recorded is not None:
@@ -50,10 +56,10 @@ def read_training_data(config: Config, files: RunFiles) -> TrainingData:
 
 
 def read_prompts(config: Config, files: RunFiles) -> tuple[list[Request], list[TeacherInputs | None]]:
-    """(The training prompts, encoded; per teacher what adds the sequences that it reads).
+    """(The encoded training prompts; `TrainingData.teacher_inputs`).
 
     Raises:
-        ValueError: no prompts, or prompts that don't fit the models; a tokenizer that doesn't fit its model.
+        ValueError: there are no prompts, prompts do not fit the models, or a tokenizer does not fit its model.
     """
     check_prompts_given(config)
     files.student.check_vocabulary()
@@ -64,7 +70,7 @@ def read_prompts(config: Config, files: RunFiles) -> tuple[list[Request], list[T
 
 
 def recorded_rollouts(config: Config, files: RunFiles) -> list[Rollout] | None:
-    """The rollouts of `rollout.replay`, checked against both models; None where none are replayed.
+    """The rollouts of `rollout.replay`, checked against the models; None if it is not set.
 
     Raises:
         ValueError: as `read_rollouts`.
@@ -78,15 +84,17 @@ def recorded_rollouts(config: Config, files: RunFiles) -> list[Rollout] | None:
     known = student.vocab_size if config.teacher.reads == "text" else min(student.vocab_size, vocabulary)
     rollouts = read_rollouts(config.rollout.replay, known, student.max_positions, limits)
     routing = Routing(tuple(config.teacher_sources))
-    routing.check((r.data_source for r in rollouts), config.rollout.replay, all_used=False)  # it may be a small part
+    routing.check(
+        (r.data_source for r in rollouts), config.rollout.replay, all_used=False
+    )  # few rollouts may not cover all
     return rollouts
 
 
 def make_teacher_inputs(config: Config, files: RunFiles) -> list[TeacherInputs | None]:
-    """Per teacher, what makes its sequences of rollouts; None where it reads the student's ids.
+    """`TrainingData.teacher_inputs`.
 
     Raises:
-        ValueError: the tokenizers differ and the teacher is to read ids, or one of them can't be aligned.
+        ValueError: the tokenizers differ although `teacher.reads=ids`, or a tokenizer cannot be aligned.
     """
     return [_teacher_inputs(config, files.student.tokenizer, teacher) for teacher in files.teachers]
 
@@ -100,7 +108,7 @@ def _teacher_inputs(config: Config, student: Tokenizer, teacher: ModelFiles) -> 
 
 
 def check_tokenizers(student: Tokenizer, teacher: ModelFiles) -> None:
-    """Raises ValueError unless the teacher's tokenizer is the student's: ids mean nothing to another one's model."""
+    """Raises ValueError unless the teacher's tokenizer equals the student's."""
     if teacher.tokenizer.fingerprint() != student.fingerprint():
         raise ValueError(
             f"the tokenizers of {student.path} and {teacher.directory} differ: the teacher would read other text than "
@@ -110,11 +118,11 @@ def check_tokenizers(student: Tokenizer, teacher: ModelFiles) -> None:
 
 
 def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> list[Request]:
-    """The training prompts, tokenized once; those above `data.max_prompt_tokens` are left out.
+    """The training prompts as requests, without those longer than `data.max_prompt_tokens`.
 
     Raises:
-        ValueError: a file can't be read, no prompt is short enough, one leaves no room for a response, has no teacher,
-            or lacks what its teacher is to be told; or a teacher has no prompts.
+        ValueError: a file cannot be read, all prompts are too long, a prompt leaves no room for a response, has no
+            teacher, or lacks a field that `teacher.prompt` needs, or a teacher has no prompts.
     """
     limit = config.data.max_prompt_tokens
     requests: list[Request] = []
@@ -124,7 +132,7 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
             ids = tokenizer.encode_prompt(list(prompt.messages))
             if limit is not None and len(ids) > limit:
                 continue
-            told = prompt.teacher_messages(config.teacher.prompt)
+            teacher_messages = prompt.teacher_messages(config.teacher.prompt)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if len(ids) >= max_positions:
@@ -133,7 +141,7 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
                 "data.max_prompt_tokens"
             )
         text = prompt.messages[-1]["content"]
-        requests.append(Request(ids, text, prompt.data_source, prompt.answer, prompt.messages, told))
+        requests.append(Request(ids, text, prompt.data_source, prompt.answer, prompt.messages, teacher_messages))
     if not requests:
         raise ValueError(
             f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise it"
@@ -143,14 +151,14 @@ def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> 
 
 
 def _training_prompts(config: Config) -> Iterator[tuple[Prompt, str]]:
-    """All prompts, each with its file."""
+    """All training prompts, each with its file."""
     files = config.data.train if isinstance(config.data.train, list) else [str(config.data.train)]
     for file in files:
         yield from ((prompt, file) for prompt in load_prompts(file))
 
 
 def check_teacher_prompts(config: Config, teacher_inputs: list[TeacherInputs | None], requests: list[Request]) -> None:
-    """Raises ValueError where a prompt, as its teacher reads it, leaves no room for a response in its positions."""
+    """Raises ValueError if a prompt, as its teacher reads it, leaves no room for a response."""
     taught_by = Routing(tuple(config.teacher_sources)).teachers_of(request.data_source for request in requests)
     for request, number in zip(requests, taught_by, strict=True):
         inputs = teacher_inputs[number]
@@ -164,14 +172,14 @@ def check_teacher_prompts(config: Config, teacher_inputs: list[TeacherInputs | N
 
 
 def check_bridge_tokenizers(objective: Objective, files: RunFiles, teacher_inputs: list[TeacherInputs | None]) -> None:
-    """Raises ValueError where a bridge was fitted on the text of other tokenizers."""
+    """Raises ValueError if a bridge was fitted with other tokenizers than those of the models."""
     student = files.student.tokenizer
     for match, inputs in zip(objective.teachers, teacher_inputs, strict=True):
         if match.bridge is None:
             continue
         teacher = student if inputs is None else inputs.teacher
-        for fitted_for, tokenizer in ((match.bridge.student, student), (match.bridge.teacher, teacher)):
-            if fitted_for.tokenizer is not None and fitted_for.tokenizer != tokenizer.fingerprint():
+        for identity, tokenizer in ((match.bridge.student, student), (match.bridge.teacher, teacher)):
+            if identity.tokenizer is not None and identity.tokenizer != tokenizer.fingerprint():
                 raise ValueError(
                     f"bridge.path: the bridge was made with another tokenizer than that of {tokenizer.path}; expected "
                     "the same: fit a bridge with these models"

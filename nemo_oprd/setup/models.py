@@ -1,4 +1,4 @@
-"""From a configuration to the models of this process: files, layouts, groups, roles. Shared by all commands."""
+"""Builds the models of this process from a configuration: files, layouts, process groups, roles."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from nemo_oprd.weights.hf import HFCheckpoint, TensorReader, load_hf
 
 
 class ModelFiles:
-    """One model on disk, opened once: its architecture now, its tokenizer and its weights when first asked for.
+    """One model on disk, opened once. Its tokenizer and its weights are opened on first access.
 
     Attributes:
         directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint.
         spec: the architecture.
 
     Raises:
-        ValueError: there is no such model, or one of an unsupported kind; on access, no tokenizer or no weights.
+        ValueError: there is no such model, or the architecture is not supported; on first access, there is no tokenizer
+            or there are no weights.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -43,15 +44,19 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that comes with the model; it makes no ids that the model doesn't know."""
+        """The tokenizer in the model's directory.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
         return Tokenizer.load(self.directory)
 
     @cached_property
     def read(self) -> TensorReader:
-        """Reads one HF-named tensor, from either kind of source.
+        """Returns a tensor of the model by its HF name, from either kind of source.
 
         Raises:
-            ValueError: a file is missing or damaged, or holds other tensors than a model of this architecture has.
+            ValueError: a file is missing or damaged, or its tensors are not those of this architecture.
         """
         from nemo_oprd.weights.convert import MegatronCheckpoint, check_source
 
@@ -62,14 +67,14 @@ class ModelFiles:
         return MegatronCheckpoint(str(self.source.checkpoint)).__getitem__
 
     def check_vocabulary(self) -> None:
-        """Raises ValueError where the tokenizer makes ids, or stops at ids, that the model doesn't know."""
+        """Raises ValueError if the tokenizer has ids or stop ids outside the model's vocabulary."""
         tokenizer, spec = self.tokenizer, self.spec
         largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
         if largest >= spec.vocab_size:
             raise ValueError(
                 f"{self.directory}: the tokenizer knows ids up to {largest} (stop ids {list(tokenizer.eos_ids)}), but "
                 f"config.json says vocab_size={spec.vocab_size}; expected ids 0..{spec.vocab_size - 1}: copy the "
-                "tokenizer of this very model"
+                "tokenizer of this model"
             )
 
 
@@ -80,16 +85,16 @@ class RunFiles:
         """Raises ValueError as `ModelFiles`."""
         self.student = ModelFiles(config.student)
         self.teachers = [
-            # a student that is its own teacher
+            # a teacher that starts from the student's files (teacher.weights other than own)
             self.student if _same_source(source, config.student) else ModelFiles(source)
             for source in config.teacher_sources
         ]
 
     def same_tokenizer(self, number: int) -> bool:
-        """Whether the student and this teacher come with a tokenizer, the same one."""
+        """Whether both the student and this teacher have a tokenizer, and the tokenizers are equal."""
         try:
             return self.student.tokenizer.fingerprint() == self.teachers[number].tokenizer.fingerprint()
-        except ValueError:  # there is none
+        except ValueError:  # a model has no tokenizer
             return False
 
 
@@ -99,7 +104,10 @@ def _same_source(one: ModelSource, other: ModelSource) -> bool:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will build, found to be possible: nothing is loaded, no other rank was asked, no file written."""
+    """The models that a run will build, after all checks that need no model.
+
+    Making a plan loads no weights, writes no files and does not communicate.
+    """
 
     files: RunFiles
     objective: Objective
@@ -109,7 +117,7 @@ class RunPlan:
 
     @property
     def needs(self) -> ModelNeeds:
-        """What the models must be able to compute."""
+        """What the models of the run must be able to compute."""
         return ModelNeeds.build(self.objective, self.watched)
 
 
@@ -117,11 +125,11 @@ def make_plan(config: Config, files: RunFiles | None = None, *, fitting: bool = 
     """Every check of models, layouts and weights that is possible before models are built.
 
     Args:
-        files: the models, if they were opened before.
-        fitting: a bridge between the two models is to be made, so their shapes may differ.
+        files: the models, if they are already open.
+        fitting: for fit-bridge, whose models may differ in shape.
 
     Raises:
-        ValueError: bad configuration, models or weights.
+        ValueError: the configuration, a model or its weights are wrong.
     """
     files = files or RunFiles(config)
     student, teachers = files.student.spec, [teacher.spec for teacher in files.teachers]
@@ -129,7 +137,7 @@ def make_plan(config: Config, files: RunFiles | None = None, *, fitting: bool = 
     watched = None if fitting else WatchedMetrics.build(config.loss.output, config.logging, config.seed)
     student_layout, teacher_layout = check_layouts(config, student, teachers, world_size())
     for model in (files.student, *files.teachers):
-        _ = model.read  # opens the weights: what is wrong with them is found before anything is built
+        _ = model.read  # opens the weights, so that mistakes in them are found before models are built
     return RunPlan(files, objective, watched, student_layout, teacher_layout)
 
 
@@ -137,11 +145,11 @@ def build_models(config: Config, plan: RunPlan | None = None, *, trainable: bool
     """Joins the process group and builds student and teachers.
 
     Args:
-        plan: from `make_plan`, if that was done before.
-        trainable: the student gets gradients and an optimizer.
+        plan: the result of `make_plan`, if there is one; else this function makes the plan.
+        trainable: whether the student gets gradients and an optimizer.
 
     Raises:
-        ValueError: as `make_plan`, which is done here unless it was before.
+        ValueError: as `make_plan`, or weights do not fit their model.
     """
     plan = plan or make_plan(config)
     init_distributed()
@@ -164,20 +172,20 @@ def build_models(config: Config, plan: RunPlan | None = None, *, trainable: bool
         _build_teacher(config, student, teacher_role, needs, number, files)
         for number, files in enumerate(plan.files.teachers)
     ]
-    dist.barrier()  # one may have read its weights from a cold disk: what comes next is counted from here, on all ranks
+    dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
     return Models(config, objective, plan.watched, student, teachers, Routing(tuple(config.teacher_sources)))
 
 
 def _build_teacher(
     config: Config, student: Student, role: Role, needs: ModelNeeds, number: int, files: ModelFiles
 ) -> Teacher:
-    """A teacher, no deeper than needed, without its LM head where no update asks for it; or the student as its own."""
+    """A teacher with only the layers and the head that the updates need; the student with teacher.weights=student."""
     weights = config.teacher.weights
     if weights == "student":
         return Teacher(number, student.role, student.chunks or None, student.dtype)
     chunks = None
     if role.is_member:
-        # a moving average is saved, which Megatron does with the head only
+        # a moving average is saved in checkpoints, and Megatron saves a model only with its head
         head = weights == "ema" or needs.teacher_logprobs
         depth = needs.teacher_depth(student.objective, number)
         chunks = build_chunks(files.spec, role, student.dtype, depth=depth, head=head)
@@ -194,5 +202,5 @@ def _build_teacher(
 
 
 def world_size() -> int:
-    """Ranks of this job, also before the process group is joined."""
+    """Number of ranks of this job; also valid before the process group is joined."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -68,10 +68,10 @@ def model_directory(model: ModelSource) -> Path:
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
-    """(student layout, teacher layout) on `world_size` ranks.
+    """(Student layout, teacher layout) on `world_size` ranks.
 
     Raises:
-        ValueError: the sizes don't fit the ranks.
+        ValueError: the parallel sizes do not fit the number of ranks.
     """
     teacher = config.teacher.parallel
     if config.teacher.placement == "colocated":
@@ -93,10 +93,10 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
 def check_layouts(
     config: Config, student: ModelSpec, teachers: Sequence[ModelSpec], world_size: int
 ) -> tuple[Layout, Layout]:
-    """(student layout, teacher layout), in which all models can be built and the student can be sampled.
+    """(Student layout, teacher layout), checked against all models and the rollout engine.
 
     Raises:
-        ValueError: the sizes don't fit the ranks, a model's heads, widths or layers.
+        ValueError: the parallel sizes do not fit the number of ranks, or a model's heads, widths or layers.
     """
     student_layout, teacher_layout = make_layouts(config, world_size)
     roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in teachers)]
@@ -112,11 +112,11 @@ def check_layouts(
 def check_layers(
     config: Config, student: ModelSpec, teacher: ModelSpec, source: TeacherSource, *, fitting: bool = False
 ) -> None:
-    """Raises ValueError unless the configured layers exist, and can be compared with those of the teacher.
+    """Raises ValueError unless the configured layers exist and can be compared with those of the teacher.
 
     Args:
         source: where the teacher comes from.
-        fitting: a bridge between the two models is to be made, so their shapes may differ.
+        fitting: for fit-bridge, whose models may differ in shape.
     """
     loss = config.loss.representation
     layers = supervised_layers(loss.layers, student.num_layers)
@@ -135,7 +135,7 @@ def check_rollout_ranks(config: Config, ranks: int) -> None:
 
 
 def check_recompute(config: Config, num_layers: int) -> None:
-    """Raises ValueError where more layers are to be recomputed at a time than the model has."""
+    """Raises ValueError if `student.recompute_num_layers` exceeds the model's number of layers."""
     if config.student.recompute_num_layers > num_layers:
         raise ValueError(
             f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
@@ -144,7 +144,7 @@ def check_recompute(config: Config, num_layers: int) -> None:
 
 
 def check_bridge_rank(config: Config, student: ModelSpec, teacher: ModelSpec) -> None:
-    """Raises ValueError where a bridge of `bridge.rank` would be wider than one of the two models."""
+    """Raises ValueError if `bridge.rank` exceeds the hidden size of one of the two models."""
     narrow = min(student.hidden_size, teacher.hidden_size)
     if config.bridge.rank != "auto" and config.bridge.rank > narrow:
         raise ValueError(
@@ -153,7 +153,7 @@ def check_bridge_rank(config: Config, student: ModelSpec, teacher: ModelSpec) ->
 
 
 def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
-    """Raises ValueError where the teacher can't be sampled in the student's engine."""
+    """Raises ValueError unless the student's engine can sample the teacher, which needs equal architectures."""
     differing = [
         f.name
         for f in dataclasses.fields(ModelSpec)
@@ -167,18 +167,18 @@ def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
 
 
 def check_trains(config: Config) -> None:
-    """Raises ValueError where no term has a weight: weight decay alone would change the student."""
+    """Raises ValueError if no loss has a weight, because weight decay alone would change the student."""
     loss = config.loss
     layers = 0.0 if loss.representation.layers == "none" else largest(loss.representation.weight)
     if layers == largest(loss.output.weight) == 0:
         raise ValueError(
-            "loss.representation.weight and loss.output.weight are both 0 (a representation term without layers has "
-            "none): expected something to learn; give one of them a weight"
+            "loss.representation.weight and loss.output.weight are both 0 (a representation loss without layers "
+            "counts as 0): expected a loss to train on; set one of them above 0"
         )
 
 
 def check_sources_stay(config: Config) -> None:
-    """Raises ValueError where the export at the end would replace a model that the run reads."""
+    """Raises ValueError if the export at the end would replace a model that the run reads."""
     models: list[tuple[str, ModelSource]] = [("student", config.student), ("teacher", config.teacher)]
     for role, model in [*models, *((f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers))]:
         target = Path(config.output) / "hf"
@@ -190,13 +190,13 @@ def check_sources_stay(config: Config) -> None:
 
 
 def check_prompts_given(config: Config) -> None:
-    """Raises ValueError where rollouts are to be sampled and there are no training prompts."""
+    """Raises ValueError if there are no training prompts."""
     if config.data.train is None:
         raise ValueError("data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)")
 
 
 def check_replays(config: Config, *, against_reference: bool = False) -> None:
-    """Raises ValueError unless `verify` has recorded rollouts, and models that its reference can read."""
+    """Raises ValueError unless `verify` has recorded rollouts and, for the reference, models as `hf_path`."""
     if config.rollout.replay is None:
         raise ValueError(
             "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
@@ -206,7 +206,7 @@ def check_replays(config: Config, *, against_reference: bool = False) -> None:
 
 
 def check_one_teacher(config: Config) -> None:
-    """Raises ValueError unless fit-bridge has one teacher, which is another model than the student."""
+    """Raises ValueError unless fit-bridge has exactly one teacher with weights of its own."""
     if config.teachers or config.teacher.weights != "own":
         given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
         raise ValueError(

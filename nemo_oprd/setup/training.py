@@ -1,4 +1,4 @@
-"""The parts of a training run, built in the order in which mistakes are cheapest to find."""
+"""Builds the parts of a training run, in an order that finds cheap mistakes before expensive work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from nemo_oprd.weights.hf_export import export_hf
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The parts of a run, each with one job. Every rank of the world has one."""
+    """The parts of a training run. Every rank of the world has one of each."""
 
     config: Config
     models: Models
@@ -56,7 +56,7 @@ class TrainingRun:
     evaluator: Evaluator | None
 
     def finish(self) -> None:
-        """The trained bridge, the export to Hugging Face, and the closing table."""
+        """Saves the trained bridge, exports the student to Hugging Face and prints the table of evaluations."""
         config, student = self.config, self.models.student
         if student.objective.trains_bridge and student.role.is_member:
             report = {"trained_with_student": {"steps": config.train.steps, "from": config.bridge.path}}
@@ -73,13 +73,13 @@ class TrainingRun:
 
 @contextmanager
 def start_training(config: Config) -> Iterator[TrainingRun]:
-    """Builds a run and holds its lock and its signal handlers; every rank of the world enters this.
+    """Builds a run; in this context the run holds its lock and its signal handlers. Every rank of the world enters it.
 
-    Every mistake that can be found without models is found before they are loaded; what is wrong with a checkpoint is
-    said before anything is written.
+    Mistakes that can be found without models are reported before models are loaded, and mistakes in a checkpoint before
+    anything is written.
 
     Raises:
-        ValueError: bad configuration, models or data, or the directory is in use by another run.
+        ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
     check_output(config.output)
     check_trains(config)
@@ -90,7 +90,7 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
     if data.recorded is None:
         check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
     _find_checkpoint(config, plan)
-    # before anything is read for good that another run might be about to replace
+    # the checkpoint is looked up again under the lock, because another run may have replaced it until here
     lock = RunLock(Path(config.output)) if is_first_rank() else None
     try:
         signals = Signals()
@@ -109,9 +109,9 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
 
 
 def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) -> TrainingRun:
-    found, passed_over = _find_checkpoint(config, plan)
+    latest, notes = _find_checkpoint(config, plan)
     models = build_models(config, plan)
-    first_step = _agree_on_first_step(found) or 0
+    first_step = _agree_on_first_step(latest) or 0
     student, files = models.student, plan.files
     engine: RolloutEngine = (
         ReplayEngine(data.recorded)
@@ -140,54 +140,57 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) 
         files,
         data.evaluator,
     )
-    for note in passed_over:
+    for note in notes:
         log.say(note)
     if first_step:
         log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
     _show_bridges(run)
     if config.teacher.weights == "student":
         log.say(
-            "teacher.weights=student: both models move, and can come to agree by saying nothing. Watch the validation "
-            "metrics, or choose ema or initial weights (docs/teachers.md)"
+            "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
+            "validation metrics, or choose ema or initial weights (docs/teachers.md)"
         )
     return run
 
 
 def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:
-    """(The step to resume after, None for a new run; notes on checkpoints that were passed over)."""
+    """(The step to resume after, or None for a new run; notes on damaged checkpoints that were skipped)."""
     root = _checkpoints(config)
-    found, passed_over = find_checkpoint(root)
-    if found is not None:
-        check_checkpoint(root, found, plan.files.student.spec)
-        check_resume_signature(root, found, config, plan.objective, plan.needs)
-    return found, passed_over
+    latest, notes = find_checkpoint(root)
+    if latest is not None:
+        check_checkpoint(root, latest, plan.files.student.spec)
+        check_resume_signature(root, latest, config, plan.objective, plan.needs)
+    return latest, notes
 
 
 def _checkpoints(config: Config) -> Path:
     return Path(config.output) / "checkpoints"
 
 
-def _agree_on_first_step(found: int | None) -> int | None:
-    """The first rank's answer. Others may have looked before it held the lock, or at a file system's old answer."""
-    agreed = [found]
+def _agree_on_first_step(latest: int | None) -> int | None:
+    """The first rank's `latest`, on every rank.
+
+    Another rank may have looked before the first rank held the lock, or may see an outdated state of the file system.
+    """
+    agreed = [latest]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
 
 
 def _show_bridges(run: TrainingRun) -> None:
-    """Says which layers are matched through a bridge, and keeps frozen bridges with the run."""
+    """Logs the layer pairs of each bridge, and saves frozen bridges in the run directory."""
     objective = run.models.objective
     for number, match in enumerate(objective.teachers):
         if match.bridge is None:
             continue
         pairs = "  ".join(f"{student}:{teacher}" for student, teacher in match.layers.items())
-        learns = ", trained with the student" if objective.trains_bridge else ""
-        run.log.say(f"bridge of rank {match.bridge.rank}{learns}, student layer:teacher layer  {pairs}")
-        if dist.get_rank() == 0 and not objective.trains_bridge:  # trained ones are written at the end
-            several = f"_{number}" if run.config.teachers else ""
-            save_bridge(match.bridge, Path(run.config.output) / f"bridge{several}")
+        training = ", trained with the student" if objective.trains_bridge else ""
+        run.log.say(f"bridge of rank {match.bridge.rank}{training}, student layer:teacher layer  {pairs}")
+        if dist.get_rank() == 0 and not objective.trains_bridge:  # a trained bridge is saved at the end
+            suffix = f"_{number}" if run.config.teachers else ""
+            save_bridge(match.bridge, Path(run.config.output) / f"bridge{suffix}")
 
 
 def is_first_rank() -> bool:
-    """Whether this is the world's first rank, also before the process group is joined."""
+    """Whether this is the world's first rank; also valid before the process group is joined."""
     return os.environ.get("RANK", "0") == "0"
