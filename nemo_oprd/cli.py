@@ -1,8 +1,8 @@
-"""The command line. Imports nothing heavy until a command runs, so `--help` is instant.
+"""The command line. Slow imports wait until a command runs, so `--help` is instant.
 
 nemo-oprd toy --output DIR                                  a small model pair and its prompts
 torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
-torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients of one recorded batch
+torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients on recorded rollouts
 torchrun ... -m nemo_oprd fit-bridge --config-name NAME [k=v]  projectors between models of different shape
 torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
 nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from nemo_oprd import __version__
 
-# Seconds that another rank waits before it says what rank 0 may say as well. Before the process group is joined, ranks
-# differ by the time that imports take on a busy machine; afterwards they are in step. A rank that only knows that
-# something broke waits longer than one that knows why.
+# Seconds that a rank other than rank 0 waits before it reports an error that another rank may report, too. Before the
+# process group is joined, ranks differ by the time that imports take on a busy machine; afterwards they are in step. A
+# rank with an unexpected error, which may follow from another rank's mistake, waits longer than one with a clear error.
 _WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S, _WAIT_WITHOUT_REASON_S = 30, 3, 6
 
 _CONFIGURED = {
@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--config-name", required=True, metavar="NAME", help="a YAML file in the configuration directory"
         )
-        command.add_argument("--config-dir", metavar="DIR", help="where it lies (default: the project's conf/)")
+        command.add_argument(
+            "--config-dir", metavar="DIR", help="the configuration directory (default: the project's conf/)"
+        )
         if name == "verify":
             command.add_argument(
                 "--against",
@@ -61,17 +63,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. A user's mistake ends with one line on stderr (from one rank) and exit code 2.
+    """Runs the command line `arguments` (None: that of this process), and exits with a nonzero code on failure.
 
-    A run that was asked to stop and has saved ends with `STOPPED_EXIT_CODE`, one that was interrupted by a second
-    Ctrl-C with 130. What is unexpected: one traceback and 1; other ranks end with 1 and say nothing.
+    A user's mistake ends the command with one line on stderr, from one rank, and exit code 2. A run that a signal asked
+    to stop ends with `STOPPED_EXIT_CODE` after it has saved, or with 130 after a second Ctrl-C. An unexpected error
+    prints one traceback, from one rank, and ends the command with 1; the other ranks exit with 1 and print nothing.
     """
-    # before torch is imported: a rank that ends with an error makes the others' connections warn, a stack each
+    # set before torch is imported: if a rank ends with an error, torch prints a warning with a stack on all others
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nemo_oprd.fault_tolerance import watchdog
 
     options = _parser().parse_args(arguments)
-    watchdog.enabled = arguments is None  # this process runs the command and nothing else
+    watchdog.enabled = arguments is None  # this process serves the command alone
     try:
         _run(options)
         _leave()
@@ -83,14 +86,14 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if watchdog.current() is None:
         sys.exit(code)
-    # others may have died in the middle of a collective; tearing the communicators down would wait for them
+    # other ranks may have died in a collective, and closing the communicators would wait for them
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _users_mistake(error: Exception) -> str | None:
-    """One line for what a user can mend (a ValueError of ours, or the disk); None for everything else."""
+    """One line for an error that a user can fix: a ValueError, a file or the disk; None for all other errors."""
     from nemo_oprd.fault_tolerance.disk import describe, is_about_files, no_space
 
     if isinstance(error, ValueError):
@@ -103,10 +106,10 @@ def _users_mistake(error: Exception) -> str | None:
 
 
 def _report(error: Exception) -> int:
-    """Says what ended the command, from one rank; returns the exit code.
+    """Reports the error that ended the command, from one rank, and returns the exit code.
 
-    Where all ranks find the same mistake, rank 0 says it. A mistake that only another rank can see (a shard that it
-    alone reads) is said by that rank, after waiting whether somebody else ends the job with the same or an earlier one.
+    A mistake that all ranks find is reported by rank 0. A mistake that only another rank can find, such as one in a
+    shard that this rank alone reads, is reported by that rank if no other rank has ended the job after some seconds.
     """
     from nemo_oprd.fault_tolerance import watchdog
     from nemo_oprd.fault_tolerance.signals import STOPPED_EXIT_CODE, Stopped
@@ -127,15 +130,15 @@ def _report(error: Exception) -> int:
         else:
             print(f"error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
 
-    # a collective breaks when another rank dies: what that rank says is the reason
-    patience = 0.0 if rank == "0" and message is not None else _patience(message is not None)
+    # a collective fails when another rank dies; that rank reports the reason, so this one waits for it
+    wait_s = 0.0 if rank == "0" and message is not None else _wait_s(message is not None)
     if watch is not None:
-        if watch.failure(patience) is not None:
+        if watch.failure(wait_s) is not None:
             return 1
         watch.fail(message or repr(error), say)
     else:
         if rank != "0":
-            time.sleep(patience)
+            time.sleep(wait_s)
         say()
     return 1 if message is None else 2
 
@@ -159,7 +162,7 @@ def _run_configured(options: argparse.Namespace) -> None:
 
     config = load_config(options.config_name, options.overrides, options.config_dir)
     against_reference = options.command == "verify" and options.against == "reference"
-    # what the configuration and the models' config.json show is said before the seconds that importing torch takes
+    # mistakes that the configuration and the models' config.json show are reported before torch is imported (seconds)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     preflight(config, ranks, options.command, against_reference=against_reference)
     _quiet_megatron()
@@ -182,29 +185,29 @@ def _run_configured(options: argparse.Namespace) -> None:
 
 
 def _quiet_megatron() -> None:
-    """Megatron warns on every rank that Apex and Transformer Engine are absent; our own start line says it once."""
+    """Hides the warnings of Megatron, on every rank, that Apex and Transformer Engine are absent."""
     import warnings
 
     warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 def _leave() -> None:
-    """Leaves the process group, where one was joined, together with the other ranks."""
+    """Leaves the process group together with the other ranks, if this process has joined one."""
     from nemo_oprd.fault_tolerance import watchdog
 
     watch = watchdog.current()
     if watch is not None:
         import torch.distributed as dist
 
-        dist.barrier()  # watched: a rank may still be at work, and die of it
+        dist.barrier()  # while the watchdog runs, because another rank may still be working and may die
         watch.close()
         watch.wait_for_others()
     if _joined():
         sys.modules["torch.distributed"].destroy_process_group()
 
 
-def _patience(explained: bool) -> float:
-    """Seconds in which the rank that found a mistake first has said so."""
+def _wait_s(explained: bool) -> float:
+    """Seconds to wait for another rank's report; `explained`: whether this rank has a message for the user."""
     if not _joined():
         return _WAIT_BEFORE_JOINING_S
     return _WAIT_AFTER_JOINING_S if explained else _WAIT_WITHOUT_REASON_S

@@ -70,7 +70,7 @@ class ModelSpec:
         """The dtype of the model's stored weights.
 
         Raises:
-            ValueError: the config names a dtype that torch doesn't know.
+            ValueError: the config names a dtype that torch does not have.
         """
         import torch
 
@@ -85,7 +85,7 @@ def check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:
     if student.hidden_size != teacher.hidden_size or student.num_layers != teacher.num_layers:
         raise ValueError(
             f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
-            f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be matched directly only "
+            f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be compared directly only "
             "between models of the same depth and width: fit a bridge and set bridge.path (of one of several teachers, "
             "teachers[i].bridge), or choose a teacher of the student's shape"
         )
@@ -290,7 +290,7 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
         in_use = bool(windowed)
     if windowed or in_use:
         raise ValueError(
-            f"{source}: sliding-window attention is asked for "
+            f"{source}: sliding-window attention is requested "
             f"(use_sliding_window={hf_config.get('use_sliding_window')}, "
             f"layer types {sorted(set(windowed))}) and not supported; expected full attention in every layer: "
             "choose a model without a window, or set use_sliding_window=false if it was trained without"
@@ -298,11 +298,11 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
 
 
 def source_dtype(hf_config: dict) -> str:
-    """The dtype of the weights, from either spelling; float32 where the config doesn't say."""
+    """The dtype of the weights, from either spelling of the key; float32 if the config has neither."""
     return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def check_dtype(dtype: str, source: str) -> None:
-    """Raises ValueError unless weights can be of this dtype; asked at the start, because export comes at the end."""
+    """Raises ValueError unless weights can have this dtype; checked at the start, because the export comes last."""
     if dtype not in ("float32", "bfloat16", "float16", "float64"):
         raise ValueError(f"{source}: dtype {dtype!r}; expected that of the weights, e.g. bfloat16 or float32")

@@ -1,6 +1,6 @@
-"""The directory of a torch_dist checkpoint, as far as it shows without torch: is it one, and where is its config.json.
+"""Checks of a torch_dist checkpoint's directory that do not need torch, and the place of its config.json.
 
-`weights/torch_dist.py` reads the tensors. Megatron-core could read metadata.json, too, but importing it takes seconds,
+`weights/torch_dist.py` reads the tensors. Megatron-core can read metadata.json, too, but importing it takes seconds,
 and a wrong path is reported before that.
 """
 
@@ -32,7 +32,7 @@ def check_torch_dist(path: Path) -> None:
 
 
 def hf_directory(path: Path) -> Path:
-    """Where a torch_dist checkpoint keeps its model's config.json and tokenizer.
+    """The directory in a torch_dist checkpoint that holds its model's config.json and tokenizer.
 
     Raises:
         ValueError: as `check_torch_dist`, or there is no config.json.
@@ -47,7 +47,7 @@ def hf_directory(path: Path) -> Path:
 
 
 def _sharded_backend(file: Path) -> object:
-    """The format of the tensors that a checkpoint's metadata.json names."""
+    """The format of the tensors according to a checkpoint's metadata.json."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # malformed JSON or UTF-8

@@ -91,19 +91,19 @@ def parse_rope(
     """
     settings: dict = {}
     for key in ("rope_parameters", "rope_scaling"):
-        found = hf_config.get(key) or {}
-        if not isinstance(found, dict):
-            raise ValueError(f"{source}: {key}={found!r}; expected an object as in the model's source")
-        kind = _kind(found)
+        given = hf_config.get(key) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"{source}: {key}={given!r}; expected an object as in the model's source")
+        kind = _kind(given)
         if kind not in kinds:
-            only = "the only one here" if len(kinds) == 1 else "those this family has here"
+            only = "the supported type" if len(kinds) == 1 else "the types supported for this family"
             raise ValueError(
-                f"{source}: {key} asks for RoPE type {kind!r}; expected {' or '.join(map(repr, kinds))}, {only}: "
+                f"{source}: {key} has RoPE type {kind!r}; expected {' or '.join(map(repr, kinds))}, {only}: "
                 "choose a model without it"
             )
-        if settings and found and any(settings[name] != found[name] for name in settings.keys() & found.keys()):
+        if settings and given and any(settings[name] != given[name] for name in settings.keys() & given.keys()):
             raise ValueError(f"{source}: rope_parameters and rope_scaling contradict each other; keep one of them")
-        settings.update(found)
+        settings.update(given)
     share = settings.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     share = 1.0 if share is None else number("partial_rotary_factor", share, source)
     if share != 1.0 and not partial:

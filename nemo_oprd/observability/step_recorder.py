@@ -98,7 +98,7 @@ class StepRecorder:
         return named
 
     def _keep_spikes(self, done: int, rollouts: list[Rollout], metrics: StepMetrics) -> None:
-        """Writes the rollouts of a step whose loss is a spike, in descending order of their contribution to the loss."""
+        """Writes the rollouts of a step with a loss spike, those with the largest contribution first."""
         spike = self._spikes.check(metrics)
         if spike is None:
             return
