@@ -127,7 +127,7 @@ def _collect_statistics(
 
 
 def _empty_statistics(config: Config, models: Models) -> list[PairStatistics]:
-    """The layer pairs that this rank collects: its share of those of its pipeline stage."""
+    """Empty statistics for the layer pairs that this rank collects: its part of its pipeline stage's pairs."""
     role, student, match = models.student.role, models.student.spec, models.objective.teachers[0]
     if role.coords is None:
         return []

@@ -171,7 +171,7 @@ class Student:
         norm = float(self.optimizer.get_grad_norm())
         nonfinite_reason = metrics.nonfinite_reason
         if nonfinite_reason is None and not math.isfinite(norm):
-            nonfinite_reason = f"the gradient's norm is {norm}: {self._nonfinite_parameters()}"
+            nonfinite_reason = f"the gradient's norm is {norm}; non-finite in {self._nonfinite_parameters()}"
         if nonfinite_reason is None:
             with self.partial_training.step(reached=objective.output_weight > 0):
                 self.optimizer.step()
@@ -189,7 +189,7 @@ class Student:
         parts: list[list[str]] = [[] for _ in range(self.role.layout.size)]
         dist.all_gather_object(parts, local_names, group=self.role.member_groups.intra_dist_opt)
         names = sorted({name for part in parts for name in part})
-        return f"that of {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     @torch.no_grad()
     def hidden_states(self, rollouts: list[Rollout], plan: BatchPlan) -> dict[int, torch.Tensor]:

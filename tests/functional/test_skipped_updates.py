@@ -86,7 +86,7 @@ def test_infinite_gradient_names_the_parameter(pools: Pools, tmp_path: Path) -> 
     parameter = "decoder.layers.1.mlp.linear_fc2.weight"
     found = run(pools, tmp_path, "TP2", "train.steps=2", steps=[0], parameter=parameter)
     assert [changed for changed, _ in found["updates"]] == [False, True]
-    assert found["updates"][0][1] == f"the gradient's norm is inf: that of {parameter}"
+    assert found["updates"][0][1] == f"the gradient's norm is inf; non-finite in {parameter}"
     assert lines(tmp_path)[0]["actor/grad_norm"] is None
 
 
