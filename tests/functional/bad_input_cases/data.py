@@ -66,7 +66,7 @@ rollouts("malformed rollout", "a line that is not JSON", "rollouts.jsonl:2: not 
 rollouts("rollout a list", "a line that is no object", "rollouts.jsonl:1: found [1] | expected a JSON object", [1])
 rollouts("no ids", "a rollout without ids", "rollouts.jsonl:1: response_ids=None | expected a list of integers", {"prompt_ids": [1]})
 rollouts("ids as text", "ids that are text", "response_ids=['8', '9'] | expected a list of integers | not text", {**ROLLOUT, "response_ids": ["8", "9"]})
-rollouts("id beyond the vocabulary", "an id beyond the vocabulary", "rollouts.jsonl:2: response_ids holds id 61 | 0..60 | another tokenizer", ROLLOUT, {**ROLLOUT, "response_ids": [61]})
+rollouts("id beyond the vocabulary", "an id beyond the vocabulary", "rollouts.jsonl:2: response_ids holds id 61 | 0..60 | record rollouts with their tokenizer", ROLLOUT, {**ROLLOUT, "response_ids": [61]})
 rollouts("negative id", "a negative id", "prompt_ids holds id -1 | 0..60", {**ROLLOUT, "prompt_ids": [-1]})
 rollouts("mask of another length", "a mask of another length", "response_mask has 1 entries for 2 response tokens | expected one 0 or 1", {**ROLLOUT, "response_mask": [1]})
 rollouts("mask of other values", "a mask of other values", "response_mask=[1, 2] | expected a list of 0 and 1", {**ROLLOUT, "response_mask": [1, 2]})
@@ -75,7 +75,7 @@ rollouts("no tokens", "a rollout without tokens", "both empty | remove the line"
 rollouts("empty responses", "only empty responses", "none of the 2 responses has a supervised token | check response_ids", *[{**ROLLOUT, "response_ids": []}] * 2)
 rollouts("longer than the model", "more tokens than the model has positions", "rollouts.jsonl:1: 70 tokens | 64 positions | remove the line", {"prompt_ids": [5] * 60, "response_ids": [6] * 10})
 READ = {**ROLLOUT, "teacher_prompt_ids": [4], "teacher_response_ids": [5, 6, 7], "teacher_index": [0, 2]}
-rollouts("nothing for the teacher to read", "rollouts without the teacher's ids where it reads text", "rollouts.jsonl:1: no teacher_prompt_ids | because of teacher.reads=text | rollout.save=true", ROLLOUT, overrides=(TEXT,))
+rollouts("nothing for the teacher to read", "rollouts without the teacher's ids where it reads text", "rollouts.jsonl:1: no teacher_prompt_ids | with teacher.reads=text | rollout.save=true", ROLLOUT, overrides=(TEXT,))
 rollouts("the teacher's own ids", "rollouts with the teacher's ids where it reads the student's", "rollouts.jsonl:1: teacher_prompt_ids is given | the teacher reads the student's ids | expected teacher.reads=text", READ)
 rollouts("the teacher's id beyond the vocabulary", "an id beyond the teacher's vocabulary", "teacher_response_ids holds id 61 | 0..60", {**READ, "teacher_response_ids": [5, 6, 61]}, overrides=(TEXT,))
 rollouts("partner beyond the teacher's response", "a partner beyond the teacher's response", "teacher_index holds 3, but the teacher's response has 3 tokens | expected -1 to 2", {**READ, "teacher_index": [0, 3]}, overrides=(TEXT,))
@@ -128,4 +128,4 @@ case("no hint to tell", "a blank hint where the teacher is told one", "prompt 0:
 case("told too much", "a teacher's prompt that fills its positions", "the teacher reads 68 tokens for the prompt '1+1=' | its 64 positions | shorten teacher.prompt or the hint", *SELF[:2], "teacher.prompt='{prompt}" + "1" * 64 + "'")
 case("hint a number", "a hint that is no text", "line 1: hint is 3, expected text", prepare=lambda p: p.write(p.prompts, [{**PROMPT, "hint": 3}]))
 case("no prompt files", "an empty list of prompt files", "data.train=[] | expected a file of prompts, or several | name one", "data.train=[]")
-rollouts("no prompt of the teacher's", "rollouts without the teacher's prompt where it has one", "rollouts.jsonl:1: no teacher_prompt_ids | because of teacher.prompt | rollout.save=true", ROLLOUT, overrides=SELF)
+rollouts("no prompt of the teacher's", "rollouts without the teacher's prompt where it has one", "rollouts.jsonl:1: no teacher_prompt_ids | with teacher.prompt | rollout.save=true", ROLLOUT, overrides=SELF)
