@@ -65,7 +65,7 @@ def attach_projectors(chunks: Sequence[DistillingModel], role: Role, objective: 
 
 def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector]:
     """Student layer -> its projector, for the layers of this rank."""
-    found = {}
+    found: dict[int, Any] = {}
     for chunk in chunks:
         for layer, projector in getattr(chunk, "bridge", torch.nn.ModuleDict()).items():
             found[int(layer)] = projector
