@@ -11,8 +11,9 @@ a role that it does not have take part in the transfers and return None.
                                       gradient_injection.py; the losses themselves: losses/
     gradients -> weights              distillation/student.py
     weights -> engine                 weights/hf.py
-    validation, checkpoints, metrics  evaluation/validation.py, checkpointing/checkpointer.py (when) and training_state.py
-                                      (what), observability/step_recorder.py and metrics_log.py
+    validation sets                   evaluation/validation.py
+    checkpoints                       checkpointing/checkpointer.py says when, training_state.py writes and loads them
+    metrics                           observability/step_recorder.py, metrics_log.py
     signals, locks, dead ranks        fault_tolerance/
 
 What is built before the loop, and in which order mistakes are found, is `setup/training.py`; `setup/preflight.py` finds
