@@ -4,9 +4,9 @@
 
 The floor is a forward and backward pass of the student's own schedule over the same packed microbatches, without an
 observer. An update is `GradientAccumulation.forward_backward` of the training step, with the teacher's targets already
-there; their bytes have a column of their own. Operations are torch's count of matrix products; bytes are those of all storages that
-operations create, so both are exact and the same on every machine. CPU seconds are the median of three passes, one
-thread, and depend on the machine.
+there; their bytes have a column of their own. Operations are torch's count of matrix products; bytes are those of all
+storages that operations create, so both are exact and the same on every machine. CPU seconds are the median of three
+passes, one thread, and depend on the machine.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ class MegatronCheckpoint:
         found = [key for key in tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
         if not found:
             raise ValueError(
-                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*tensors][:3])}, ...; expected every "
-                f"weight of the {self.spec.model_type} model in hf/config.json: is it another model's config?"
+                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*tensors][:3])}, ...; expected "
+                f"every weight of the {self.spec.model_type} model in hf/config.json: is it another model's config?"
             )
         if len(found) > 1:
             raise ValueError(f"{self.path}: holds several models ({', '.join(found)}); expected a checkpoint of one")
