@@ -1,10 +1,23 @@
 """On-policy representation distillation, start to end: read `train` and you have read the system.
 
-The parts, and where they are: prompts and what teachers read (`rollout/sampler.py`), the engine that samples
-(`rollout/engine.py`), what an update trains on (`distillation/objective.py`), the teachers (`distillation/teacher.py`),
-losses and their gradients on every pipeline stage (`distillation/step.py`, `hidden_state_loss.py`), validation sets
-(`evaluation/validation.py`), checkpoints (`checkpointing/checkpointer.py`), metrics (`observability/`). What is built
-before the loop, and in which order mistakes are found, is `setup/training.py`. Every rank runs this same loop.
+Every rank runs this same loop. A rank has a part of the student, of the teachers, of both or of neither; the objects of
+a role that it does not have take part in the transfers and return None.
+
+    prompts -> rollouts               rollout/sampler.py; the engine that samples is chosen in rollout/factory.py
+    what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
+    which teacher reads a response    distillation/teacher_routing.py
+    rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py
+    targets -> gradients              distillation/step.py, hidden_state_loss.py; on every pipeline stage:
+                                      gradient_injection.py; the losses themselves: losses/
+    gradients -> weights              distillation/student.py
+    weights -> engine                 weights/hf.py
+    validation sets                   evaluation/validation.py
+    checkpoints                       checkpointing/checkpointer.py says when, training_state.py writes and loads them
+    metrics                           observability/step_recorder.py, metrics_log.py
+    signals, locks, dead ranks        fault_tolerance/
+
+What is built before the loop, and in which order mistakes are found, is `setup/training.py`; `setup/preflight.py` finds
+what the configuration shows by itself.
 """
 
 from __future__ import annotations

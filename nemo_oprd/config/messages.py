@@ -179,7 +179,7 @@ def _describe(hint: Any) -> str:
     if origin in (list, dict):
         return f"{origin.__name__} of {_describe(arguments[-1])}"
     return {
-        Any: "a value",
+        Any: "values",
         types.NoneType: "null",
         int: "an integer",
         float: "a number",

@@ -21,6 +21,7 @@ from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked
 from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
 from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.optimizer import main_gradient
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.weights.hf import TensorReader
 
@@ -132,7 +133,7 @@ class OutputHeadLoss:
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
         settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
         if self.scale:
-            result = chunked_output_loss(*arguments, **settings, scale=self.scale, head_grad=head.main_grad)
+            result = chunked_output_loss(*arguments, **settings, scale=self.scale, head_grad=main_gradient(head))
             self.sums, gradient = result.sums, result.hidden
         else:
             self.sums, gradient = output_metrics(*arguments, **settings), torch.zeros_like(rows_ND)

@@ -69,7 +69,7 @@ def attach_projectors(chunks: Sequence[DistillingModel], role: Role, objective: 
 
 def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector]:
     """Student layer -> its projector, for the layers of this rank."""
-    projectors = {}
+    projectors: dict[int, Any] = {}
     for chunk in chunks:
         for layer, projector in getattr(chunk, "bridge", torch.nn.ModuleDict()).items():
             projectors[int(layer)] = projector

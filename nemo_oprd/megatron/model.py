@@ -268,13 +268,14 @@ class DistillingModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
-        angles: torch.Tensor | None = self._rotary(sequences)
+        angles = self._rotary(sequences)
+        decoding = isinstance(sequences, DecodeParams)
         if isinstance(sequences, DecodeParams):  # `SDPAttention` rotates queries and keys itself
-            sequences, angles = replace(sequences, rotation=rotation(angles, self.config)), None
+            sequences = replace(sequences, rotation=rotation(angles, self.config))
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=angles,
+            rotary_pos_emb=None if decoding else angles,
             packed_seq_params=sequences,
         )
         if not self.post_process and self._skips_last_layer(sequences):

@@ -58,6 +58,11 @@ def _unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, h
                 yield chunk.output_layer
 
 
+def main_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A parameter's float32 gradient in the buffer of Megatron's DDP, of the parameter's shape."""
+    return parameter.main_grad  # type: ignore[attr-defined, no-any-return]
+
+
 def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer: bool) -> list[Any]:
     """Megatron's DDP around each chunk; gradients are accumulated and reduced in float32."""
     ddp_config = DistributedDataParallelConfig(

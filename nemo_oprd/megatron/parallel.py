@@ -128,7 +128,7 @@ def wait_for_all() -> None:
     world = dist.group.WORLD
     if _meetings.get("world") is not world:
         # a separate connection: while one waits, other users of it, such as NCCL's threads, get no answer
-        _meetings.update(world=world, number=0, store=_get_default_store().clone())
+        _meetings.update(world=world, number=0, store=_get_default_store().clone())  # type: ignore[attr-defined]
     _meetings["number"] += 1
     store, number = _meetings["store"], _meetings["number"]
     key, previous_key = (f"nemo_oprd/meeting/{meeting}" for meeting in (number, number - 1))

@@ -185,8 +185,9 @@ class MegatronCheckpoint:
     @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of the embedding."""
-        key = self._found["embedding.word_embeddings.weight"]
-        return self._metadata.state_dict_metadata[key].properties.dtype
+        entry = self._metadata.state_dict_metadata[self._found["embedding.word_embeddings.weight"]]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._last:
@@ -207,17 +208,17 @@ class MegatronCheckpoint:
 
     def _find(self, parameter: Parameter) -> str:
         """The key of a parameter in this checkpoint, including its prefix; checks the shape."""
-        entries = self._metadata.state_dict_metadata
-        tensors = [key for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+        entries = self._metadata.state_dict_metadata.items()
+        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         found = [key for key in tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
         if not found:
             raise ValueError(
-                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join(tensors[:3])}, ...; expected every "
-                f"weight of the {self.spec.model_type} model in hf/config.json: is it another model's config?"
+                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*tensors][:3])}, ...; expected "
+                f"every weight of the {self.spec.model_type} model in hf/config.json: is it another model's config?"
             )
         if len(found) > 1:
             raise ValueError(f"{self.path}: holds several models ({', '.join(found)}); expected a checkpoint of one")
-        expected, shape = parameter.with_layer(self.spec.num_layers, parameter.shape), tuple(entries[found[0]].size)
+        expected, shape = parameter.with_layer(self.spec.num_layers, parameter.shape), tuple(tensors[found[0]].size)
         padded = int(isinstance(parameter.mapping.form, Vocabulary) and shape[0] >= expected[0])
         if shape[padded:] != expected[padded:]:
             raise ValueError(

@@ -94,5 +94,5 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
 
 def install() -> None:
     """Makes this process read every checkpoint in this way from now on."""
-    FileSystemReader.read_metadata = _read_metadata
-    DefaultLoadPlanner.load_bytes = _load_bytes
+    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]
+    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]

@@ -153,6 +153,7 @@ def read_megatron_tensor(
         ValueError: the chunks don't cover the slice, or a file is damaged.
     """
     entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata), f"{key} is not a tensor"
     wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     items = create_read_items_for_chunk_list(key, entry, [wanted])
     if sum(prod(item.lengths) for item in items) != prod(sizes):  # chunks don't overlap, so counting is enough

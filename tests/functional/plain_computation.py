@@ -34,11 +34,11 @@ def expected_result(config: Config, rollouts: list[Rollout]) -> dict[str, Any]:
 def mean_term_size(config: Config, rollouts: list[Rollout]) -> float:
     """The mean of |log p - log q| over the sampled tokens, with the weights of the loss."""
     assert config.loss.output.kind == "sampled_token"
-    signed = plain._Output._divergence
+    signed = plain._OutputLoss._divergence
 
-    def absolute(output: plain._Output, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def absolute(output: plain._OutputLoss, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         value, differentiable = signed(output, *args)
         return value.abs(), differentiable
 
-    with mock.patch.object(plain._Output, "_divergence", absolute):
+    with mock.patch.object(plain._OutputLoss, "_divergence", absolute):
         return float(plain.reference(config, rollouts)["output/loss"])

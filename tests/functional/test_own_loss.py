@@ -10,6 +10,7 @@ import pytest
 import torch
 from bad_inputs import GOLDEN, ROOT
 from layout_cases import check_result
+from plain_computation import expected_result
 from pool import Pools
 
 from nemo_oprd.config.loading import load_config
@@ -59,7 +60,7 @@ def test_verify_against_the_reference(pools: Pools, tmp_path: Path, layout: str)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nemo_oprd.verification.reference.row_loss", lambda loss: huber)
-        expected = reference(config, read_rollouts(str(config.rollout.replay), VOCABULARY))
+        expected = expected_result(config, read_rollouts(str(config.rollout.replay), VOCABULARY))
     check_result(tmp_path / "out", expected, layout, TOLERANCE)
 
 
