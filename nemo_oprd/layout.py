@@ -56,10 +56,10 @@ class Layout:
         pipeline, data = divmod(rest, self.data)
         return Coordinates(tensor, context, data, pipeline)
 
-    def rank(self, at: Coordinates) -> int:
-        """The global rank with the coordinates `at`; the inverse of `coordinates`."""
-        inner = (at.pipeline * self.data + at.data) * self.context + at.context
-        return self.first_rank + inner * self.tensor + at.tensor
+    def rank(self, coords: Coordinates) -> int:
+        """The global rank with the coordinates `coords`; the inverse of `coordinates`."""
+        inner = (coords.pipeline * self.data + coords.data) * self.context + coords.context
+        return self.first_rank + inner * self.tensor + coords.tensor
 
     def layers_per_stage(self, num_layers: int) -> list[int]:
         """Number of layers on each pipeline rank.

@@ -96,24 +96,24 @@ class BatchPlan:
         places = np.array([place_of_response[i] for i in self.table.response.tolist()], dtype=np.int64).reshape(-1, 3)
         return places[:, 0], places[:, 1], places[:, 2]
 
-    def local_rows(self, at: Coordinates) -> list[LocalRows]:
-        """Per microbatch, the rows in the hidden states of the rank at `at`; they are the same for all its layers."""
+    def local_rows(self, coords: Coordinates) -> list[LocalRows]:
+        """Per microbatch, the rows in the hidden states of the rank at `coords`; they are the same for all its layers."""
         data, microbatch, slot = self._place
         result = []
-        for m, pack in enumerate(self.packs[at.data]):
-            rows = np.flatnonzero((data == at.data) & (microbatch == m))
-            held, hidden_index = pack.local_rows(slot[rows], self.table.position[rows], at)
+        for m, pack in enumerate(self.packs[coords.data]):
+            rows = np.flatnonzero((data == coords.data) & (microbatch == m))
+            held, hidden_index = pack.local_rows(slot[rows], self.table.position[rows], coords)
             result.append(LocalRows(rows[held], hidden_index))
         return result
 
-    def owned_rows(self, at: Coordinates) -> np.ndarray:
-        """Table indices of the rows that the rank at `at` sends or receives, in the order of its microbatches.
+    def owned_rows(self, coords: Coordinates) -> np.ndarray:
+        """Table indices of the rows that the rank at `coords` sends or receives, in the order of its microbatches.
 
         Under tensor parallelism without sequence parallelism all tensor ranks hold the same rows. Each of them owns an
         equal part, so that no row is sent twice.
         """
-        rows = np.concatenate([local.table_index for local in self.local_rows(at)])
-        return np.array_split(rows, self.layout.tensor)[at.tensor] if self.replicated else rows
+        rows = np.concatenate([local.table_index for local in self.local_rows(coords)])
+        return np.array_split(rows, self.layout.tensor)[coords.tensor] if self.replicated else rows
 
     @property
     def replicated(self) -> bool:

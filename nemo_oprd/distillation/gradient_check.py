@@ -21,8 +21,8 @@ def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> 
     """
     per_stage = [0] * plan.layout.pipeline
     for rank in plan.layout.ranks:
-        at = plan.layout.coordinates(rank)
-        per_stage[at.pipeline] += sum(len(rows.table_index) > 0 for rows in plan.local_rows(at))
+        coords = plan.layout.coordinates(rank)
+        per_stage[coords.pipeline] += sum(len(rows.table_index) > 0 for rows in plan.local_rows(coords))
     return {layer: per_stage[plan.layout.stage_of_layer(layer, num_layers)[0]] for layer in layers}
 
 
@@ -38,9 +38,9 @@ def check_output_passes(count: int, plans: list[BatchPlan]) -> None:
     """
     expected = 0
     for plan in plans:
-        ranks = (plan.layout.coordinates(rank) for rank in plan.layout.ranks)
-        last = (at for at in ranks if at.pipeline == plan.layout.pipeline - 1)
-        expected += sum(len(rows.table_index) > 0 for at in last for rows in plan.local_rows(at))
+        all_coords = (plan.layout.coordinates(rank) for rank in plan.layout.ranks)
+        last_stage = (coords for coords in all_coords if coords.pipeline == plan.layout.pipeline - 1)
+        expected += sum(len(rows.table_index) > 0 for coords in last_stage for rows in plan.local_rows(coords))
     if count != expected:
         raise CaptureError(
             f"the output loss had {count} backward pass(es) in this step, expected {expected}: the last stage's "

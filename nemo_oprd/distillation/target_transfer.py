@@ -33,8 +33,8 @@ class Transfer:
 
 def _owned_by(plan: BatchPlan, rank: int) -> tuple[Coordinates, np.ndarray]:
     """(Coordinates of a global rank, table indices of the rows that it owns)."""
-    at = plan.layout.coordinates(rank)
-    return at, plan.owned_rows(at)
+    coords = plan.layout.coordinates(rank)
+    return coords, plan.owned_rows(coords)
 
 
 def plan_transfers(
@@ -67,8 +67,8 @@ def plan_transfers(
     wanted = {target: _owned_by(student, target) for target in {target for _, target in pairs}}
     transfers = []
     for source, target in pairs:
-        (from_at, from_rows), (to_at, to_rows) = sent[source], wanted[target]
-        shared = tuple(sorted(owned_by_teacher[from_at.pipeline] & owned_by_student[to_at.pipeline]))
+        (from_coords, from_rows), (to_coords, to_rows) = sent[source], wanted[target]
+        shared = tuple(sorted(owned_by_teacher[from_coords.pipeline] & owned_by_student[to_coords.pipeline]))
         rows = np.intersect1d(from_rows, to_rows, assume_unique=True)
         if shared and len(rows):
             transfers.append(Transfer(source, target, shared, rows))
