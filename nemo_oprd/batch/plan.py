@@ -97,7 +97,7 @@ class BatchPlan:
         return places[:, 0], places[:, 1], places[:, 2]
 
     def local_rows(self, coords: Coordinates) -> list[LocalRows]:
-        """Per microbatch, the rows in the hidden states of the rank at `coords`; they are the same for all its layers."""
+        """Per microbatch, the rows in the hidden states of the rank at `coords`, the same ones for all its layers."""
         data, microbatch, slot = self._place
         result = []
         for m, pack in enumerate(self.packs[coords.data]):
