@@ -52,6 +52,11 @@ REQUIRED = {
     "hydra": "hydra-core",
     "omegaconf": "omegaconf",
     "antlr4": "antlr4-python3-runtime",
+    "filelock": "filelock",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic_core",
+    "annotated_types": "annotated-types",
+    "typing_inspection": "typing-inspection",
     "yaml": "PyYAML",
     "tqdm": "tqdm",
 }

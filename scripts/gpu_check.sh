@@ -4,7 +4,7 @@
 # Runs in the active Python if its torch sees a GPU (PYTHON=... names another), otherwise in the project's environment.
 # --wheels DIR: installs the wheels in DIR for this run only; make them on a machine with a package index, for example
 #   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR megatron-core einops hydra-core omegaconf \
-#     antlr4-python3-runtime filelock
+#     antlr4-python3-runtime filelock pydantic pydantic-core annotated-types typing-inspection
 set -euo pipefail
 arguments=() wheels=
 while [ $# -gt 0 ]; do

@@ -65,7 +65,11 @@ class Models:
         return StepBatch(rollouts, objective, plan, groups, kept or KeptResults(), is_last)
 
     def plan(self, rollouts: list[Rollout], objective: StepObjective) -> StepPlan:
-        """The batch packed for the student, without the tokens that no supervised row depends on."""
+        """The batch packed for the student, without the tokens that no supervised row depends on.
+
+        Every rank makes the same plan, except that row weights by position (`loss.representation.adaptive.positions`)
+        are known on the student's ranks only: no other rank reads row weights.
+        """
         taught_by = self.taught_by(rollouts)
         hidden = objective.weigh_positions(self.routing.weigh(objective.run.rows(rollouts), taught_by))
         term = objective.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Validation:
 
     Args:
         evaluator: None if the run does not evaluate.
-        teacher: returns a tensor of the teacher by its HF name, for `evaluation.teacher`.
+        open_teacher: opens the weights of the teacher that `evaluation.teacher` samples; called only for that.
         checkpoints: the run's directory of checkpoints.
         first_step: the step that the run begins with; above 0 in a resumed run.
         signals: a received signal defers the current evaluation to the next start.
@@ -35,13 +36,13 @@ class Validation:
         config: Config,
         evaluator: Evaluator | None,
         engine: RolloutEngine,
-        teacher: TensorReader,
+        open_teacher: Callable[[], TensorReader],
         log: MetricsLog,
         checkpoints: Path,
         first_step: int,
         signals: Signals,
     ) -> None:
-        self._config, self._evaluator, self._engine, self._teacher = config, evaluator, engine, teacher
+        self._config, self._evaluator, self._engine, self._open_teacher = config, evaluator, engine, open_teacher
         self._log, self._checkpoints, self._first_step, self._signals = log, checkpoints, first_step, signals
 
     def before_training(self, student: Student) -> None:
@@ -51,6 +52,9 @@ class Validation:
             Stopped: a signal asked the run to stop.
         """
         if self._evaluator is None:
+            (stop,) = agree(device(), self._asked_to_stop())
+            if stop:
+                raise Stopped(f"stopped by {self._signal} before training; the same command starts again from there")
             return
         try:
             if self._first_step:
@@ -59,10 +63,9 @@ class Validation:
                 self._evaluate_at_start(self._evaluator, student)
         except GenerationCancelled:
             where = f"after step {self._first_step}" if self._first_step else "before training"
-            signal = self._signals.received or "a signal to another rank"
             raise Stopped(
-                f"stopped by {signal} in the evaluation {where}: nothing was trained since the last save; the same "
-                "command starts again from there"
+                f"stopped by {self._signal} in the evaluation {where}: nothing was trained since the last save; the "
+                "same command starts again from there"
             ) from None
 
     def after_step(self, done: int) -> EvaluationOutcome:
@@ -84,7 +87,7 @@ class Validation:
         metrics = evaluator.evaluate(self._engine, should_cancel=self._asked_to_stop)
         if self._config.evaluation.teacher:
             self._log.say("evaluating the teacher")
-            self._engine.load(self._teacher, "teacher")
+            self._engine.load(self._open_teacher(), "teacher")
             metrics.update(evaluator.evaluate(self._engine, prefix="teacher/", should_cancel=self._asked_to_stop))
             self._engine.update_weights(student.hf_weights())
         self._log.write(0, metrics)
@@ -105,6 +108,10 @@ class Validation:
             mark_best(self._checkpoints, best)
             prune(self._checkpoints, self._config.train.keep_checkpoints, done)
         self._write(done, metrics)
+
+    @property
+    def _signal(self) -> str:
+        return self._signals.received or "a signal to another rank"
 
     def _asked_to_stop(self) -> bool:
         return self._signals.received is not None

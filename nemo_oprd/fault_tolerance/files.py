@@ -53,14 +53,18 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_directory(path: Path) -> Iterator[Path]:
+def replacing_directory(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
     """Yields an empty directory to write to; at the end it replaces the directory `path`, flushed to the disk.
 
     Directories can't be exchanged in one operation: a process that is killed between the removal of an old `path` and
     the renaming leaves none. If the body raises, the partial directory is removed and `path` stays as it was.
 
+    Args:
+        overwrite: False keeps what is in `path` by then, e.g. the result of another process.
+
     Raises:
-        OSError: the disk is full or a file can't be written; the error names `path`, see `disk.naming`.
+        OSError: the disk is full, a file can't be written, or `path` holds files that must not be overwritten; the
+            error names `path`, see `disk.naming`.
     """
     partial = partial_path(path)
     with naming(path):
@@ -69,8 +73,9 @@ def replacing_directory(path: Path) -> Iterator[Path]:
         try:
             yield partial
             flush_tree(partial)
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)
+            if overwrite:
+                shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)  # replaces an empty directory, and fails on any other
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

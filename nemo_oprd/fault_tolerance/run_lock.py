@@ -29,7 +29,7 @@ class RunLock:
         Raises:
             ValueError: another process holds the lock, or the directory can't be written.
         """
-        path = directory / ".lock"
+        path = Path(os.path.realpath(directory / ".lock"))  # filelock opens no link
         self._path, self._made_directory = path, not directory.exists()
         self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
         try:

@@ -53,7 +53,19 @@ class ModelFiles:
 
     @cached_property
     def read(self) -> TensorReader:
-        """Returns a tensor of the model by its HF name, from either kind of source.
+        """The reader of the weights, opened on first access and kept until `close`.
+
+        Raises:
+            ValueError: as `open`.
+        """
+        return self.open()
+
+    def close(self) -> None:
+        """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""
+        self.__dict__.pop("read", None)
+
+    def open(self) -> TensorReader:
+        """Returns a function that reads a tensor of the model by its HF name, from either kind of source.
 
         Raises:
             ValueError: a file is missing or damaged, or its tensors are not those of this architecture.
@@ -172,6 +184,8 @@ def build_models(config: Config, plan: RunPlan | None = None, *, trainable: bool
         _build_teacher(config, student, teacher_role, needs, number, files)
         for number, files in enumerate(plan.files.teachers)
     ]
+    for model in (plan.files.student, *plan.files.teachers):
+        model.close()
     dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
     return Models(config, objective, plan.watched, student, teachers, Routing(tuple(config.teacher_sources)))
 

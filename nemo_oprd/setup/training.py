@@ -133,7 +133,7 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) 
         engine,
         RolloutSampler(config, engine, data.prompts, data.teacher_inputs, cache, first_step, log.say),
         StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
-        Validation(config, data.evaluator, engine, files.teachers[0].read, log, checkpoints, first_step, signals),
+        Validation(config, data.evaluator, engine, files.teachers[0].open, log, checkpoints, first_step, signals),
         Checkpointer(config.train, checkpoints, student, directory, signals, skipped),
         log,
         first_step,

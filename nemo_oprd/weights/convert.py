@@ -118,7 +118,7 @@ def hf_to_megatron(
     check_source(checkpoint, spec)
     from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
 
-    with replacing_directory(target) as partial:
+    with replacing_directory(target, overwrite=False) as partial:
         _write(checkpoint, spec, layout, partial, progress)
         copy_tokenizer_files(source, partial / "hf")
         shutil.copyfile(source / "config.json", partial / "hf" / "config.json")

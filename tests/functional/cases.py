@@ -359,3 +359,16 @@ def average_after_update(overrides: list[str]) -> tuple:
 
     student = named_parameters(models.student.chunks)[name].detach().float()
     return start, student, average.average[name].clone()
+
+
+def open_weight_readers(overrides: list[str]) -> int:
+    """How many readers of weight files are alive in a run that is ready to train."""
+    import gc
+
+    from nemo_oprd.setup.training import start_training
+    from nemo_oprd.weights.convert import MegatronCheckpoint
+    from nemo_oprd.weights.hf import HFCheckpoint
+
+    with start_training(load_config("verify", overrides)):
+        gc.collect()
+        return sum(isinstance(thing, HFCheckpoint | MegatronCheckpoint) for thing in gc.get_objects())

@@ -42,3 +42,9 @@ def test_offloaded_weights_are_only_there_while_the_teacher_reads(pools: Pools, 
     assert resident["during"] == resident["before"] == resident["after"] > 0
     away = pools[2].run("cases:teacher_weight_bytes", overrides=[*BASE, *layout, "teacher.offload=true"])
     assert away == {"before": 0, "during": resident["during"], "after": 0}
+
+
+def test_weight_files_are_closed_when_models_are_built(pools: Pools, tmp_path: Path) -> None:
+    """An open file stays mapped, and counts against the memory limit of a job."""
+    run = [*BASE[:-1], f"output={tmp_path / 'run'}", "logging.tensorboard=false"]
+    assert pools[1].run("cases:open_weight_readers", overrides=run) == 0

@@ -29,6 +29,7 @@ from nemo_oprd.checkpointing.directory import commit_checkpoint, partial_directo
 from nemo_oprd.checkpointing.training_state import check_resume_signature, resume_signature
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.watched_metrics import ModelNeeds
+from nemo_oprd.evaluation.validation import Validation
 from nemo_oprd.fault_tolerance import watchdog
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.fault_tolerance.run_lock import RunLock
@@ -60,6 +61,30 @@ def test_lock_names_its_holder_and_is_let_go(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     RunLock(tmp_path / "run").release()
+
+
+def test_lock_behind_a_link(tmp_path: Path) -> None:
+    """Of two directories whose locks are one file, one is free."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").symlink_to(tmp_path / "lock")
+    lock = RunLock(tmp_path / "a")
+    with pytest.raises(ValueError, match="is in use by process"):
+        RunLock(tmp_path / "b")
+    lock.release()
+    RunLock(tmp_path / "b").release()
+
+
+def test_a_signal_before_training_stops_a_run_without_validation_sets() -> None:
+    """It would otherwise train a whole step first."""
+    signals = SimpleNamespace(received=None)
+    nothing: Any = None
+    validation = Validation(nothing, nothing, nothing, nothing, nothing, nothing, 0, signals)  # type: ignore[arg-type]
+    with mock.patch("nemo_oprd.evaluation.validation.agree", lambda _, flag: [flag]):
+        validation.before_training(nothing)
+        signals.received = "SIGTERM"
+        with pytest.raises(Stopped, match="stopped by SIGTERM before training"):
+            validation.before_training(nothing)
 
 
 def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:

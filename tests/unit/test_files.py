@@ -94,6 +94,18 @@ def test_a_directory_is_replaced_at_the_end_only_and_flushed_at_any_depth(tmp_pa
     assert flushed[-1] == "."
 
 
+def test_a_directory_that_must_not_be_overwritten_stays(tmp_path: Path) -> None:
+    """Another process may have finished the same directory first; an empty one is replaced."""
+    target = tmp_path / "model"
+    with replacing_directory(target, overwrite=False) as partial:
+        (partial / "mine").write_text("1")
+        target.mkdir()
+    assert [file.name for file in target.iterdir()] == ["mine"]
+    with pytest.raises(OSError, match="not empty"), replacing_directory(target, overwrite=False) as partial:
+        (partial / "theirs").write_text("2")
+    assert [file.name for file in target.iterdir()] == ["mine"] and [*tmp_path.iterdir()] == [target]
+
+
 def test_a_directory_whose_body_raises_is_left_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "hf"
     path.mkdir()
