@@ -312,7 +312,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
     models, rollouts = models_and_rollouts(overrides)
     read: list[list[int]] = [[] for _ in models.teachers]
     resident: list[int] = []
-    forward = Teacher._read
+    forward = Teacher._forward
 
     def spy(self, rollouts, plan, objective):  # type: ignore[no-untyped-def]
         packs = plan.hidden.packs[self.role.coords.data]
@@ -327,7 +327,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
     from nemo_oprd.distillation import teacher as runner
 
     run_schedule = runner.run_schedule
-    with mock.patch.object(Teacher, "_read", spy), mock.patch.object(runner, "run_schedule", present):
+    with mock.patch.object(Teacher, "_forward", spy), mock.patch.object(runner, "run_schedule", present):
         accumulate(models, rollouts, 0)
     everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, read)
