@@ -172,8 +172,8 @@ def _error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def guard(settings: Settings) -> Outcome:
     """A loss on a detached copy of a hidden state must stop the run before any output, and the error name the layer."""
-    from nemo_oprd.distillation.gradient_check import CaptureError
     from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
+    from nemo_oprd.distillation.injection_counts import CaptureError
 
     broken_layer, output = 2, settings.scratch / "guard"
     supervise = HiddenStateLoss._supervise

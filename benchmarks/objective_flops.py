@@ -24,7 +24,7 @@ from benchmarks.real_shape import R1_DISTILL_1P5B
 from benchmarks.toy_arms import objectives
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import build_models
+from nemo_oprd.setup.models import build_distiller
 
 PROMPT, RESPONSES = 8, (120, 120)
 LAYERS, IDS = (1, 2), (1024, 2048)
@@ -76,12 +76,12 @@ def count(shape: Shape, settings: tuple[str, ...]) -> Count:
             [f"student.hf_path={scratch / 'student'}", f"teacher.hf_path={scratch / 'teacher'}", *settings, *alone,
              f"rollout.replay={scratch / 'rollouts.jsonl'}", "train.tokens_per_microbatch=512", "output=unused"],
         )  # fmt: skip
-        models = build_models(config)
+        distiller = build_distiller(config)
         rollouts = read_rollouts(str(config.rollout.replay), shape.vocab_size)
         with FlopCounterMode(display=False) as teacher:
-            batch = models.batch(rollouts, models.objective_of(None))
-            targets = models.targets(batch, batch.plan)
-        accumulation = models.start(batch)
+            batch = distiller.batch(rollouts, distiller.objective_of(None))
+            targets = distiller.targets(batch, batch.plan)
+        accumulation = distiller.start(batch)
         with FlopCounterMode(display=False) as update:
             accumulation.forward_backward(batch.plan, targets)
         return Count(teacher.get_total_flops(), update.get_total_flops())

@@ -22,7 +22,7 @@ from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step import StepBatch
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed
@@ -30,7 +30,7 @@ from nemo_oprd.models import read_model_spec
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.megatron_engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import build_models
+from nemo_oprd.setup.models import build_distiller
 from nemo_oprd.weights.hf import HFCheckpoint
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
@@ -142,24 +142,24 @@ def _step(settings: Settings, recompute: str) -> Outcome:
     """Seconds, tokens/s and memory of a training step on a batch of recorded responses."""
     size = QUICK if settings.quick else REAL
     config = _configure(settings, size, f"student.recompute={recompute}")
-    models = build_models(config)
+    distiller = build_distiller(config)
     rollouts = read_rollouts(str(config.rollout.replay), size.shape.vocab_size)
     meter = Meter()
     for step in range(WARMUP + STEPS):
         with meter("teacher"):
-            batch = models.batch(rollouts, models.objective_of(None))
-            targets = models.targets(batch, batch.plan)
+            batch = distiller.batch(rollouts, distiller.objective_of(None))
+            targets = distiller.targets(batch, batch.plan)
         with meter("update"):
-            measured = _forward_backward(models, batch, targets)
+            measured = _forward_backward(distiller, batch, targets)
         with meter("optimizer"):
-            models.student.optimizer_step(step, batch.objective, measured)
+            distiller.student.optimizer_step(step, batch.objective, measured)
     between = resident_bytes()
     phases = meter.summary(WARMUP)
     tokens = sum(rollout.length for rollout in rollouts)
     seconds = sum(phase["seconds"] or 0.0 for phase in phases.values())
     numbers: dict[str, Any] = {
         "recompute": recompute,
-        "layers": models.student.spec.num_layers,
+        "layers": distiller.student.spec.num_layers,
         "response_tokens": list(size.responses),
         "tokens_per_microbatch": size.tokens_per_microbatch,
         "supervised_rows": len(batch.plan.hidden.table),
@@ -168,23 +168,23 @@ def _step(settings: Settings, recompute: str) -> Outcome:
         "tokens_per_s": tokens / seconds,
         "resident_gb": None if between is None else between / 1e9,
         "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
-        "update_without_loss_seconds": _without_loss(models, batch, targets),
+        "update_without_loss_seconds": _without_loss(distiller, batch, targets),
     }
     return Outcome(numbers, list(_step_lines(numbers, tokens)))
 
 
-def _without_loss(models: Models, batch: StepBatch, targets: Any) -> float:
+def _without_loss(distiller: Distiller, batch: StepBatch, targets: Any) -> float:
     """Median seconds of forward and backward with loss.representation.weight=0: losses are computed, not injected."""
     meter = Meter()
     without = dataclasses.replace(batch, objective=dataclasses.replace(batch.objective, weight=0.0))
     for _ in range(WARMUP + STEPS):
         with meter("update"):
-            _forward_backward(models, without, targets)
+            _forward_backward(distiller, without, targets)
     return meter.summary(WARMUP)["update"]["seconds"] or 0.0
 
 
-def _forward_backward(models: Models, batch: StepBatch, targets: Any) -> Any:
-    accumulation = models.start(batch)
+def _forward_backward(distiller: Distiller, batch: StepBatch, targets: Any) -> Any:
+    accumulation = distiller.start(batch)
     accumulation.forward_backward(batch.plan, targets)
     return accumulation.finish()
 

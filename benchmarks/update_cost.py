@@ -26,11 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step import StepBatch
 from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import build_models
+from nemo_oprd.setup.models import build_distiller
 
 SHAPE = Shape(8, 512, 1408, 8, 2, 32768, 2048)
 PROMPT, RESPONSES = 64, [960, 960]
@@ -66,9 +66,9 @@ def measure(run: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -
     }
 
 
-def floor_of(models: Models, batch: StepBatch) -> dict[str, float]:
+def floor_of(distiller: Distiller, batch: StepBatch) -> dict[str, float]:
     """A forward and backward pass over the batch without any loss."""
-    student = models.student
+    student = distiller.student
 
     def run() -> None:
         packs = batch.plan.hidden.packs[0]
@@ -78,14 +78,14 @@ def floor_of(models: Models, batch: StepBatch) -> dict[str, float]:
     return measure(run, student.zero_gradients)
 
 
-def update_of(models: Models, batch: StepBatch) -> dict[str, float]:
+def update_of(distiller: Distiller, batch: StepBatch) -> dict[str, float]:
     """The update's forward and backward passes, losses and gradients included."""
-    targets = models.targets(batch, batch.plan)
+    targets = distiller.targets(batch, batch.plan)
     held = sum(each.bytes_held for each in targets.values())
     started: list[Any] = []
 
     def prepare() -> None:
-        started[:] = [models.start(batch)]
+        started[:] = [distiller.start(batch)]
 
     found = measure(lambda: started[0].forward_backward(batch.plan, targets), prepare)
     return {**found, "target_bytes": float(held)}
@@ -107,11 +107,11 @@ def cost(scratch: Path, settings: list[str]) -> dict[str, dict[str, float]]:
             *alone,
         ],
     )
-    models = build_models(config)
-    batch = models.batch(
-        read_rollouts(str(config.rollout.replay), SHAPE.vocab_size), models.objective_of(0, watch=False)
+    distiller = build_distiller(config)
+    batch = distiller.batch(
+        read_rollouts(str(config.rollout.replay), SHAPE.vocab_size), distiller.objective_of(0, watch=False)
     )
-    return {"floor": floor_of(models, batch), "update": update_of(models, batch)}
+    return {"floor": floor_of(distiller, batch), "update": update_of(distiller, batch)}
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ what the configuration shows by itself.
 from __future__ import annotations
 
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.gradient_noise import is_due, measure_gradient_noise
-from nemo_oprd.distillation.models import Models
-from nemo_oprd.distillation.startup_check import check_gradients
+from nemo_oprd.distillation.distiller import Distiller
+from nemo_oprd.distillation.gradient_check import check_gradients
+from nemo_oprd.distillation.gradient_noise import is_noise_due, measure_gradient_noise
 from nemo_oprd.distillation.step import KeptResults, StepBatch
 from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.observability.phase_timer import PhaseTimer
@@ -41,22 +41,22 @@ def train(config: Config) -> None:
         Stopped: the process was asked to stop by a signal; the run has saved and can be resumed.
     """
     with start_training(config) as run:
-        models, student, engine, timer = run.models, run.models.student, run.engine, PhaseTimer()
-        run.log.say(check_gradients(models, accumulate_gradients))
+        distiller, student, engine, timer = run.distiller, run.distiller.student, run.engine, PhaseTimer()
+        run.log.say(check_gradients(distiller, accumulate_gradients))
         engine.update_weights(student.hf_weights())
         run.validation.before_training(student)
         for step in range(run.first_step, config.train.steps):
             with timer("generate"):
                 rollouts = run.sampler.rollouts(step)
             noise: dict[str, float] = {}
-            if is_due(config.logging, step):
+            if is_noise_due(config.logging, step):
                 with timer("gradient_noise"):
-                    noise = measure_gradient_noise(models, rollouts, step, accumulate_gradients)
+                    noise = measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)
             updates, kept = [], KeptResults()
             for number in range(1, config.train.updates_per_rollout + 1):
                 is_last = number == config.train.updates_per_rollout
-                batch = models.batch(rollouts, models.objective_of(step), kept, is_last=is_last)
-                metrics = accumulate_gradients(models, batch, timer)
+                batch = distiller.batch(rollouts, distiller.objective_of(step), kept, is_last=is_last)
+                metrics = accumulate_gradients(distiller, batch, timer)
                 with timer("update"):
                     updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
             with timer("sync"):
@@ -68,7 +68,7 @@ def train(config: Config) -> None:
 
 
 def accumulate_gradients(
-    models: Models, batch: StepBatch, timer: PhaseTimer | None = None, *, whole_gradients: bool = False
+    distiller: Distiller, batch: StepBatch, timer: PhaseTimer | None = None, *, whole_gradients: bool = False
 ) -> StepMetrics | None:
     """The gradient of one batch, group by group of microbatches; None on ranks outside the student.
 
@@ -76,10 +76,10 @@ def accumulate_gradients(
         whole_gradients: every student rank ends up with complete gradients, also under the distributed optimizer.
     """
     timer = timer or PhaseTimer()
-    accumulation = models.start(batch, whole_gradients=whole_gradients)
+    accumulation = distiller.start(batch, whole_gradients=whole_gradients)
     for group in batch.groups:
         with timer("teacher"):
-            targets = models.targets(batch, group)
+            targets = distiller.targets(batch, group)
         with timer("update"):
             accumulation.forward_backward(group, targets)
         del targets  # before the targets of the next group come

@@ -24,13 +24,13 @@ from nemo_oprd.bridge.maps import Bridge, CapturePoint
 from nemo_oprd.bridge.sampling import assign_parts
 from nemo_oprd.commands.fit_bridge_rollouts import DIRECTORY, RecordedRollouts, SampledRollouts, rollout_source
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.gradient_injection import row_chunks
-from nemo_oprd.distillation.models import Models
 from nemo_oprd.distillation.objective import model_identity
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
-from nemo_oprd.setup.models import RunFiles, build_models, make_plan
+from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_bridge_rank, check_one_teacher
 
 # what a directory may hold that fit-bridge writes to
@@ -57,12 +57,12 @@ def fit_bridge(config: Config) -> None:
     source = rollout_source(config, files)
     plan = make_plan(config, files, fitting=True)
     check_bridge_rank(config, files.student.spec, files.teachers[0].spec)
-    models = build_models(config, plan, trainable=False)
+    distiller = build_distiller(config, plan, trainable=False)
     say: Say = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
     with Signals() as signals:
-        statistics = _collect_statistics(config, models, source, signals, say)
+        statistics = _collect_statistics(config, distiller, source, signals, say)
         # a signal that arrives from here on is ignored: the remaining work is short
-        bridge = _fit(config, models, statistics, source, say)
+        bridge = _fit(config, distiller, statistics, source, say)
         if dist.get_rank() == 0:
             say(_rank_table(bridge.report["layers"]))
             save_bridge(bridge, output)
@@ -85,7 +85,7 @@ def _without_sequence_parallelism(config: Config) -> Config:
 
 
 def _collect_statistics(
-    config: Config, models: Models, source: RolloutSource, signals: Signals, say: Say
+    config: Config, distiller: Distiller, source: RolloutSource, signals: Signals, say: Say
 ) -> list[PairStatistics]:
     """Runs both models over all rollouts once.
 
@@ -94,12 +94,12 @@ def _collect_statistics(
         parallel peers).
     """
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
-    student, objective = models.student, models.objective_of(None)
-    coords, statistics, first, rows = student.role.coords, _empty_statistics(config, models), 0, 0
-    for rollouts in source.batches(models):
-        batch = models.batch(rollouts, objective)
+    student, objective = distiller.student, distiller.objective_of(None)
+    coords, statistics, first, rows = student.role.coords, _empty_statistics(config, distiller), 0, 0
+    for rollouts in source.batches(distiller):
+        batch = distiller.batch(rollouts, objective)
         for group in batch.groups:
-            targets, hidden_plan = models.targets(batch, group).get(0), group.hidden
+            targets, hidden_plan = distiller.targets(batch, group).get(0), group.hidden
             states = student.hidden_states(rollouts, hidden_plan)
             if coords is None or targets is None:
                 continue
@@ -126,9 +126,9 @@ def _collect_statistics(
     return statistics
 
 
-def _empty_statistics(config: Config, models: Models) -> list[PairStatistics]:
+def _empty_statistics(config: Config, distiller: Distiller) -> list[PairStatistics]:
     """Empty statistics for the layer pairs that this rank collects: its part of its pipeline stage's pairs."""
-    role, student, match = models.student.role, models.student.spec, models.objective.teachers[0]
+    role, student, match = distiller.student.role, distiller.student.spec, distiller.objective.teachers[0]
     if role.coords is None:
         return []
     owned = role.layout.owned_layers(role.coords.pipeline, student.num_layers)
@@ -140,9 +140,11 @@ def _empty_statistics(config: Config, models: Models) -> list[PairStatistics]:
     ]
 
 
-def _fit(config: Config, models: Models, statistics: list[PairStatistics], source: RolloutSource, say: Say) -> Bridge:
+def _fit(
+    config: Config, distiller: Distiller, statistics: list[PairStatistics], source: RolloutSource, say: Say
+) -> Bridge:
     """Divides this rank's pairs among its data and context parallel peers and fits them; the same on every rank."""
-    settings, role, objective = config.bridge, models.student.role, models.objective
+    settings, role, objective = config.bridge, distiller.student.role, distiller.objective
     own: list[PairStatistics] = []
     if role.is_member:
         peers = role.member_groups.dp_cp

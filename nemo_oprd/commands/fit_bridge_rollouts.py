@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.factory import make_engine
@@ -39,7 +39,7 @@ class RecordedRollouts:
     def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
         self.config, self.rollouts, self.count = config, rollouts, len(rollouts)
 
-    def batches(self, models: Models) -> Iterator[list[Rollout]]:
+    def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
         """All rollouts, as many at a time as `SampledRollouts` samples in a step."""
         size = _batch_size(self.config)
         yield from (self.rollouts[start : start + size] for start in range(0, self.count, size))
@@ -61,9 +61,9 @@ class SampledRollouts:
         self.teacher_tokenizer = (self.teacher_inputs.teacher if self.teacher_inputs else tokenizer).fingerprint()
         self.count = config.bridge.prompts * config.rollout.per_prompt
 
-    def batches(self, models: Models) -> Iterator[list[Rollout]]:
+    def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
         """All rollouts, `train.prompts_per_step` prompts at a time; the same on every rank."""
-        spec, layout, limit = self.student.spec, models.student.role.layout, models.objective.vocab_limit
+        spec, layout, limit = self.student.spec, distiller.student.role.layout, distiller.objective.vocab_limit
         engine = make_engine(self.config, spec, layout, self.student.tokenizer.eos_ids, limit)
         self._claim_directory()
         size, engine_has_weights = _batch_size(self.config), False
@@ -73,7 +73,7 @@ class SampledRollouts:
             rollouts = _read_kept(file, requests, spec.vocab_size)
             if rollouts is None:
                 if not engine_has_weights:
-                    engine.update_weights(models.student.hf_weights())
+                    engine.update_weights(distiller.student.hf_weights())
                     engine_has_weights = True
                 rollouts = engine.generate(requests, training_sampling(self.config, step))
                 if dist.get_rank() == 0:

@@ -20,7 +20,7 @@ from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.setup.data import recorded_rollouts
-from nemo_oprd.setup.models import RunFiles, build_models, make_plan
+from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_replays
 from nemo_oprd.train import accumulate_gradients
 from nemo_oprd.verification.reference import agreement, reference
@@ -44,23 +44,23 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     files = RunFiles(config)
     rollouts = recorded_rollouts(config, files)
     assert rollouts is not None
-    models = build_models(config, make_plan(config, files))
+    distiller = build_distiller(config, make_plan(config, files))
     # without watched metrics, so that with sampled_token the teacher sends log-probabilities as in most updates
-    batch = models.batch(rollouts, models.objective_of(0, watch=False))
-    metrics = accumulate_gradients(models, batch, whole_gradients=True)
+    batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
+    metrics = accumulate_gradients(distiller, batch, whole_gradients=True)
     if metrics is not None:
         if metrics.nonfinite_reason:
             raise ValueError(
                 f"{metrics.nonfinite_reason}; expected finite numbers: look for NaN in the models' weights"
             )
         # all ranks take part in gathering the gradients, and rank 0 keeps them
-        student = models.student
+        student = distiller.student
         stream = chain(student.hf_gradients(), bridge_gradients(student.chunks, student.role, student.objective))
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)
             save_file(gradients, output / "grads.safetensors")
-            losses = loss_report(metrics, models.objective, rollouts)
+            losses = loss_report(metrics, distiller.objective, rollouts)
             (output / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
             print(json.dumps(losses))
             if against_reference:

@@ -1,87 +1,64 @@
-"""The gradient check: every supervised layer must receive its gradient in every update.
-
-Supervision can fail without an error: a hook inside a recomputed region sees tensors that need no gradient, a detached
-tensor stops the backward pass, or a schedule bypasses a layer's forward. After the backward passes of an update, the
-injected gradients are therefore counted over all ranks and compared with the number that the batch's plan requires.
-"""
+"""The gradient check before training: one forward and backward pass on random tokens, before anything is sampled."""
 
 from __future__ import annotations
 
-from nemo_oprd.batch.plan import BatchPlan
+from collections.abc import Callable
+
+import numpy as np
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.distillation.distiller import Distiller
+from nemo_oprd.distillation.step_metrics import StepMetrics
 
 
-class CaptureError(ValueError):
-    """A supervised layer was not reached, reached twice, or received no gradient."""
-
-
-def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> dict[int, int]:
-    """Layer -> how many times its gradient must be injected in one pass, over all ranks.
-
-    The gradient is injected once per microbatch on every rank of the layer's stage that holds rows of the microbatch.
-    """
-    per_stage = [0] * plan.layout.pipeline
-    for rank in plan.layout.ranks:
-        coords = plan.layout.coordinates(rank)
-        per_stage[coords.pipeline] += sum(len(rows.table_index) > 0 for rows in plan.local_rows(coords))
-    return {layer: per_stage[plan.layout.stage_of_layer(layer, num_layers)[0]] for layer in layers}
-
-
-def check_output_passes(count: int, plans: list[BatchPlan]) -> None:
-    """Checks that the output loss had one backward pass per microbatch on every last-stage rank that holds rows of it.
+def check_gradients(distiller: Distiller, accumulate: Callable[..., StepMetrics | None]) -> str:
+    """One forward and backward pass on a few short random responses.
 
     Args:
-        count: backward passes of the output loss over all ranks and groups.
-        plans: the output plan of each group of the update.
+        accumulate: `train.accumulate_gradients`.
+
+    Returns:
+        The result of the check, as a line for the user.
 
     Raises:
-        CaptureError: the numbers differ.
+        CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
+        ValueError: a loss or a gradient is not finite.
     """
-    expected = 0
-    for plan in plans:
-        all_coords = (plan.layout.coordinates(rank) for rank in plan.layout.ranks)
-        last_stage = (coords for coords in all_coords if coords.pipeline == plan.layout.pipeline - 1)
-        expected += sum(len(rows.table_index) > 0 for coords in last_stage for rows in plan.local_rows(coords))
-    if count != expected:
-        raise CaptureError(
-            f"the output loss had {count} backward pass(es) in this step, expected {expected}: the last stage's "
-            "final norm was bypassed or its output was detached. Check the code that replaces the model's forward; "
-            "otherwise the loss would train nothing"
+    metrics = accumulate(distiller, distiller.batch(_random_rollouts(distiller), distiller.objective_of(None)))
+    if metrics is not None and metrics.nonfinite_reason:
+        raise ValueError(
+            f"{metrics.nonfinite_reason}, on random tokens before the first step: expected finite numbers; the "
+            "weights of student or teacher are damaged or too large for this precision; check both models"
         )
+    findings = _findings(distiller, metrics) or ["no loss has a weight above 0, so nothing is trained"]
+    return "gradient check: " + "; ".join(findings)
 
 
-def check_injections(
-    counts: dict[int, int],
-    squared_norms: dict[int, float],
-    plans: list[BatchPlan],
-    num_layers: int,
-    *,
-    identical: set[int],
-) -> None:
-    """Compares the injections of an update with the plans of its groups.
+def _random_rollouts(distiller: Distiller) -> list[Rollout]:
+    """Two short rollouts per teacher for every data-parallel rank of the student."""
+    config, objective = distiller.config, distiller.objective
+    draw = np.random.default_rng(config.seed)
+    vocab_size = min(objective.student.vocab_size, *(match.spec.vocab_size for match in objective.teachers))
+    rollouts = []
+    for number in range(len(distiller.teachers)):
+        source = distiller.routing.example(number)
+        ids = draw.integers(0, vocab_size, (2 * distiller.student.role.layout.data, 16)).tolist()
+        for row in ids:
+            teacher_prompt = None if config.teacher.prompt is None else row[12:]
+            rollouts.append(Rollout(row[:4], row[4:12], data_source=source, teacher_prompt_ids=teacher_prompt))
+    return rollouts
 
-    Args:
-        counts: layer -> injections over all ranks and groups.
-        squared_norms: layer -> squared norm of all injected gradients.
-        plans: the hidden-state plan of each group.
-        num_layers: layers of the student.
-        identical: layers at which student and teacher agree exactly, so that a zero gradient is correct.
 
-    Raises:
-        CaptureError: names the layer, its stage and the settings that can be the cause.
-    """
-    expected_per_group = [expected_injections(plan, sorted(counts), num_layers) for plan in plans]
-    for layer, count in counts.items():
-        expected = sum(counts_of_group[layer] for counts_of_group in expected_per_group)
-        stage, chunk = plans[0].layout.stage_of_layer(layer, num_layers)
-        where = f"layer {layer} (pipeline stage {stage}, model chunk {chunk})"
-        if count != expected:
-            raise CaptureError(
-                f"{where} received its loss gradient {count} time(s) in this step, expected {expected}: the "
-                "layer's forward was bypassed or its output was detached. Check student.recompute and the code that "
-                "replaces the layer's forward (CUDA graphs, custom schedules); otherwise the layer would train nothing"
-            )
-        if squared_norms[layer] == 0.0 and layer not in identical:
-            raise CaptureError(
-                f"{where} received a gradient of exactly zero although student and teacher differ; expected a "
-                "nonzero gradient: check loss.representation.kind, and that the teacher is not the student"
-            )
+def _findings(distiller: Distiller, metrics: StepMetrics | None) -> list[str]:
+    objective = distiller.objective_of(None)
+    findings, layers = [], len(objective.run.layers)
+    if objective.weight > 0 and layers and (metrics is None or not metrics.identical_layers):
+        findings.append(f"each of the {layers} supervised layers received its gradient once, on its own stage")
+    elif objective.weight > 0 and layers and metrics is not None:
+        findings.append(
+            f"student and teacher are identical at {len(metrics.identical_layers)} of the {layers} supervised "
+            "layers, where a gradient of zero is correct; each other layer received its gradient once, on its own stage"
+        )
+    if objective.run.trains_head:
+        findings.append("the output loss had one backward pass per microbatch")
+    return findings

@@ -24,7 +24,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import LoggingConfig
-from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.megatron.parallel import device
@@ -32,14 +32,14 @@ from nemo_oprd.megatron.parallel import device
 Accumulate: TypeAlias = "Callable[..., StepMetrics | None]"
 
 
-def is_due(logging: LoggingConfig, step: int) -> bool:
+def is_noise_due(logging: LoggingConfig, step: int) -> bool:
     """Whether the noise is measured before the update after `step` others."""
     every = logging.gradient_noise_every
     return every > 0 and (step == 0 or (step + 1) % every == 0)
 
 
 def measure_gradient_noise(
-    models: Models, rollouts: list[Rollout], step: int, accumulate: Accumulate
+    distiller: Distiller, rollouts: list[Rollout], step: int, accumulate: Accumulate
 ) -> dict[str, float]:
     """Signal and noise of the gradient of the update after `step` others, from two passes over half the prompts each.
 
@@ -49,8 +49,8 @@ def measure_gradient_noise(
     Returns:
         Metrics by name; empty if fewer than two prompts have supervised tokens, and on ranks outside the student.
     """
-    objective = models.objective_of(step, watch=False)
-    rows = models.plan(rollouts, objective).hidden.table
+    objective = distiller.objective_of(step, watch=False)
+    rows = distiller.plan(rollouts, objective).hidden.table
     prompts: dict[tuple[int, ...], list[Rollout]] = {}
     for i in np.unique(rows.response).tolist():
         prompts.setdefault(tuple(rollouts[i].prompt_ids), []).append(rollouts[i])
@@ -61,11 +61,11 @@ def measure_gradient_noise(
         return {}
     gradients = []
     for half in halves:
-        accumulate(models, models.batch(half, objective), whole_gradients=True)
-        gradients.append(whole_gradient(models.student))
-    if not models.student.role.is_member:
+        accumulate(distiller, distiller.batch(half, objective), whole_gradients=True)
+        gradients.append(whole_gradient(distiller.student))
+    if not distiller.student.role.is_member:
         return {}
-    return gradient_noise(models.student, gradients[0], gradients[1], (len(halves[0]), len(halves[1])))
+    return gradient_noise(distiller.student, gradients[0], gradients[1], (len(halves[0]), len(halves[1])))
 
 
 def whole_gradient(student: Student) -> list[torch.Tensor]:

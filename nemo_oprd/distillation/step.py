@@ -1,9 +1,9 @@
 """One update: its batch, and the gradient of the batch, accumulated over groups of microbatches.
 
-    batch = models.batch(rollouts, objective)
-    accumulation = models.start(batch)
+    batch = distiller.batch(rollouts, objective)
+    accumulation = distiller.start(batch)
     for group in batch.groups:
-        accumulation.forward_backward(group, models.targets(batch, group))
+        accumulation.forward_backward(group, distiller.targets(batch, group))
     metrics = accumulation.finish()
 
 Every rank runs these lines, whatever its roles; outside the student's ranks `forward_backward` does nothing.
@@ -18,8 +18,8 @@ import torch
 
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.types import Rollout, TeacherTargets
-from nemo_oprd.distillation.gradient_check import check_injections, check_output_passes
 from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
+from nemo_oprd.distillation.injection_counts import check_injections, check_output_passes
 from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup, layer_targets, output_head_losses
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config, ModelSource
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
-from nemo_oprd.distillation.models import Models
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.teacher import Teacher
@@ -153,7 +153,7 @@ def make_plan(config: Config, files: RunFiles | None = None, *, fitting: bool = 
     return RunPlan(files, objective, watched, student_layout, teacher_layout)
 
 
-def build_models(config: Config, plan: RunPlan | None = None, *, trainable: bool = True) -> Models:
+def build_distiller(config: Config, plan: RunPlan | None = None, *, trainable: bool = True) -> Distiller:
     """Joins the process group and builds student and teachers.
 
     Args:
@@ -187,7 +187,7 @@ def build_models(config: Config, plan: RunPlan | None = None, *, trainable: bool
     for model in (plan.files.student, *plan.files.teachers):
         model.close()
     dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
-    return Models(config, objective, plan.watched, student, teachers, Routing(tuple(config.teacher_sources)))
+    return Distiller(config, objective, plan.watched, student, teachers, Routing(tuple(config.teacher_sources)))
 
 
 def _build_teacher(

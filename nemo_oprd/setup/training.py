@@ -15,7 +15,7 @@ from nemo_oprd.checkpointing.checkpointer import Checkpointer, skipped_in_a_row
 from nemo_oprd.checkpointing.directory import find_checkpoint
 from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.models import Models
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.sample import Evaluator, before_and_after, table
 from nemo_oprd.evaluation.validation import Validation
@@ -34,7 +34,7 @@ from nemo_oprd.setup.data import (
     check_bridge_tokenizers,
     read_training_data,
 )
-from nemo_oprd.setup.models import RunFiles, RunPlan, build_models, make_plan
+from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.weights.hf_export import export_hf
 
@@ -44,7 +44,7 @@ class TrainingRun:
     """The parts of a training run. Every rank of the world has one of each."""
 
     config: Config
-    models: Models
+    distiller: Distiller
     engine: RolloutEngine
     sampler: RolloutSampler
     recorder: StepRecorder
@@ -57,7 +57,7 @@ class TrainingRun:
 
     def finish(self) -> None:
         """Saves the trained bridge, exports the student to Hugging Face and prints the table of evaluations."""
-        config, student = self.config, self.models.student
+        config, student = self.config, self.distiller.student
         if student.objective.trains_bridge and student.role.is_member:
             report = {"trained_with_student": {"steps": config.train.steps, "from": config.bridge.path}}
             bridge = trained_bridge(student.chunks, student.role, student.objective, report)
@@ -110,9 +110,9 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
 
 def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) -> TrainingRun:
     latest, notes = _find_checkpoint(config, plan)
-    models = build_models(config, plan)
+    distiller = build_distiller(config, plan)
     first_step = _agree_on_first_step(latest) or 0
-    student, files = models.student, plan.files
+    student, files = distiller.student, plan.files
     engine: RolloutEngine = (
         ReplayEngine(data.recorded)
         if data.recorded is not None
@@ -129,7 +129,7 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) 
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
     run = TrainingRun(
         config,
-        models,
+        distiller,
         engine,
         RolloutSampler(config, engine, data.prompts, data.teacher_inputs, cache, first_step, log.say),
         StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
@@ -179,7 +179,7 @@ def _agree_on_first_step(latest: int | None) -> int | None:
 
 def _show_bridges(run: TrainingRun) -> None:
     """Logs the layer pairs of each bridge, and saves frozen bridges in the run directory."""
-    objective = run.models.objective
+    objective = run.distiller.objective
     for number, match in enumerate(objective.teachers):
         if match.bridge is None:
             continue

@@ -131,22 +131,22 @@ def run_broken_train(overrides: list[str], breakage: str) -> None:
 
 def check_gradients(overrides: list[str]) -> str:
     """What the gradient check says before training."""
-    from nemo_oprd.distillation import startup_check
-    from nemo_oprd.setup.models import build_models
+    from nemo_oprd.distillation import gradient_check
+    from nemo_oprd.setup.models import build_distiller
     from nemo_oprd.train import accumulate_gradients
 
-    return startup_check.check_gradients(build_models(load_config("verify", overrides)), accumulate_gradients)
+    return gradient_check.check_gradients(build_distiller(load_config("verify", overrides)), accumulate_gradients)
 
 
 def run_with_cuda_graphs(overrides: list[str]) -> None:
     """A step of a model whose Megatron config asks for CUDA graphs."""
-    from nemo_oprd.distillation import startup_check
-    from nemo_oprd.setup.models import build_models
+    from nemo_oprd.distillation import gradient_check
+    from nemo_oprd.setup.models import build_distiller
     from nemo_oprd.train import accumulate_gradients
 
-    models = build_models(load_config("verify", [*overrides, "output=unused"]))
-    models.student.chunks[0].config.cuda_graph_impl = "local"
-    startup_check.check_gradients(models, accumulate_gradients)
+    distiller = build_distiller(load_config("verify", [*overrides, "output=unused"]))
+    distiller.student.chunks[0].config.cuda_graph_impl = "local"
+    gradient_check.check_gradients(distiller, accumulate_gradients)
 
 
 def _with_broken_layer(command: Callable[[list[str]], None], overrides: list[str], breakage: str) -> None:
@@ -180,32 +180,32 @@ def _with_broken_layer(command: Callable[[list[str]], None], overrides: list[str
 def models_and_rollouts(overrides: list[str]) -> tuple[Any, list[Any]]:
     """The models of `verify`, and its recorded rollouts."""
     from nemo_oprd.setup.data import recorded_rollouts
-    from nemo_oprd.setup.models import RunFiles, build_models, make_plan
+    from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
 
     config = load_config("verify", overrides)
     files = RunFiles(config)
     rollouts = recorded_rollouts(config, files)
     assert rollouts is not None
-    return build_models(config, make_plan(config, files)), rollouts
+    return build_distiller(config, make_plan(config, files)), rollouts
 
 
-def accumulate(models: Any, rollouts: list[Any], step: int | None) -> tuple[Any, Any]:
+def accumulate(distiller: Any, rollouts: list[Any], step: int | None) -> tuple[Any, Any]:
     """(Objective, metrics) of the update after `step` others on the rollouts."""
     from nemo_oprd.train import accumulate_gradients
 
-    batch = models.batch(rollouts, models.objective_of(step))
-    return batch.objective, accumulate_gradients(models, batch)
+    batch = distiller.batch(rollouts, distiller.objective_of(step))
+    return batch.objective, accumulate_gradients(distiller, batch)
 
 
 def held_targets(overrides: list[str]) -> int:
     """Bytes of targets that rank 0 held at a time, at most, in one step."""
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_models
+    from nemo_oprd.setup.models import build_distiller
 
     config = load_config("verify", overrides)
-    models = build_models(config)
-    rollouts = read_rollouts(str(config.rollout.replay), models.objective.student.vocab_size)
-    _, result = accumulate(models, rollouts, None)
+    distiller = build_distiller(config)
+    rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
+    _, result = accumulate(distiller, rollouts, None)
     assert result is not None
     return result.targets_bytes
 
@@ -216,15 +216,15 @@ def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
 
     from nemo_oprd.distillation import teacher as runner
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_models
+    from nemo_oprd.setup.models import build_distiller
 
     config = load_config("verify", overrides)
-    models = build_models(config)
-    rollouts = read_rollouts(str(config.rollout.replay), models.objective.student.vocab_size)
+    distiller = build_distiller(config)
+    rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
     run_schedule = runner.run_schedule
 
     def size() -> int:
-        parameters = [p for chunk in models.teachers[0].chunks or [] for p in chunk.parameters()]
+        parameters = [p for chunk in distiller.teachers[0].chunks or [] for p in chunk.parameters()]
         return sum(p.untyped_storage().nbytes() for p in parameters)
 
     sizes = {"before": size()}
@@ -234,8 +234,8 @@ def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
         return run_schedule(*args, **kwargs)
 
     with mock.patch.object(runner, "run_schedule", spy):
-        batch = models.batch(rollouts, models.objective_of(None))
-        models.targets(batch, batch.plan)
+        batch = distiller.batch(rollouts, distiller.objective_of(None))
+        distiller.targets(batch, batch.plan)
     return {**sizes, "after": size()}
 
 
@@ -283,18 +283,18 @@ def projectors_on_all_ranks(overrides: list[str]) -> list[dict[int, list]]:
 
     from nemo_oprd.distillation.trained_projectors import projectors_of
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_models
+    from nemo_oprd.setup.models import build_distiller
 
     config = load_config("verify", [*overrides, "output=unused"])
-    models = build_models(config)
-    rollouts = read_rollouts(str(config.rollout.replay), models.objective.student.vocab_size)
+    distiller = build_distiller(config)
+    rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
     for step in range(2):
-        objective, result = accumulate(models, rollouts, None)
-        update = models.student.optimizer_step(step, objective, result)
+        objective, result = accumulate(distiller, rollouts, None)
+        update = distiller.student.optimizer_step(step, objective, result)
         assert update is not None and update.nonfinite_reason is None
     mine = {
         layer: [parameter.detach().numpy().tobytes() for parameter in projector.parameters()]
-        for layer, projector in projectors_of(models.student.chunks).items()
+        for layer, projector in projectors_of(distiller.student.chunks).items()
     }
     everyone: list[dict[int, list]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
@@ -309,8 +309,8 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
 
     from nemo_oprd.distillation.teacher import Teacher
 
-    models, rollouts = models_and_rollouts(overrides)
-    read: list[list[int]] = [[] for _ in models.teachers]
+    distiller, rollouts = models_and_rollouts(overrides)
+    read: list[list[int]] = [[] for _ in distiller.teachers]
     resident: list[int] = []
     forward = Teacher._forward
 
@@ -320,7 +320,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
         return forward(self, rollouts, plan, objective)
 
     def present(*args, **kwargs):  # type: ignore[no-untyped-def]
-        chunks = [teacher.chunks[0] for teacher in models.teachers]
+        chunks = [teacher.chunks[0] for teacher in distiller.teachers]
         resident.append(sum(any(p.numel() for p in chunk.parameters()) for chunk in chunks))
         return run_schedule(*args, **kwargs)
 
@@ -328,19 +328,19 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
 
     run_schedule = runner.run_schedule
     with mock.patch.object(Teacher, "_forward", spy), mock.patch.object(runner, "run_schedule", present):
-        accumulate(models, rollouts, 0)
+        accumulate(distiller, rollouts, 0)
     everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, read)
-    return [[i for part in everyone for i in part[t]] for t in range(len(models.teachers))], resident
+    return [[i for part in everyone for i in part[t]] for t in range(len(distiller.teachers))], resident
 
 
 def teacher_shares_parameters(overrides: list[str]) -> bool:
     """Whether the teacher's parameters are the student's, all or none of them."""
-    from nemo_oprd.setup.models import build_models
+    from nemo_oprd.setup.models import build_distiller
 
-    models = build_models(load_config("verify", overrides))
-    mine = {p.data_ptr() for chunk in models.student.chunks for p in chunk.parameters()}
-    theirs = [p.data_ptr() for chunk in models.teachers[0].chunks or [] for p in chunk.parameters()]
+    distiller = build_distiller(load_config("verify", overrides))
+    mine = {p.data_ptr() for chunk in distiller.student.chunks for p in chunk.parameters()}
+    theirs = [p.data_ptr() for chunk in distiller.teachers[0].chunks or [] for p in chunk.parameters()]
     shared = [pointer in mine for pointer in theirs]
     assert len(set(shared)) == 1
     return shared[0]
@@ -348,16 +348,16 @@ def teacher_shares_parameters(overrides: list[str]) -> bool:
 
 def average_after_update(overrides: list[str]) -> tuple:
     """One update: a weight before it, the student's after it, and the teacher's average, float32."""
-    models, rollouts = models_and_rollouts(overrides)
-    average, name = models.student.average, "decoder.layers.1.mlp.linear_fc2.weight"
+    distiller, rollouts = models_and_rollouts(overrides)
+    average, name = distiller.student.average, "decoder.layers.1.mlp.linear_fc2.weight"
     assert average is not None
     start = average.average[name].clone()
-    objective, result = accumulate(models, rollouts, 0)
-    update = models.student.optimizer_step(0, objective, result)
+    objective, result = accumulate(distiller, rollouts, 0)
+    update = distiller.student.optimizer_step(0, objective, result)
     assert update is not None and update.nonfinite_reason is None
     from nemo_oprd.megatron.param_names import named_parameters
 
-    student = named_parameters(models.student.chunks)[name].detach().float()
+    student = named_parameters(distiller.student.chunks)[name].detach().float()
     return start, student, average.average[name].clone()
 
 

@@ -269,19 +269,19 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
 
     from nemo_oprd.distillation.target_transfer import plan_transfers
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_models
+    from nemo_oprd.setup.models import build_distiller
 
     config = load_config("verify", overrides)
-    models = build_models(config)
+    distiller = build_distiller(config)
     rollouts = read_rollouts(str(config.rollout.replay), VOCABULARY)
-    batch = models.batch(rollouts, models.objective_of(None))
+    batch = distiller.batch(rollouts, distiller.objective_of(None))
     student_plan = batch.plan
-    targets = models.targets(batch, student_plan)[0]
+    targets = distiller.targets(batch, student_plan)[0]
     table, budget = student_plan.hidden.table, config.train.tokens_per_microbatch
-    teacher_plan = student_plan.for_teacher(models.teachers[0].role.layout, len(rollouts), budget)
+    teacher_plan = student_plan.for_teacher(distiller.teachers[0].role.layout, len(rollouts), budget)
     rank = dist.get_rank()
     transfers = plan_transfers(
-        teacher_plan.hidden, student_plan.hidden, models.objective.teachers[0].layers, LAYERS, LAYERS, rank
+        teacher_plan.hidden, student_plan.hidden, distiller.objective.teachers[0].layers, LAYERS, LAYERS, rank
     )
     mine = [
         ((t.source, rank), [(layer, row) for layer in t.layers for row in t.rows.tolist()])
@@ -292,7 +292,7 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     dist.all_gather_object(everyone, (mine, targets.bytes_received))
     return {
         "rows": len(table),
-        "layers": models.objective.layers,
+        "layers": distiller.objective.layers,
         "planned": [message for messages, _ in everyone for message in messages],
         "received": [received for _, received in everyone],
     }

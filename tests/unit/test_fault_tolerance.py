@@ -210,7 +210,7 @@ def test_spikes_of_a_term_that_has_either_sign() -> None:
 
 
 @pytest.mark.parametrize(("flags", "count"), [([], 0), ([0.0], 0), ([1.0, 1.0], 2), ([1.0, 0.0, 1.0], 1)])
-def testskipped_in_a_row(flags: list[float], count: int) -> None:
+def test_skipped_in_a_row(flags: list[float], count: int) -> None:
     assert skipped_in_a_row(flags) == count
 
 

@@ -17,8 +17,8 @@ from nemo_oprd.distillation.watched_metrics import WatchedMetrics
 
 
 @dataclass(frozen=True)
-class Models:
-    """The student and its teachers. Every rank has these objects, whatever its roles."""
+class Distiller:
+    """The student and its teachers, and what they do together in an update. Every rank has one, whatever its roles."""
 
     config: Config
     objective: Objective
