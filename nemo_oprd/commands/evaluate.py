@@ -10,6 +10,7 @@ import torch.distributed as dist
 from nemo_oprd.config.schema import Config
 from nemo_oprd.evaluation.sample import Evaluator, table
 from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.factory import make_engine
@@ -40,5 +41,5 @@ def evaluate(config: Config) -> None:
     if dist.get_rank() == 0:
         output = Path(config.output)
         output.mkdir(parents=True, exist_ok=True)
-        (output / "evaluation.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        write_atomically(output / "evaluation.json", json.dumps(metrics, indent=1) + "\n")
         print(table({model.directory.name: metrics}, config.evaluation.samples))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.factory import make_engine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
@@ -97,16 +98,27 @@ class SampledRollouts:
         problem: list[str | None] = [None]
         if dist.get_rank() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            if file.exists() and json.loads(file.read_text()) != about:
-                problem[0] = (
-                    f"{file.parent} holds rollouts that were sampled with {file.read_text().strip()}, expected "
-                    f"{json.dumps(about)}; remove that directory, or choose another output"
-                )
-            else:
+            problem[0] = self._other_settings(file, about)
+            if problem[0] is None:
                 write_atomically(file, json.dumps(about) + "\n")
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise ValueError(problem[0])
+
+    @staticmethod
+    def _other_settings(file: Path, about: dict[str, Any]) -> str | None:
+        """What is wrong with an existing about.json; None if there is none, or if it holds `about`."""
+        fix = "remove that directory, or choose another output"
+        try:
+            existing = read_json(file, "how these rollouts were sampled", fix) if file.exists() else about
+        except ValueError as error:
+            return str(error)
+        if existing == about:
+            return None
+        return (
+            f"{file.parent} holds rollouts that were sampled with {json.dumps(existing)}, expected "
+            f"{json.dumps(about)}; {fix}"
+        )
 
     def _requests(self, start: int, count: int) -> list[Request]:
         per_prompt = self.config.rollout.per_prompt

@@ -19,6 +19,7 @@ from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.setup.data import recorded_rollouts
 from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_replays
@@ -61,7 +62,7 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
             output.mkdir(parents=True, exist_ok=True)
             save_file(gradients, output / "grads.safetensors")
             losses = loss_report(metrics, distiller.objective, rollouts)
-            (output / "losses.json").write_text(json.dumps(losses, indent=1) + "\n")
+            write_atomically(output / "losses.json", json.dumps(losses, indent=1) + "\n")
             print(json.dumps(losses))
             if against_reference:
                 print(compare(config, rollouts, losses, gradients))

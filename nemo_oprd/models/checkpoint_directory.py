@@ -6,8 +6,9 @@ and a wrong path is reported before that.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from nemo_oprd.fault_tolerance.files import read_json
 
 # the keys of Megatron-core's CheckpointingConfig
 _KEYS = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
@@ -48,11 +49,8 @@ def hf_directory(path: Path) -> Path:
 
 def _sharded_backend(file: Path) -> object:
     """The format of the tensors according to a checkpoint's metadata.json."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{file}: not readable ({error}); copy the checkpoint again") from error
-    if not isinstance(content, dict) or "sharded_backend" not in content or set(content) - _KEYS:
+    content = read_json(file, "an object with sharded_backend", "copy the checkpoint again")
+    if "sharded_backend" not in content or set(content) - _KEYS:
         raise ValueError(
             f"{file}: holds {content!r}, expected sharded_backend and at most {sorted(_KEYS - {'sharded_backend'})}; "
             "copy the checkpoint again"

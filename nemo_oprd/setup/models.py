@@ -206,7 +206,7 @@ def _build_teacher(
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
-        load_hf(chunks, files.spec, role, files.read, str(files.directory))
+        load_hf(chunks, files.spec, role, files.read, files.source.path)
     teacher = Teacher(number, role, chunks, student.dtype)
     if weights == "ema" and chunks is not None:
         student.average = EmaTeacher(chunks, config.teacher.ema_decay)

@@ -3,7 +3,8 @@
 The table holds bytes because decoding prefixes of a response fails: a prefix may end inside a character, and decoding
 all prefixes takes quadratic time. A token's bytes follow from the tokenizer's decoder, so the table is derived from the
 decoder once per vocabulary, and compared with `decode` on a probe text. Decoders that do not simply join the texts of
-their tokens (WordPiece, CTC) have no such table and are rejected. Special tokens have no bytes in the table.
+their tokens (WordPiece, CTC) have no such table and are rejected. Special tokens have no bytes in the table. The
+tokenizers library gives offsets only for a text that it encodes itself, and not for ids that a model sampled.
 """
 
 from __future__ import annotations

@@ -161,24 +161,26 @@ class _OutputLoss:
         """The part of `output/loss` of one response; its value is added to `loss`."""
         if self.loss is None:
             return 0.0
-        self.vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)
+        vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)
         masked_in = _predicted_tokens(rollout)
         student_positions = torch.tensor([len(rollout.prompt_ids) + t - 1 for t in masked_in])
         ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
-        log_p = self._log_probabilities(student, ids, student_positions)
+        log_p = self._log_probabilities(student, ids, student_positions, vocab_size)
         sequence = _teacher_sequence(rollout)
         teacher_ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
         teacher_positions = student_positions + len(sequence.prompt_ids) - len(rollout.prompt_ids)
         with torch.no_grad():
-            log_q = self._log_probabilities(teacher, teacher_ids, teacher_positions)
+            log_q = self._log_probabilities(teacher, teacher_ids, teacher_positions, vocab_size)
         value, differentiable = self._divergence(log_p, log_q, torch.tensor([rollout.response_ids])[0][masked_in])
         share = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
         weight = teacher_weight * share
         self.loss += weight * float(value.sum().detach())
         return weight * differentiable.sum()
 
-    def _log_probabilities(self, model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits[0, positions, : self.vocab_size]
+    def _log_probabilities(
+        self, model: Any, ids: torch.Tensor, positions: torch.Tensor, vocab_size: int
+    ) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[0, positions, :vocab_size]
         return (logits / self.config.temperature).log_softmax(-1)
 
     def _divergence(
@@ -199,7 +201,7 @@ class _OutputLoss:
         return value, value
 
     def _on_support(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        k = min(self.config.k, self.vocab_size)
+        k = min(self.config.k, log_p.shape[-1])
         tops = [torch.zeros_like(x).scatter(1, x.detach().topk(k).indices, 1.0) > 0 for x in (log_p, log_q)]
         inside = {
             "student": tops[0],

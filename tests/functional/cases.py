@@ -372,3 +372,19 @@ def open_weight_readers(overrides: list[str]) -> int:
     with start_training(load_config("verify", overrides)):
         gc.collect()
         return sum(isinstance(thing, HFCheckpoint | MegatronCheckpoint) for thing in gc.get_objects())
+
+
+def load_damaged_checkpoint(overrides: list[str]) -> None:
+    """`verify` of a Megatron checkpoint whose norms come back one number short."""
+    from unittest import mock
+
+    from nemo_oprd.weights.convert import MegatronCheckpoint
+
+    whole = MegatronCheckpoint.__getitem__
+
+    def cut(checkpoint: MegatronCheckpoint, name: str) -> torch.Tensor:
+        tensor = whole(checkpoint, name)
+        return tensor[:-1] if name.endswith("layernorm.weight") else tensor
+
+    with mock.patch.object(MegatronCheckpoint, "__getitem__", cut):
+        run_verify(overrides)

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from pool import Pools, WorkerError
 from safetensors.torch import load_file
 from tiny_models import Models, assert_same_tensors, edit_config, edit_tensors
 
 from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
 TOOLS = Path(__file__).parents[2] / "checkpoint_tools"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +239,15 @@ def test_commands_run_from_a_checkout(tmp_path: Path) -> None:
     assert (
         failed.stderr == "error: nowhere: no such directory; expected that of a Hugging Face model: download it first\n"
     )
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_an_error_in_a_megatron_checkpoint_names_it(pools: Pools, tmp_path: Path, role: str) -> None:
+    """Also where weights and config disagree only once they are loaded."""
+    paths = {name: GOLDEN / name for name in ("student", "teacher")}
+    sources = [f"{name}.hf_path={path}" for name, path in paths.items() if name != role]
+    checkpoint = tmp_path / "megatron"
+    hf_to_megatron(paths[role], checkpoint, progress=False)
+    settings = [*sources, f"{role}.checkpoint={checkpoint}", f"rollout.replay={GOLDEN / 'rollouts.jsonl'}"]
+    with pytest.raises(WorkerError, match=r"ValueError: \S+megatron: model.layers.0.\S+ gives \(31,\)"):
+        pools[1].run("cases:load_damaged_checkpoint", overrides=[*settings, f"output={tmp_path / 'out'}"])
