@@ -271,7 +271,7 @@ def import_everything() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("transformers", "nemo_oprd.train", "nemo_oprd.checkpointing.writer", "nemo_oprd.megatron.cpu_patches"):
+    for name in ("transformers", "nemo_oprd.train", "nemo_oprd.checkpointing.in_process_writer", "nemo_oprd.megatron.cpu_patches"):
         importlib.import_module(name)
     for phase in PHASES:
         importlib.import_module(phase.call.split(":")[0])

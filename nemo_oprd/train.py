@@ -16,8 +16,8 @@ a role that it does not have take part in the transfers and return None.
     metrics                           observability/step_recorder.py, metrics_log.py
     signals, locks, dead ranks        fault_tolerance/
 
-What is built before the loop, and in which order mistakes are found, is `setup/training.py`; `setup/preflight.py` finds
-what the configuration shows by itself.
+Before the loop, `setup/preflight.py` finds the mistakes that the configuration and the models' config.json show, such as
+a wrong parallel size, and `setup/training.py` builds the parts of the run.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def save_checkpoint(
     """
     from megatron.core import dist_checkpointing
 
-    from nemo_oprd.checkpointing.writer import in_process_writer
+    from nemo_oprd.checkpointing.in_process_writer import in_process_writer
     from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
 
     partial = partial_directory(root, step)

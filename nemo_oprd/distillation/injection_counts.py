@@ -1,4 +1,4 @@
-"""The gradient check: every supervised layer must receive its gradient in every update.
+"""Counts of injected gradients: every supervised layer must receive its gradient in every update.
 
 Supervision can fail without an error: a hook inside a recomputed region sees tensors that need no gradient, a detached
 tensor stops the backward pass, or a schedule bypasses a layer's forward. After the backward passes of an update, the
