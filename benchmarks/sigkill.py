@@ -271,7 +271,8 @@ def import_everything() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("transformers", "nemo_oprd.train", "nemo_oprd.checkpointing.in_process_writer", "nemo_oprd.megatron.cpu_patches"):
+    modules = "train", "checkpointing.in_process_writer", "megatron.cpu_patches"
+    for name in ("transformers", *(f"nemo_oprd.{module}" for module in modules)):
         importlib.import_module(name)
     for phase in PHASES:
         importlib.import_module(phase.call.split(":")[0])

@@ -16,8 +16,8 @@ a role that it does not have take part in the transfers and return None.
     metrics                           observability/step_recorder.py, metrics_log.py
     signals, locks, dead ranks        fault_tolerance/
 
-Before the loop, `setup/preflight.py` finds the mistakes that the configuration and the models' config.json show, such as
-a wrong parallel size, and `setup/training.py` builds the parts of the run.
+Before the loop, `setup/preflight.py` finds the mistakes that the configuration and the models' config.json show, such
+as a wrong parallel size, and `setup/training.py` builds the parts of the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train(config: Config) -> None:
             if is_noise_due(config.logging, step):
                 with timer("gradient_noise"):
                     noise = measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)
-            updates, kept = [], KeptResults()
+            updates, kept = [], KeptResults()  # targets and log-probabilities that later updates use again
             for number in range(1, config.train.updates_per_rollout + 1):
                 is_last = number == config.train.updates_per_rollout
                 batch = distiller.batch(rollouts, distiller.objective_of(step), kept, is_last=is_last)
