@@ -7,11 +7,12 @@ the pack. Padding comes after a sequence's last token, so causal attention ignor
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_oprd.layout import Coordinates, Layout
+from nemo_oprd.layout import Layout
 
 
 def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:
@@ -20,12 +21,12 @@ def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:
     Assigns the longest sequence first, each to the rank with the fewest tokens so far. A rank may get no sequence.
     Indices within a part are ascending. Sequences of length 0 are omitted.
     """
-    loads = [0] * parts
+    loads = [(0, part) for part in range(parts)]  # a heap: the fewest tokens first, then the lowest rank
     chosen: list[list[int]] = [[] for _ in range(parts)]
     for i in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)):
-        part = min(range(parts), key=lambda p: (loads[p], p))
+        load, part = loads[0]
         chosen[part].append(i)
-        loads[part] += lengths[i]
+        heapq.heapreplace(loads, (load + lengths[i], part))
     return [sorted(part) for part in chosen]
 
 
@@ -94,34 +95,6 @@ class Pack:
             mirrored = 2 * size - 1 - context
             parts.append(offset + np.arange(mirrored * chunk, (mirrored + 1) * chunk))
         return np.concatenate(parts)
-
-    def local_rows(self, slot: np.ndarray, position: np.ndarray, coords: Coordinates) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that the rank at `coords` holds.
-
-        Args:
-            slot: [n] number of each token's sequence in the pack.
-            position: [n] position of each token in its sequence.
-
-        Returns:
-            (which, rows): ascending indices into the arguments, and the tokens' rows in the rank's hidden state
-            [S, 1, D].
-        """
-        size = self.layout.context
-        if size == 1:
-            owner = np.zeros(len(slot), dtype=np.int64)
-            local = self.offsets[slot] + position
-        else:
-            chunk = self.padded[slot] // (2 * size)
-            number = position // chunk
-            owner = np.minimum(number, 2 * size - 1 - number)
-            local = self.offsets[slot] // size + position % chunk + np.where(number < size, 0, chunk)
-        is_local = owner == coords.context
-        if self.layout.sequence and self.layout.tensor > 1:
-            share = self.total // size // self.layout.tensor
-            is_local &= local // share == coords.tensor
-            local = local % share
-        which = np.flatnonzero(is_local)
-        return which, local[which]
 
 
 def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[list[Pack]]:

@@ -5,8 +5,9 @@ Planning is index arithmetic. Every rank computes the same plan from the same ro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +28,63 @@ class LocalRows:
 
     table_index: np.ndarray
     hidden_index: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Places of the sequences of a plan; int64 arrays with one entry per response of the batch.
+
+    Attributes:
+        data, microbatch: the data-parallel rank and the microbatch.
+        offset, padded: first token and padded length in the whole pack.
+        pack_tokens: tokens of the whole pack.
+    """
+
+    data: np.ndarray
+    microbatch: np.ndarray
+    offset: np.ndarray
+    padded: np.ndarray
+    pack_tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Places of n rows; int64 arrays [n].
+
+    Attributes:
+        table_index: indices of the rows in the batch's `TokenTable`.
+        data, microbatch, context: the data-parallel rank, the microbatch and the context-parallel rank.
+        tensor: the tensor-parallel rank that owns the row. Under sequence parallelism no other one holds the row.
+        hidden_index: indices of the rows in that rank's hidden state [S, 1, D] of the microbatch.
+    """
+
+    table_index: np.ndarray
+    data: np.ndarray
+    microbatch: np.ndarray
+    context: np.ndarray
+    tensor: np.ndarray
+    hidden_index: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> RowPlaces:
+        """Some of the rows, by their indices here."""
+        return RowPlaces(*(getattr(self, f.name)[chosen] for f in fields(self)))
+
+
+def _equal_parts(group: np.ndarray, parts: int) -> np.ndarray:
+    """Divides each group of rows into `parts` consecutive parts, equal but for one row; the part of each row.
+
+    Args:
+        group: int64 [n], the group of each row.
+    """
+    if parts == 1:
+        return np.zeros(len(group), dtype=np.int64)
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    counts = np.diff(starts, append=len(group))
+    number = np.arange(len(group)) - np.repeat(starts, counts)
+    part = np.empty(len(group), dtype=np.int64)
+    part[order] = number * parts // np.repeat(counts, counts)
+    return part
 
 
 @dataclass(frozen=True)
@@ -69,6 +127,8 @@ class BatchPlan:
 
     def part(self, microbatches: Sequence[int]) -> BatchPlan:
         """The plan of some of the microbatches, with their rows."""
+        if len(microbatches) == len(self.packs[0]):
+            return self
         return self._part(self.table, [[packs[m] for m in microbatches] for packs in self.packs])
 
     def _part(self, table: TokenTable, packs: list[list[Pack]]) -> BatchPlan:
@@ -85,35 +145,91 @@ class BatchPlan:
         return BatchPlan(self.table, layout, packs)._part(table, packs)
 
     @cached_property
-    def _place(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Per supervised row: its data-parallel rank, its microbatch, and the slot of its sequence in the pack."""
-        place_of_response = {
-            i: (d, m, slot)
+    def _sequences(self) -> _Sequences:
+        """Where each response's sequence is."""
+        placed = [
+            (i, d, m, offset, padded, pack.total)
             for d, packs in enumerate(self.packs)
             for m, pack in enumerate(packs)
-            for slot, i in enumerate(pack.sequences)
-        }
-        places = np.array([place_of_response[i] for i in self.table.response.tolist()], dtype=np.int64).reshape(-1, 3)
-        return places[:, 0], places[:, 1], places[:, 2]
+            for i, offset, padded in zip(pack.sequences, pack.offsets, pack.padded, strict=False)
+        ]
+        columns = np.zeros((5, 1 + max((row[0] for row in placed), default=0)), dtype=np.int64)
+        for i, *place in placed:
+            columns[:, i] = place
+        return _Sequences(*columns)
+
+    def places(self, responses: Sequence[int] | np.ndarray) -> RowPlaces:
+        """Which ranks hold the rows of some responses, and where."""
+        rows = self.table.rows_of(responses)
+        response, position, layout = self.table.response[rows], self.table.position[rows], self.layout
+        sequences, size = self._sequences, layout.context
+        if size == 1:
+            context = np.zeros(len(rows), dtype=np.int64)
+            hidden_index = sequences.offset[response] + position
+        else:  # zig-zag: chunk c and chunk 2 * size - 1 - c of a sequence are on context rank c
+            chunk_tokens = sequences.padded[response] // (2 * size)
+            chunk = position // chunk_tokens
+            context = np.minimum(chunk, 2 * size - 1 - chunk)
+            second_half = np.where(chunk < size, 0, chunk_tokens)
+            hidden_index = sequences.offset[response] // size + position % chunk_tokens + second_half
+        if layout.sequence and layout.tensor > 1:
+            tokens = sequences.pack_tokens[response] // size // layout.tensor
+            tensor, hidden_index = hidden_index // tokens, hidden_index % tokens
+        else:
+            tensor = _equal_parts(response * size + context, layout.tensor)
+        return RowPlaces(rows, sequences.data[response], sequences.microbatch[response], context, tensor, hidden_index)
+
+    @cached_property
+    def _places_of_data_rank(self) -> dict[int, RowPlaces]:
+        return {}
+
+    def _on_data_rank(self, data: int) -> RowPlaces:
+        """The rows of one data-parallel rank, in the order of its microbatches; within one, table indices ascend."""
+        if data not in self._places_of_data_rank:
+            places = self.places([i for pack in self.packs[data] for i in pack.sequences])
+            self._places_of_data_rank[data] = places.select(np.argsort(places.microbatch, kind="stable"))
+        return self._places_of_data_rank[data]
+
+    def _on_rank(self, coords: Coordinates) -> RowPlaces:
+        """The rows in the hidden states of the rank at `coords`, in the order of its microbatches."""
+        places = self._on_data_rank(coords.data)
+        held = places.context == coords.context
+        if not self.replicated:
+            held &= places.tensor == coords.tensor
+        return places.select(np.flatnonzero(held))
 
     def local_rows(self, coords: Coordinates) -> list[LocalRows]:
         """Per microbatch, the rows in the hidden states of the rank at `coords`, the same ones for all its layers."""
-        data, microbatch, slot = self._place
-        result = []
-        for m, pack in enumerate(self.packs[coords.data]):
-            rows = np.flatnonzero((data == coords.data) & (microbatch == m))
-            held, hidden_index = pack.local_rows(slot[rows], self.table.position[rows], coords)
-            result.append(LocalRows(rows[held], hidden_index))
-        return result
+        places = self._on_rank(coords)
+        ends = np.searchsorted(places.microbatch, np.arange(len(self.packs[coords.data]) + 1))
+        return [
+            LocalRows(places.table_index[first:end], places.hidden_index[first:end])
+            for first, end in itertools.pairwise(ends)
+        ]
 
     def owned_rows(self, coords: Coordinates) -> np.ndarray:
         """Table indices of the rows that the rank at `coords` sends or receives, in the order of its microbatches.
 
         Under tensor parallelism without sequence parallelism all tensor ranks hold the same rows. Each of them owns an
-        equal part, so that no row is sent twice.
+        equal part of every response's rows, so that no row is sent twice.
         """
-        rows = np.concatenate([local.table_index for local in self.local_rows(coords)])
-        return np.array_split(rows, self.layout.tensor)[coords.tensor] if self.replicated else rows
+        places = self._on_rank(coords)
+        return places.table_index[places.tensor == coords.tensor]
+
+    def tensor_owners(self, coords: Coordinates) -> tuple[np.ndarray, np.ndarray]:
+        """(Table indices of the rows that the rank at `coords` holds, the tensor rank that owns each of them)."""
+        places = self._on_rank(coords)
+        return places.table_index, places.tensor
+
+    def held_microbatches(self) -> int:
+        """Pairs of a rank of one pipeline stage and a microbatch of which the rank holds rows."""
+        layout, places = self.layout, self.places([i for packs in self.packs for pack in packs for i in pack.sequences])
+        tensor = 0 if self.replicated else places.tensor
+        size = 1 if self.replicated else layout.tensor
+        shape = (layout.data, len(self.packs[0]), layout.context, size)
+        held = np.zeros(shape, dtype=bool)
+        held[places.data, places.microbatch, places.context, tensor] = True
+        return int(held.sum()) * (layout.tensor if self.replicated else 1)
 
     @property
     def replicated(self) -> bool:
@@ -172,6 +288,8 @@ class StepPlan:
 
     def part(self, microbatches: Sequence[int]) -> StepPlan:
         """The plan of some of the microbatches, with their rows."""
+        if len(microbatches) == len(self.taught_by):
+            return self
         part = self.hidden.part(microbatches)
         output = None if self.output is None else part.with_rows(self.output.table)
         return StepPlan(part, output, tuple(self.taught_by[m] for m in microbatches))

@@ -6,6 +6,7 @@ counts that normalise the loss are global by construction, and no rank computes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -40,11 +41,18 @@ class TokenTable:
     def __len__(self) -> int:
         return len(self.response)
 
-    def for_responses(self, responses: list[int]) -> TokenTable:
-        """The rows of the given responses, with their weights in the whole batch."""
-        kept = np.flatnonzero(np.isin(self.response, responses))
+    def rows_of(self, responses: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Indices of the rows of some responses, ascending; the rows of a response stand next to each other."""
+        chosen = np.unique(np.asarray(responses, dtype=np.int64))
+        first, end = (np.searchsorted(self.response, chosen, side=side) for side in ("left", "right"))
+        counts = end - first
+        return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+    def for_responses(self, responses: Sequence[int] | np.ndarray) -> TokenTable:
+        """The rows of some responses, with the weights that they have in the whole batch."""
+        kept = self.rows_of(responses)
         arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
-        return TokenTable(**arrays, num_responses=len(np.unique(self.response[kept])))
+        return TokenTable(**arrays, num_responses=_distinct(arrays["response"]))
 
     def scaled(self, factor: np.ndarray) -> TokenTable:
         """The same rows with their weights multiplied by `factor` [N]."""
@@ -74,8 +82,15 @@ class TokenTable:
         0 for a response without rows. Tokens after the last row are not needed, because attention is causal.
         """
         needed = np.zeros(num_responses, dtype=np.int64)
-        np.maximum.at(needed, self.response, self.position + 1)
+        first = np.flatnonzero(np.diff(self.response, prepend=-1))
+        if len(first):
+            needed[self.response[first]] = np.maximum.reduceat(self.position, first) + 1
         return needed.tolist()
+
+
+def _distinct(ascending: np.ndarray) -> int:
+    """The number of distinct values of an ascending array of numbers >= 0."""
+    return int(np.count_nonzero(np.diff(ascending, prepend=-1)))
 
 
 def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.ndarray:

@@ -14,16 +14,12 @@ class CaptureError(ValueError):
     """A supervised layer was not reached, reached twice, or received no gradient."""
 
 
-def expected_injections(plan: BatchPlan, layers: list[int], num_layers: int) -> dict[int, int]:
+def expected_injections(plan: BatchPlan, layers: list[int]) -> dict[int, int]:
     """Layer -> how many times its gradient must be injected in one pass, over all ranks.
 
     The gradient is injected once per microbatch on every rank of the layer's stage that holds rows of the microbatch.
     """
-    per_stage = [0] * plan.layout.pipeline
-    for rank in plan.layout.ranks:
-        coords = plan.layout.coordinates(rank)
-        per_stage[coords.pipeline] += sum(len(rows.table_index) > 0 for rows in plan.local_rows(coords))
-    return {layer: per_stage[plan.layout.stage_of_layer(layer, num_layers)[0]] for layer in layers}
+    return dict.fromkeys(layers, plan.held_microbatches())
 
 
 def check_output_passes(count: int, plans: list[BatchPlan]) -> None:
@@ -36,11 +32,7 @@ def check_output_passes(count: int, plans: list[BatchPlan]) -> None:
     Raises:
         CaptureError: the numbers differ.
     """
-    expected = 0
-    for plan in plans:
-        all_coords = (plan.layout.coordinates(rank) for rank in plan.layout.ranks)
-        last_stage = (coords for coords in all_coords if coords.pipeline == plan.layout.pipeline - 1)
-        expected += sum(len(rows.table_index) > 0 for coords in last_stage for rows in plan.local_rows(coords))
+    expected = sum(plan.held_microbatches() for plan in plans)
     if count != expected:
         raise CaptureError(
             f"the output loss had {count} backward pass(es) in this step, expected {expected}: the last stage's "
@@ -69,7 +61,7 @@ def check_injections(
     Raises:
         CaptureError: names the layer, its stage and the settings that can be the cause.
     """
-    expected_per_group = [expected_injections(plan, sorted(counts), num_layers) for plan in plans]
+    expected_per_group = [expected_injections(plan, sorted(counts)) for plan in plans]
     for layer, count in counts.items():
         expected = sum(counts_of_group[layer] for counts_of_group in expected_per_group)
         stage, chunk = plans[0].layout.stage_of_layer(layer, num_layers)

@@ -10,7 +10,7 @@ n rows of a message or a rank, D width of a target (bridge rank R where the teac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,12 +31,6 @@ class Transfer:
     rows: np.ndarray
 
 
-def _owned_by(plan: BatchPlan, rank: int) -> tuple[Coordinates, np.ndarray]:
-    """(Coordinates of a global rank, table indices of the rows that it owns)."""
-    coords = plan.layout.coordinates(rank)
-    return coords, plan.owned_rows(coords)
-
-
 def plan_transfers(
     teacher: BatchPlan,
     student: BatchPlan,
@@ -53,26 +47,43 @@ def plan_transfers(
         teacher_depth, student_depth: number of layers of the two models.
         rank: a rank of the world.
     """
-    owned_by_teacher = _owners(teacher, layers, teacher_depth)
-    owned_by_student = _owners(student, {s: s for s in layers}, student_depth)
-    sources = teacher.layout.ranks
-    targets = student.layout.ranks
-    if rank not in targets:
-        pairs = [(rank, target) for target in targets]
-    elif rank not in sources:
-        pairs = [(source, rank) for source in sources]
-    else:
-        pairs = sorted({(rank, target) for target in targets} | {(source, rank) for source in sources})
-    sent = {source: _owned_by(teacher, source) for source in {source for source, _ in pairs}}
-    wanted = {target: _owned_by(student, target) for target in {target for _, target in pairs}}
+    of_teacher = _owners(teacher, layers, teacher_depth)
+    of_student = _owners(student, {s: s for s in layers}, student_depth)
     transfers = []
-    for source, target in pairs:
-        (from_coords, from_rows), (to_coords, to_rows) = sent[source], wanted[target]
-        shared = tuple(sorted(owned_by_teacher[from_coords.pipeline] & owned_by_student[to_coords.pipeline]))
-        rows = np.intersect1d(from_rows, to_rows, assume_unique=True)
-        if shared and len(rows):
-            transfers.append(Transfer(source, target, shared, rows))
-    return transfers
+    if rank in teacher.layout.ranks:
+        coords = teacher.layout.coordinates(rank)
+        for rows, holder in _holders(teacher.owned_rows(coords), student):
+            for pipeline, owned in enumerate(of_student):
+                shared = tuple(sorted(of_teacher[coords.pipeline] & owned))
+                if shared:
+                    target = student.layout.rank(replace(holder, pipeline=pipeline))
+                    transfers.append(Transfer(rank, target, shared, rows))
+    if rank in student.layout.ranks:
+        coords = student.layout.coordinates(rank)
+        for rows, holder in _holders(student.owned_rows(coords), teacher):
+            for pipeline, owned in enumerate(of_teacher):
+                shared = tuple(sorted(owned & of_student[coords.pipeline]))
+                source = teacher.layout.rank(replace(holder, pipeline=pipeline))
+                if shared and source != rank:  # a rank's message to itself is above
+                    transfers.append(Transfer(source, rank, shared, rows))
+    return sorted(transfers, key=lambda transfer: (transfer.source, transfer.target))
+
+
+def _holders(rows: np.ndarray, other: BatchPlan) -> list[tuple[np.ndarray, Coordinates]]:
+    """The rows by the ranks that own them in the other role, as (table indices, ascending; coordinates on stage 0)."""
+    if not len(rows):
+        return []
+    rows = np.sort(rows)
+    places = other.places(other.table.response[rows])
+    places = places.select(np.searchsorted(places.table_index, rows))
+    layout = other.layout
+    rank = (places.data * layout.context + places.context) * layout.tensor + places.tensor
+    order = np.argsort(rank, kind="stable")
+    starts = np.flatnonzero(np.diff(rank[order], prepend=-1))
+    return [
+        (rows[chosen], layout.coordinates(layout.first_rank + int(rank[chosen[0]])))
+        for chosen in np.split(order, starts[1:])
+    ]
 
 
 def _owners(plan: BatchPlan, layers: dict[int, int], depth: int) -> list[set[int]]:
@@ -162,25 +173,28 @@ def exchange(
     return shard, received
 
 
-def gather_replicas(shard: RowShard, full_rows: np.ndarray, group: dist.ProcessGroup) -> RowShard:
-    """Joins the equal parts that replicated tensor ranks received into all rows, on each of these ranks.
+def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group: dist.ProcessGroup) -> RowShard:
+    """Joins the parts that replicated tensor ranks received into all rows, on each of these ranks.
 
     Args:
         shard: the part that this rank received.
-        full_rows: table indices of all rows, in the order in which `np.array_split` divided them among the ranks.
+        rows: table indices [n] of all rows.
+        owner: [n], the tensor rank that received each of them.
         group: the tensor-parallel group.
     """
     size = dist.get_world_size(group)
-    longest = -(-len(full_rows) // size)
+    counts = np.bincount(owner, minlength=size).tolist()
+    # the place of each row in the parts laid end to end, every part padded to the longest
+    part_first = np.argsort(np.argsort(owner, kind="stable"), kind="stable") - (np.cumsum(counts) - counts)[owner]
+    gathered_index = torch.from_numpy(owner * max(counts) + part_first)
     values = {}
     for layer, part in shard.values.items():
-        padded = part.new_zeros(longest, part.shape[1])
+        padded = part.new_zeros(max(counts), part.shape[1])
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(parts, padded, group=group)
-        counts = [len(split) for split in np.array_split(full_rows, size)]
-        values[layer] = torch.cat([p[:count] for p, count in zip(parts, counts, strict=True)])
-    return RowShard(full_rows, values)
+        values[layer] = torch.cat(parts).index_select(0, gathered_index.to(part.device))
+    return RowShard(rows, values)
 
 
 @dataclass(frozen=True)
@@ -226,6 +240,5 @@ class TargetTransfer:
         if arrived is None or coords is None:
             return {}, received
         if self.student_plan.replicated:
-            full = np.concatenate([local.table_index for local in self.student_plan.local_rows(coords)])
-            arrived = gather_replicas(arrived, full, self.student.member_groups.tp)
+            arrived = gather_replicas(arrived, *self.student_plan.tensor_owners(coords), self.student.member_groups.tp)
         return arrived.values, received

@@ -106,6 +106,28 @@ def test_every_row_is_held_once_per_replica_group(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+def test_microbatches_with_rows_are_counted_once_per_rank(layout: Layout) -> None:
+    """The count without ranks is what the ranks of a stage count together, also where some hold nothing."""
+    batch = rollouts()
+    table = make_rows(batch, positions="last_k", k=1, position="token", aggregation="token_mean")
+    for group in BatchPlan.build(table, [r.length for r in batch], layout, token_budget=40).microbatch_groups(2):
+        stage = [coords for coords in map(layout.coordinates, layout.ranks) if coords.pipeline == 0]
+        counted = sum(len(rows.table_index) > 0 for coords in stage for rows in group.local_rows(coords))
+        assert group.held_microbatches() == counted
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 5])
+def test_replicated_rows_are_owned_in_equal_parts(tensor: int) -> None:
+    """Every response's rows are divided among the tensor ranks, equal but for one."""
+    batch = rollouts()
+    table = make_rows(batch, positions="all", k=1, position="token", aggregation="token_mean")
+    plan = BatchPlan.build(table, [r.length for r in batch], Layout(tensor=tensor), token_budget=40)
+    owned = [plan.owned_rows(Layout(tensor=tensor).coordinates(rank)) for rank in range(tensor)]
+    counts = np.stack([np.bincount(table.response[rows], minlength=len(batch)) for rows in owned])
+    assert (counts.max(0) - counts.min(0) <= 1).all() and counts.sum() == len(table)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
 def test_held_rows_point_at_their_tokens(layout: Layout) -> None:
     """Lays out (sequence, position) as the model would see it and looks the rows up there."""
     batch = rollouts()
