@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_oprd.checkpointing.training_state import save_checkpoint
 from nemo_oprd.config.schema import TrainConfig
@@ -36,6 +37,7 @@ class Checkpointer:
         root: the run's directory of checkpoints.
         source: directory of the student's config.json and tokenizer, which are copied into every checkpoint.
         skipped_in_a_row: the last steps before a resume that all had a skipped update.
+        saved: the step that the run resumed from; 0 in a new run.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class Checkpointer:
         source: Path,
         signals: Signals,
         skipped_in_a_row: int,
+        saved: int,
     ) -> None:
         self._train, self._root, self._student, self._source = train, root, student, source
         self._signals, self._skipped_in_a_row = signals, skipped_in_a_row
+        self._saved, self._saved_at = saved, time.monotonic()
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
         """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
@@ -66,7 +70,9 @@ class Checkpointer:
         reason = next((update.nonfinite_reason for update in updates if update and update.nonfinite_reason), None)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
         too_many = self._skipped_in_a_row >= train.stop_after_skipped
-        stop, too_many, is_best = agree(device(), self._asked_to_stop(), too_many, evaluation.best is not None)
+        stop, too_many, is_best, too_long = agree(
+            device(), self.asked_to_stop(), too_many, evaluation.best is not None, self._too_long()
+        )
         if too_many:
             raise ValueError(
                 f"updates were skipped in {train.stop_after_skipped} steps in a row, up to step {done}: "
@@ -74,26 +80,52 @@ class Checkpointer:
                 "train.lr, look at the rollouts kept in rollouts/spike_*.jsonl, or go back to an earlier checkpoint"
             )
         last = done == train.steps
-        if stop or is_best or (train.save_every and (last or done % train.save_every == 0)):
-            save_checkpoint(
-                self._root,
-                done,
-                self._student,
-                self._source,
-                train.keep_checkpoints,
-                best=evaluation.best,
-                more={EVALUATION_DEFERRED: True} if evaluation.deferred else None,
-            )
+        if stop or is_best or too_long or (train.save_every and (last or done % train.save_every == 0)):
+            self._save(done, evaluation)
             if not stop:  # a signal may have arrived while saving, and the next step may be long
-                (stop,) = agree(device(), self._asked_to_stop())
+                (stop,) = agree(device(), self.asked_to_stop())
         if stop and (evaluation.deferred or not last):
             raise Stopped(
                 f"stopped by {self._signals.received or 'a signal to another rank'} after step {done} of "
                 f"{train.steps}, and saved; the same command resumes from there"
             )
 
-    def _asked_to_stop(self) -> bool:
+    def stop_while_sampling(self, step: int, completed: int, requests: int) -> NoReturn:
+        """Ends the run in the sampling of the step after `step` others; every rank calls this.
+
+        Args:
+            completed: responses of the step that were complete, of `requests`.
+
+        Raises:
+            Stopped: always; the weights after `step` steps are saved, unless the run began with them.
+        """
+        if step > self._saved:
+            self._save(step, EvaluationOutcome())
+        raise Stopped(
+            f"stopped by {self._signals.received or 'a signal to another rank'} while sampling step {step + 1} of "
+            f"{self._train.steps}, with {completed} of {requests} responses complete and kept; the same command "
+            "resumes from there"
+        )
+
+    def asked_to_stop(self) -> bool:
+        """Whether this process received a signal that asks it to stop."""
         return self._signals.received is not None
+
+    def _too_long(self) -> bool:
+        minutes = self._train.save_minutes
+        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def _save(self, done: int, evaluation: EvaluationOutcome) -> None:
+        save_checkpoint(
+            self._root,
+            done,
+            self._student,
+            self._source,
+            self._train.keep_checkpoints,
+            best=evaluation.best,
+            more={EVALUATION_DEFERRED: True} if evaluation.deferred else None,
+        )
+        self._saved, self._saved_at = done, time.monotonic()
 
 
 def skipped_in_a_row(flags: list[float]) -> int:

@@ -296,6 +296,9 @@ class DataConfig:
 class TrainConfig:
     """The optimization.
 
+    A checkpoint is saved every `save_every` steps (0: never), and after the first step that ends `save_minutes` or more
+    after the last save (0: never), which bounds what a job that dies loses whatever a step takes.
+
     The newest `keep_checkpoints` checkpoints are kept (0: all of them), and also the checkpoint with the highest value
     of `keep_best`, a validation metric such as val/heldout/avg@4. An update whose loss or gradient is not finite is
     skipped; `stop_after_skipped` steps in a row with a skipped update end the run. A step makes `updates_per_rollout`
@@ -317,6 +320,7 @@ class TrainConfig:
     clip_grad: NonNegativeFloat = 1.0
     distributed_optimizer: bool = True
     save_every: NonNegativeInt = 0
+    save_minutes: NonNegativeFloat = 0.0
     keep_checkpoints: NonNegativeInt = 2
     keep_best: str | None = None
     stop_after_skipped: PositiveInt = 3

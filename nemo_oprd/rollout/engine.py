@@ -16,7 +16,15 @@ TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 
 
 class GenerationCancelled(Exception):  # noqa: N818 - not an error
-    """The caller cancelled the generation before all responses were complete."""
+    """The caller cancelled the generation before all responses were complete.
+
+    `completed` maps the index of a request to its rollout, for the responses that `generate` can take back as `done`;
+    it is the same on every rank.
+    """
+
+    def __init__(self, completed: dict[int, Rollout] | None = None) -> None:
+        super().__init__("the generation was cancelled")
+        self.completed = completed or {}
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,17 @@ class RolloutEngine(Protocol):
     """
 
     def generate(
-        self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None = None
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None = None,
+        done: dict[int, Rollout] | None = None,
     ) -> list[Rollout]:
         """One rollout per request, in order, the same on every rank.
 
         Args:
             should_cancel: called repeatedly on every rank; True asks to stop. The ranks' answers may differ.
+            done: rollouts that a cancelled call with the same arguments completed, by the index of their request.
 
         Raises:
             GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.

@@ -68,7 +68,11 @@ class MegatronEngine:
             load_hf([self.model], self.spec, self.role, read, source)
 
     def generate(
-        self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None = None
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None = None,
+        done: dict[int, Rollout] | None = None,
     ) -> list[Rollout]:
         """See `RolloutEngine`. Raises ValueError if a prompt leaves no room for a response."""
         limit = self.spec.max_positions
@@ -78,23 +82,34 @@ class MegatronEngine:
                     f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the model's {limit} positions; "
                     f"drop or shorten it: {str(request.prompt)[:80]!r}"
                 )
-        own_part = self._generate_own_part(requests, sampling, should_cancel) if self.model is not None else {}
+        own_part: dict[int, Generated] = {}
+        completed, done = True, done or {}
+        if self.model is not None:
+            own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done))
         # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
         # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
         wait_for_all()
-        if should_cancel is not None and agree(device(), own_part is None)[0]:
-            raise GenerationCancelled
-        parts: list[dict[int, Generated] | None] = [None] * dist.get_world_size()
+        cancelled = should_cancel is not None and agree(device(), not completed)[0]
+        parts: list[dict[int, Generated]] = [{}] * dist.get_world_size()
         dist.all_gather_object(parts, own_part)
-        responses = {index: generated for part in parts for index, generated in (part or {}).items()}
-        return [_rollout(request, responses[i]) for i, request in enumerate(requests)]
+        sampled = {i: _rollout(requests[i], generated) for part in parts for i, generated in part.items()}
+        rollouts = {**done, **sampled}
+        if cancelled:
+            raise GenerationCancelled(rollouts)
+        return [rollouts[i] for i in range(len(requests))]
 
     def _generate_own_part(
-        self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None
-    ) -> dict[int, Generated] | None:
-        """Index of a request -> its response, for this data-parallel rank's requests; None if cancelled.
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None,
+        done: set[int],
+    ) -> tuple[dict[int, Generated], bool]:
+        """(Index of a request -> its response, for this data-parallel rank's requests; whether they are complete).
 
-        Tensor ranks other than the first return nothing, because all of them have the same responses.
+        Tensor ranks other than the first return no responses, because all of them have the same ones. A batch whose
+        requests are all in `done` is left out, and any other batch is sampled whole: a response does not depend on
+        whether the generation was cancelled in between. A cancelled call keeps the responses of complete batches.
         """
         coords, data = self.role.member_coords, self.role.layout.data
         assert self.model is not None
@@ -103,8 +118,10 @@ class MegatronEngine:
         results: dict[int, Generated] = {}
         is_cancelled = None if should_cancel is None else lambda: self._agree_over_tensor_ranks(should_cancel())
         for batch in self._batches(order, requests, sampling.max_new_tokens):
+            if done.issuperset(batch):
+                continue
             if is_cancelled is not None and is_cancelled():
-                return None
+                return self._own(results), False
             prompts = [requests[i].prompt_ids for i in batch]
             # the limit of a response does not depend on the other responses of its batch
             limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
@@ -122,9 +139,12 @@ class MegatronEngine:
                 should_cancel=is_cancelled,
             )
             if generated is None:
-                return None
+                return self._own(results), False
             results.update(zip(batch, generated, strict=True))
-        return results if coords.tensor == 0 else {}
+        return self._own(results), True
+
+    def _own(self, results: dict[int, Generated]) -> dict[int, Generated]:
+        return results if self.role.member_coords.tensor == 0 else {}
 
     def _agree_over_tensor_ranks(self, flag: bool) -> bool:
         """Whether the flag is set on any tensor rank; tensor ranks sample together, so they must stop together."""

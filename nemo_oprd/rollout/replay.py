@@ -182,7 +182,11 @@ class ReplayEngine:
         self.rollouts = rollouts
 
     def generate(
-        self, requests: list[Request], sampling: SamplingParams, should_cancel: Callable[[], bool] | None = None
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None = None,
+        done: dict[int, Rollout] | None = None,
     ) -> list[Rollout]:
         """All recorded rollouts."""
         return self.rollouts

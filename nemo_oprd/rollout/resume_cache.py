@@ -20,7 +20,9 @@ from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 
 class ResumeCache:
-    """`pending.jsonl` holds the rollouts; `pending.json` holds their step and how they were sampled.
+    """`pending.jsonl` holds the rollouts; `pending.json` holds their step, their requests and how they were sampled.
+
+    A step that a signal cancelled has rollouts of some requests only.
 
     The step identifies the weights that sampled the rollouts: those after that many steps. Rollouts of another step
     than the checkpoint's are not used. Every step overwrites both files, so a run that resumes from an earlier
@@ -32,44 +34,53 @@ class ResumeCache:
         self.rollouts, self.about = directory / "pending.jsonl", directory / "pending.json"
         self.weights = weights
 
-    def put(self, step: int, rollouts: list[Rollout], sampling: SamplingParams) -> None:
-        """Writes the rollouts of a step in place of the previous step's. Only the world's first rank writes."""
+    def put(self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
+        """Writes rollouts of a step in place of the previous step's. Only the world's first rank writes.
+
+        Args:
+            rollouts: by the index of their request; some may be missing.
+            count: number of requests of the step.
+        """
         if dist.get_rank() != 0:
             return
         # the description is removed first and written last, so it never describes the rollouts of another step
         self.about.unlink(missing_ok=True)
-        write_rollouts(self.rollouts, rollouts)
-        write_atomically(self.about, json.dumps(self._about(step, sampling, len(rollouts))) + "\n")
+        write_rollouts(self.rollouts, list(rollouts.values()))
+        about = {**self._about(step, sampling, count), "requests": list(rollouts)}
+        write_atomically(self.about, json.dumps(about) + "\n")
 
-    def take(self, step: int, requests: list[Request], sampling: SamplingParams) -> list[Rollout] | None:
-        """The rollouts on disk if they are those of this step, else None; the same on every rank."""
-        answer: list[list[Rollout] | None] = [None]
+    def take(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
+        """The rollouts on disk by the index of their request, if they are of this step; the same on every rank."""
+        answer: list[dict[int, Rollout]] = [{}]
         if dist.get_rank() == 0:
             answer[0] = self._read(step, requests, sampling)
         dist.broadcast_object_list(answer, src=0)
         return answer[0]
 
-    def _read(self, step: int, requests: list[Request], sampling: SamplingParams) -> list[Rollout] | None:
+    def _read(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         try:
             about = json.loads(self.about.read_text())
         except (FileNotFoundError, ValueError):
-            return None
+            return {}
+        if not isinstance(about, dict):
+            return {}
+        indices = about.pop("requests", list(range(len(requests))))  # earlier versions kept complete steps only
         if about != json.loads(json.dumps(self._about(step, sampling, len(requests)))):
-            return None
+            return {}
         try:
             rollouts = read_rollouts(self.rollouts, 1 << 62)
         except ValueError:  # the file was damaged, for instance by a loss of power: the step samples again
-            return None
-        same_prompts = len(rollouts) == len(requests) and all(
-            rollout.prompt_ids == request.prompt_ids for rollout, request in zip(rollouts, requests, strict=True)
-        )
-        if not same_prompts:
-            return None
+            return {}
+        kept = [requests[i] for i in indices]
+        if [rollout.prompt_ids for rollout in rollouts] != [request.prompt_ids for request in kept]:
+            return {}
         # these fields come from the prompt file, which may have changed
-        return [
-            dataclasses.replace(rollout, prompt=request.prompt, data_source=request.data_source, answer=request.answer)
-            for rollout, request in zip(rollouts, requests, strict=True)
-        ]
+        return {
+            i: dataclasses.replace(
+                rollout, prompt=request.prompt, data_source=request.data_source, answer=request.answer
+            )
+            for i, rollout, request in zip(indices, rollouts, kept, strict=True)
+        }
 
     def _about(self, step: int, sampling: SamplingParams, count: int) -> dict[str, Any]:
         return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import prompt_order
 from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.rollout.engine import TRAINING_STREAM, Request, RolloutEngine, SamplingParams
+from nemo_oprd.rollout.engine import TRAINING_STREAM, GenerationCancelled, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs
 
@@ -36,6 +37,9 @@ class RolloutSampler:
         cache: keeps the rollouts of the current step, for a run that is interrupted.
         first_step: the step for which the cache may hold rollouts.
         say: shows a line to the user.
+        should_cancel: whether the run was asked to stop; the sampling of a step is then cancelled.
+        stop: called on every rank after that, with the step, the completed responses and the requests; saves and
+            raises `Stopped`.
     """
 
     def __init__(
@@ -47,14 +51,21 @@ class RolloutSampler:
         cache: ResumeCache,
         first_step: int,
         say: Callable[[str], None],
+        should_cancel: Callable[[], bool],
+        stop: Callable[[int, int, int], NoReturn],
     ) -> None:
         self._config, self._engine, self._prompts = config, engine, prompts
         self._teacher_inputs, self._cache = teacher_inputs, cache
         self._routing = Routing(tuple(config.teacher_sources))
         self._first_step, self._say = first_step, say
+        self._should_cancel, self._stop = should_cancel, stop
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """The rollouts of a step with their teachers' sequences, the same on every rank. Every rank calls this."""
+        """The rollouts of a step with their teachers' sequences, the same on every rank. Every rank calls this.
+
+        Raises:
+            Stopped: a signal asked the run to stop before all responses were complete.
+        """
         count = self._config.train.prompts_per_step
         requests = training_requests(self._prompts, self._config, step * count, count) if self._prompts else []
         rollouts = self._sampled(step, requests)
@@ -62,15 +73,21 @@ class RolloutSampler:
         return add_teacher_inputs(self._teacher_inputs, taught_by, rollouts, requests)
 
     def _sampled(self, step: int, requests: list[Request]) -> list[Rollout]:
-        """The rollouts of a step: from the cache if the interrupted run had sampled them, else sampled now."""
+        """The rollouts of a step; those that the interrupted run had sampled come from the cache."""
         sampling = training_sampling(self._config, step)
         if not self._prompts:
             return self._engine.generate(requests, sampling)
-        if step == self._first_step:
-            cached = self._cache.take(step, requests, sampling)
-            if cached is not None:
-                self._say(f"step {step + 1} resumes with the {len(cached)} rollouts sampled before the interruption")
-                return cached
-        rollouts = self._engine.generate(requests, sampling)
-        self._cache.put(step, rollouts, sampling)
+        cached = self._cache.take(step, requests, sampling) if step == self._first_step else {}
+        if cached:
+            number = f"the {len(cached)}" if len(cached) == len(requests) else f"{len(cached)} of {len(requests)}"
+            self._say(f"step {step + 1} resumes with {number} rollouts sampled before the interruption")
+        if len(cached) == len(requests):
+            return [cached[i] for i in range(len(requests))]
+        try:
+            rollouts = self._engine.generate(requests, sampling, self._should_cancel, cached)
+        except GenerationCancelled as cancelled:
+            if cancelled.completed:
+                self._cache.put(step, cancelled.completed, sampling, len(requests))
+            self._stop(step, len(cancelled.completed), len(requests))
+        self._cache.put(step, dict(enumerate(rollouts)), sampling, len(requests))
         return rollouts

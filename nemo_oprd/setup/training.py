@@ -127,14 +127,25 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) 
     directory = files.student.directory
     cache = ResumeCache(Path(config.output) / "rollouts", {"student": str(directory), "precision": config.precision})
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
+    checkpointer = Checkpointer(config.train, checkpoints, student, directory, signals, skipped, first_step)
     run = TrainingRun(
         config,
         distiller,
         engine,
-        RolloutSampler(config, engine, data.prompts, data.teacher_inputs, cache, first_step, log.say),
+        RolloutSampler(
+            config,
+            engine,
+            data.prompts,
+            data.teacher_inputs,
+            cache,
+            first_step,
+            log.say,
+            checkpointer.asked_to_stop,
+            checkpointer.stop_while_sampling,
+        ),
         StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
         Validation(config, data.evaluator, engine, files.teachers[0].open, log, checkpoints, first_step, signals),
-        Checkpointer(config.train, checkpoints, student, directory, signals, skipped),
+        checkpointer,
         log,
         first_step,
         files,

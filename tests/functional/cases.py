@@ -52,10 +52,11 @@ def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:
 
 
 def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]], asked: int, rank: int) -> list[Any]:
-    """Sampling that `rank` wants no more when it is asked the `asked`-th time, then again to the end.
+    """Sampling that `rank` cancels when it is asked the `asked`-th time, then resumed, then once more without a break.
 
     Returns:
-        Per rank, whether it gave up and how often it was asked; then whether all were sampled in the end.
+        Per rank, whether it was cancelled and how often it was asked; how many responses were complete then; and
+        whether the resumed responses are those of the last call.
     """
     from unittest import mock
 
@@ -73,16 +74,18 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
         times += 1
         return dist.get_rank() == rank and times >= asked
 
-    given_up = False
+    given_up, completed = False, {}
     with mock.patch.object(generation, "CANCEL_CHECK_EVERY", 4):
         try:
             engine.generate(requests, sampling, give_up)
-        except GenerationCancelled:
-            given_up = True
+        except GenerationCancelled as cancelled:
+            given_up, completed = True, cancelled.completed
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (given_up, times))
+        resumed = engine.generate(requests, sampling, lambda: False, completed)
         whole = engine.generate(requests, sampling, lambda: False)
-    return [*found, len(whole)]
+    assert all(completed[i] is resumed[i] for i in completed)  # not sampled again
+    return [*found, len(completed), resumed == whole and len(whole) == len(requests)]
 
 
 def teacher_products_of_verify(overrides: list[str]) -> int:

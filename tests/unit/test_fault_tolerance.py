@@ -264,38 +264,50 @@ class TestPending:
     ROLLOUTS = (Rollout([1, 2], [3], answer="4", finish_reason="stop"), Rollout([5], [6, 7], prompt="p"))
     REQUESTS = (Request([1, 2], answer="4"), Request([5], "p"))
 
-    def take(self, tmp_path: Path, **changes: Any) -> list[Rollout] | None:
+    def take(self, tmp_path: Path, **changes: Any) -> dict[int, Rollout]:
         kept = SimpleNamespace(step=3, sampling=self.SAMPLING, requests=list(self.REQUESTS), weights={"student": "a"})
         vars(kept).update(changes)
         with mock.patch.object(dist, "broadcast_object_list"):
             return ResumeCache(tmp_path, kept.weights).take(kept.step, kept.requests, kept.sampling)
 
     def test_only_the_same_step_of_the_same_run(self, tmp_path: Path, alone: None) -> None:
-        ResumeCache(tmp_path, {"student": "a"}).put(3, list(self.ROLLOUTS), self.SAMPLING)
-        assert self.take(tmp_path) == list(self.ROLLOUTS)
+        ResumeCache(tmp_path, {"student": "a"}).put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
+        assert self.take(tmp_path) == dict(enumerate(self.ROLLOUTS))
         renamed = [replace(request, data_source="new") for request in self.REQUESTS]
         taken = self.take(tmp_path, requests=renamed)
-        assert taken == [replace(rollout, data_source="new") for rollout in self.ROLLOUTS]
-        assert self.take(tmp_path, step=2) is None
-        assert self.take(tmp_path, sampling=SamplingParams(0.9, 1.0, 8, (0, 1, 3))) is None
-        assert self.take(tmp_path, requests=[Request([1, 2]), Request([9])]) is None
-        assert self.take(tmp_path, requests=[Request([1, 2])]) is None
-        assert self.take(tmp_path, weights={"student": "b"}) is None
+        assert taken == {i: replace(rollout, data_source="new") for i, rollout in enumerate(self.ROLLOUTS)}
+        assert self.take(tmp_path, step=2) == {}
+        assert self.take(tmp_path, sampling=SamplingParams(0.9, 1.0, 8, (0, 1, 3))) == {}
+        assert self.take(tmp_path, requests=[Request([1, 2]), Request([9])]) == {}
+        assert self.take(tmp_path, requests=[Request([1, 2])]) == {}
+        assert self.take(tmp_path, weights={"student": "b"}) == {}
+
+    def test_some_of_a_step(self, tmp_path: Path, alone: None) -> None:
+        """Those that were complete when a signal came; and files of an earlier version, which held whole steps."""
+        pending = ResumeCache(tmp_path, {"student": "a"})
+        pending.put(3, {1: self.ROLLOUTS[1]}, self.SAMPLING, 2)
+        assert self.take(tmp_path) == {1: self.ROLLOUTS[1]}
+        assert self.take(tmp_path, requests=[Request([1, 2]), Request([9])]) == {}
+        pending.put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
+        about = json.loads(pending.about.read_text())
+        del about["requests"]
+        pending.about.write_text(json.dumps(about))
+        assert self.take(tmp_path) == dict(enumerate(self.ROLLOUTS))
 
     def test_what_is_damaged_or_half_written_is_sampled_anew(self, tmp_path: Path, alone: None) -> None:
-        assert self.take(tmp_path) is None
+        assert self.take(tmp_path) == {}
         pending = ResumeCache(tmp_path, {"student": "a"})
-        pending.put(3, list(self.ROLLOUTS), self.SAMPLING)
+        pending.put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
         pending.rollouts.write_text('{"prompt_ids": [1, 2], "resp')
-        assert self.take(tmp_path) is None
+        assert self.take(tmp_path) == {}
         pending.about.write_text("{")
-        assert self.take(tmp_path) is None
+        assert self.take(tmp_path) == {}
         # killed between the two files of the next step
-        pending.put(3, list(self.ROLLOUTS), self.SAMPLING)
+        pending.put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
         killed = mock.patch("nemo_oprd.rollout.resume_cache.write_atomically", side_effect=InterruptedError)
         with killed, pytest.raises(InterruptedError):
-            pending.put(4, list(self.ROLLOUTS), self.SAMPLING)
-        assert self.take(tmp_path) is None
+            pending.put(4, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
+        assert self.take(tmp_path) == {}
 
 
 @pytest.mark.parametrize("elements", [10, 100_000])
