@@ -4,7 +4,8 @@
 #   bash scripts/test.sh --all           ruff, mypy, and all tests; what is not installed here is skipped with its reason
 #   bash scripts/test.sh --integration   only the tests that need an environment or a service of their own
 #   bash scripts/test.sh tests/unit      ruff, mypy, and pytest with these arguments, whatever marks the tests have
-# Arguments after --all or --integration go to pytest, too.
+# Arguments after --all or --integration go to pytest, too. Without arguments, tests/functional, which computes, runs
+# beside the other tests, which wait more than they compute; the output of the others follows at the end.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 services="slurm or vllm or nemo"
@@ -20,10 +21,18 @@ if [ "${1:-}" = --integration ]; then
 fi
 ruff check .
 ruff format --check .
-mypy
 if [ $# = 0 ]; then
-  exec python -m pytest -m "not (slow or $services)"
+  output=$(mktemp)
+  (mypy && exec python -m pytest -m "not (slow or $services)" tests/unit tests/e2e) >"$output" 2>&1 &
+  others=$!
+  trap 'kill "$others" 2>/dev/null || true; rm -f "$output"' EXIT
+  status=0
+  python -m pytest -m "not (slow or $services)" tests/functional || status=$?
+  wait "$others" || status=$?
+  cat "$output"
+  exit "$status"
 fi
+mypy
 if [ "$1" = --all ]; then
   shift
 fi

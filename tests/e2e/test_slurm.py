@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -99,7 +100,9 @@ class Site:
         # Slurm lets a requeued job wait for minutes. Some seconds it needs: the credential of the first start is
         # revoked, and one made in the same second counts as that.
         self.cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"])
-        (said,) = [line for line in self.log.read_text().splitlines() if line.startswith("stopped by SIGUSR1")]
+        # the signal reaches the nodes one after the other: the first rank may learn of it from another
+        stopped = re.compile("stopped by (SIGUSR1|a signal to another rank) ")
+        (said,) = filter(stopped.match, self.log.read_text().splitlines())
         return said
 
     def wait_until(self, reached: Callable[[], bool], job: str) -> None:
@@ -148,7 +151,9 @@ def a_job_that_is_asked_to_stop_saves_and_queues_itself(site: Site) -> None:
     steps = 20
     job = site.submit(f"train.steps={steps}", "train.save_every=0")
     site.wait_until(lambda: len(site.updates()) >= 2, job)
-    done = int(site.ask_to_stop(job).split("after step ")[1].split()[0])
+    said = site.ask_to_stop(job)
+    after, while_sampling = re.search(r"after step (\d+) of", said), re.search(r"while sampling step (\d+) of", said)
+    done = int(after[1]) if after else int(while_sampling[1]) - 1 if while_sampling else -1
     assert 2 <= done < steps
     site.completes(job)
     assert f"after {done} of {steps} steps" in site.log.read_text()

@@ -133,7 +133,7 @@ def test_the_reference_needs_hugging_face_models() -> None:
     ("content", "message"),
     [
         ('{"sharded_backend": ', "metadata.json: not valid JSON"),
-        ("[]", "metadata.json: holds [], expected sharded_backend"),
+        ("[]", "metadata.json: holds a list, expected an object with sharded_backend"),
         ('{"sharded_backend": "torch_dist", "other": 1}', "expected sharded_backend and at most"),
         ('{"sharded_backend": "zarr"}', "format 'zarr'; expected 'torch_dist'"),
     ],

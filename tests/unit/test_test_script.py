@@ -13,14 +13,14 @@ ROOT = Path(__file__).parent.parent.parent
 SERVICES = "slurm or vllm or nemo"
 
 
-def run(directory: Path, *arguments: str, pytest_status: int = 0) -> tuple[int, list[str]]:
+def run(directory: Path, *arguments: str, pytest_status: int = 0, mypy_status: int = 0) -> tuple[int, list[str]]:
     """The script's exit status and the commands that it ran, in a copy where each command only writes itself down."""
     scripts, programs = directory / "scripts", directory / "programs"
     scripts.mkdir()
     programs.mkdir()
     shutil.copy(ROOT / "scripts" / "test.sh", scripts)
     (scripts / "environment.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
-    for name, status in (("ruff", 0), ("mypy", 0), ("python", pytest_status)):
+    for name, status in (("ruff", 0), ("mypy", mypy_status), ("python", pytest_status)):
         (programs / name).write_text(f'#!/bin/bash\n(IFS="|"; echo "{name}|$*") >>"{directory}/ran"\nexit {status}\n')
         (programs / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
@@ -29,13 +29,14 @@ def run(directory: Path, *arguments: str, pytest_status: int = 0) -> tuple[int, 
     return ended.returncode, (directory / "ran").read_text().splitlines()
 
 
+DEFAULT = ("tests/functional", "tests/unit|tests/e2e")
 CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], [*CHECKS, f"python|-m|pytest|-m|not (slow or {SERVICES})"]),
+        ([], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
         (["--all"], [*CHECKS, "python|-m|pytest"]),
         (["--integration"], [f"python|-m|pytest|-m|{SERVICES}"]),
         (["tests/unit", "-x"], [*CHECKS, "python|-m|pytest|tests/unit|-x"]),
@@ -45,7 +46,22 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 def test_levels(tmp_path: Path, arguments: list[str], expected: list[str]) -> None:
     status, ran = run(tmp_path, *arguments)
     assert status == 0
-    assert ran == expected
+    assert sorted(ran) == sorted(expected) if not arguments else ran == expected  # two lanes without arguments
+    assert ran[:2] == expected[:2] or arguments == ["--integration"]
+
+
+def test_the_default_runs_all_folders(pytestconfig: pytest.Config) -> None:
+    folders = {file.parent.relative_to(ROOT).parts[1] for file in (ROOT / "tests").rglob("test_*.py")}
+    assert {f"tests/{folder}" for folder in folders} == {folder for lane in DEFAULT for folder in lane.split("|")}
+
+
+def test_a_type_error_fails_the_script(tmp_path: Path) -> None:
+    """It is found beside the functional tests, and nothing else of its lane runs."""
+    status, ran = run(tmp_path, mypy_status=1)
+    assert status == 1
+    assert [line for line in ran if line.startswith("python")] == [
+        f"python|-m|pytest|-m|not (slow or {SERVICES})|tests/functional"
+    ]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all"], ["--integration"], ["tests/unit"]])
