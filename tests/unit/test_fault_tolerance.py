@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.checkpointing.checkpointer import skipped_in_a_row
+from nemo_oprd.checkpointing.checkpointer import Checkpointer, EvaluationOutcome, skipped_in_a_row
 from nemo_oprd.checkpointing.directory import commit_checkpoint, partial_directory
 from nemo_oprd.checkpointing.training_state import check_resume_signature, resume_signature
 from nemo_oprd.config.loading import load_config
@@ -73,6 +73,23 @@ def test_lock_behind_a_link(tmp_path: Path) -> None:
         RunLock(tmp_path / "b")
     lock.release()
     RunLock(tmp_path / "b").release()
+
+
+def test_a_checkpoint_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> None:
+    """Minutes count from the last save, or from the start."""
+    settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_minutes=10", "train.save_every=0"]
+    train, nothing, saved = load_config("verify", settings).train, SimpleNamespace(received=None), list[int]()
+    now = (0.0, 599.0, 600.0, 600.0, 1199.0, 1201.0, 1201.0, 1300.0)  # a save asks, too
+    module = "nemo_oprd.checkpointing.checkpointer"
+    with (
+        mock.patch(f"{module}.save_checkpoint", lambda _, done, *args, **more: saved.append(done)),
+        mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
+        mock.patch(f"{module}.time", SimpleNamespace(monotonic=mock.Mock(side_effect=now))),
+    ):
+        checkpointer = Checkpointer(train, tmp_path, nothing, tmp_path, nothing, 0, 0)  # type: ignore[arg-type]
+        for done in range(1, 6):
+            checkpointer.after_step(done, [None], EvaluationOutcome())
+    assert saved == [2, 4]
 
 
 def test_a_signal_before_training_stops_a_run_without_validation_sets() -> None:
