@@ -13,6 +13,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from nemo_oprd.config.loss_schema import AdaptiveConfig, LossConfig, OutputLossConfig, RepresentationLossConfig
+from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.types import (
     STRICT,
     Decay,
@@ -46,6 +47,7 @@ __all__ = [
     "TeacherConfig",
     "TeacherSource",
     "TrainConfig",
+    "VllmConfig",
 ]
 
 
@@ -251,26 +253,6 @@ class AlignmentConfig:
 
     exact: bool = False
     min_coverage: Fraction = 0.5
-
-
-@dataclass(config=STRICT)
-class RolloutConfig:
-    """How the student samples.
-
-    `tensor` is the tensor-parallel size of the in-process engine. `max_batch` and `max_cache_tokens` are the largest
-    number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
-    """
-
-    engine: Literal["megatron", "vllm"] = "megatron"
-    temperature: NonNegativeFloat = 1.0
-    top_p: ProbabilityMass = 1.0
-    max_new_tokens: PositiveInt = 1024
-    per_prompt: PositiveInt = 1
-    replay: str | None = None
-    save: bool = False
-    tensor: PositiveInt = 1
-    max_batch: PositiveInt = 256
-    max_cache_tokens: PositiveInt = 524288
 
 
 @dataclass(config=STRICT)
