@@ -1,6 +1,6 @@
 """The process group over which the world's first rank broadcasts weights to the workers of servers (`group`).
 
-The trainer's and vLLM's processes are not in one job, so the group is made by hand: a store on the first rank, and torch's
+The trainer and vLLM are not one job, so the group is made by hand: a store on the first rank, and torch's
 process group on top of it. Whenever a server was restarted, all servers and the first rank make a new group.
 `worker/nemo_oprd_worker.py` is the other side. Over NCCL it was not yet run.
 """
