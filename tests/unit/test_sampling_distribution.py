@@ -149,8 +149,8 @@ class TestCompare:
             ({7: 3.0}, Bounds(9, 1, 9), "rollout/logprob_gap_p99 is 2.07"),
             ({7: -3.0}, Bounds(9, 1, 9), "(response 0, token 7: engine "),
             # the third response's tokens begin at row 13
-            ({i: 1.0 for i in range(13, 33)}, Bounds(9, 9, 0.5), "the mean gap of response 2 is 1 nats"),
-            ({i: 0.6 for i in range(10)}, Bounds(9, 9, 0.5), "the mean gap of response 0 is 0.6 nats"),
+            (dict.fromkeys(range(13, 33), 1.0), Bounds(9, 9, 0.5), "the mean gap of response 2 is 1 nats"),
+            (dict.fromkeys(range(10), 0.6), Bounds(9, 9, 0.5), "the mean gap of response 0 is 0.6 nats"),
             ({30: np.nan}, WIDE, "rollout/logprob_gap_mean is nan nats per token"),
             ({30: np.nan}, WIDE, "(response 2, token 17: engine nan, trainer "),
         ],
