@@ -91,8 +91,8 @@ class Task:
             logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         except (KeyError, IndexError, TypeError) as error:
             raise ServerRefused(
-                f"{server} answered response {index} in another form ({error!r}); expected ids, their log-probabilities "
-                "and the version of the weights: does it run the vLLM of scripts/setup_vllm.sh?"
+                f"{server} answered response {index} in another form ({error!r}); expected ids, their log-"
+                "probabilities and the version of the weights: does it run the vLLM of scripts/setup_vllm.sh?"
             ) from error
         if [(span["version"], span["start"], span["end"]) for span in spans] != [(version, 0, len(ids))]:
             found = ", ".join(f"{span['version']} (tokens {span['start']} to {span['end']})" for span in spans)
