@@ -19,6 +19,10 @@ class Rollout:
     by an end-of-sequence token includes that token and has the `finish_reason` "stop"; a response that used up the
     token budget has "length".
 
+    `logprobs[t]` is the natural logarithm of the probability that response token t had in the distribution that the
+    engine sampled from, its temperature included; None if the engine recorded none. `weight_version` is the number of
+    optimizer steps behind the weights that sampled the response; None if it is not known.
+
     `teacher_prompt_ids` and `teacher_response_ids` are set where the teacher reads other ids than the student, because
     it has another tokenizer or another prompt. `teacher_index[t]` is then the index of the teacher's response token
     whose state is the target of response token t, or -1 for no target. A `teacher_index` of None means that the
@@ -39,6 +43,8 @@ class Rollout:
     teacher_prompt_ids: list[int] | None = None
     teacher_response_ids: list[int] | None = None
     teacher_index: list[int] | None = None
+    logprobs: list[float] | None = None
+    weight_version: int | None = None
 
     @property
     def length(self) -> int:
