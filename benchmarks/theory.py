@@ -4,10 +4,10 @@ head.
     python -m benchmarks.theory --output DIR [--pair DIR] [--quick]
 
 Writes DIR/theory.json and DIR/theory.svg and prints a table; docs/theory.md derives and discusses the measurements.
-`--pair` is a directory that `nemo-oprd toy` wrote; without it, a pair is made in DIR/pair (a minute or two). The gap
-between the models is varied by moving the student's weights on a straight line to the teacher's. `DIR/narrow` is a
-second pair, narrower than its vocabulary, as real models are. Everything is seeded; the same pair gives the same
-numbers on the same machine.
+`--pair` is a directory that `nemo-oprd toy` wrote; without it, a pair of width 96 is made in DIR/pair (a minute or
+two). The gap between the models is varied by moving the student's weights on a straight line to the teacher's.
+`DIR/narrow` is a second pair, narrower than its vocabulary, as real models are. Everything is seeded; the same pair
+gives the same numbers on the same machine.
 """
 
 from __future__ import annotations
@@ -273,11 +273,12 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, help="written by nemo-oprd toy; made in OUTPUT/pair if not given")
     parser.add_argument("--quick", action="store_true", help="only a few positions and gaps, as a functional test")
     options = parser.parse_args()
+    from benchmarks.toy_models import PAIR_WIDTH
     from nemo_oprd.toy.pair import make_pair
 
     directory = options.pair or options.output / "pair"
     if options.pair is None:
-        make_pair(directory)
+        make_pair(directory, hidden=PAIR_WIDTH)
     try:
         pair = Pair(directory)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Toy models for two applications: specialists to merge, and a student that benefits from seeing the solution.
 
-All models are trained from scratch like the toy pair (`nemo_oprd/toy/pair.py`), with the same sizes and tokenizer. The
+All models are trained from scratch like the toy pair (`nemo_oprd/toy/pair.py`), with the same layers and tokenizer. The
 second task is subtraction modulo 10000, in the same columns: `5678.1234=` asks for 5678 - 1234.
 """
 
@@ -22,6 +22,8 @@ SOLUTION_PROMPT = "{hint}={prompt}"
 DONE = "models.json"
 CHECK_EVERY, REQUIRED_ACCURACY = 5, 0.4  # of greedy decoding; the accuracy at T = 0.7 is somewhat lower
 MODULUS = 10**task.COLUMNS
+# Of the students that docs/results.md and docs/theory.md measure; the quickstart's pair is wider (`make_pair`).
+PAIR_WIDTH = 96
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class _Training:
 
     def restart(self, steps: int, *, new: bool = False) -> None:
         """Starts a new optimizer and schedule, and a new model if `new`."""
-        self.recipe = Recipe(self.seed, steps, None, layers=4, hidden=96)
+        self.recipe = Recipe(self.seed, steps, None, layers=4, hidden=PAIR_WIDTH)
         if new:
             self.model = new_model(self.recipe)
         self.optimizer = torch.optim.AdamW(

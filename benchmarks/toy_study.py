@@ -8,10 +8,10 @@
     python -m benchmarks.toy_study self --output runs/study --seeds 0 1 2 --jobs 2
 
 Every arm of a study is a plain `nemo-oprd train` in a single-threaded process; `nemo-oprd report` reads its directory
-`STUDY/ARM-SEED`. A restarted study keeps finished arms and starts the others over. Students are those of `nemo-oprd
-toy`: width 96, 4 layers, some 40 % of the problems solved. The teachers of `bridge` have width 128 and 6 layers and
-were trained from another seed on the same task; those of `tokenizers` have another vocabulary
-(`nemo_oprd/toy/bpe_teacher.py`). The models of `merge` and `self` are those of `toy_models.py`.
+`STUDY/ARM-SEED`. A restarted study keeps finished arms and starts the others over. Students are made
+like those of `nemo-oprd toy`, but are narrower: width 96, 4 layers, some 40 % of the problems solved. The teachers of
+`bridge` have width 128 and 6 layers and were trained from another seed on the same task; those of `tokenizers` have
+another vocabulary (`nemo_oprd/toy/bpe_teacher.py`). The models of `merge` and `self` are those of `toy_models.py`.
 
 Accuracy is measured on 200 held-out problems, with 2 samples each at T = 0.7, after the last update. `objectives` and
 `ablation` try several learning rates per method on the first seed; the other seeds use the rate that solves most tune
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.toy_arms import RANKS, STEPS, STUDIES, TEACHERS, Arm
-from benchmarks.toy_models import SOLUTION_PROMPT, make_self_teaching_student, make_specialists
+from benchmarks.toy_models import PAIR_WIDTH, SOLUTION_PROMPT, make_self_teaching_student, make_specialists
 
 EVALUATED = 200
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,7 @@ class Study:
             make = {"merge": make_specialists, "self": make_self_teaching_student}[self.name]
             make(self.root / f"{self.name}_models" / str(seed), seed=seed, log=self.log)
             return
-        make_pair(self.root / "pairs" / str(seed), seed=seed, log=self.log)
+        make_pair(self.root / "pairs" / str(seed), seed=seed, hidden=PAIR_WIDTH, log=self.log)
         if self.name == "bridge":
             recipe = Recipe(seed=100 + seed, steps=400, student_step=200, layers=6, hidden=128)
             build_pair(recipe, self.root / "wide" / str(seed), self.log)

@@ -1,6 +1,6 @@
 """Seconds per update of the objectives on a toy pair, one run at a time, for an otherwise idle machine.
 
-    python -m benchmarks.toy_timing --pair runs/toy --output runs/timing
+    python -m benchmarks.toy_timing --pair runs/study/pairs/0 --output runs/timing
 
 The objectives run in turn, twice; the figures are medians over updates. Only the objective is computed: runs with only
 an output-space loss capture no hidden states, and no additional metrics are computed.
@@ -26,7 +26,7 @@ PHASES = ("generate", "teacher", "update")
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="made by nemo-oprd toy")
+    parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="made by nemo-oprd toy or toy_study")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()
     methods = {str(arm.method): arm.settings for arm in objectives()}

@@ -11,6 +11,7 @@ a role that it does not have take part in the transfers and return None.
                                       gradient_injection.py; the losses themselves: losses/
     gradients -> weights              distillation/student.py
     weights -> engine                 weights/hf.py
+    an engine's log-probabilities     distillation/sampling_check.py compares them with the student's
     validation sets                   evaluation/validation.py
     checkpoints                       checkpointing/checkpointer.py says when, training_state.py writes and loads them
     metrics                           observability/step_recorder.py, metrics_log.py
@@ -43,15 +44,16 @@ def train(config: Config) -> None:
     with start_training(config) as run:
         distiller, student, engine, timer = run.distiller, run.distiller.student, run.engine, PhaseTimer()
         run.log.say(check_gradients(distiller, accumulate_gradients))
-        engine.update_weights(student.hf_weights())
+        engine.update_weights(student.hf_weights, run.first_step)
         run.validation.before_training(student)
         for step in range(run.first_step, config.train.steps):
             with timer("generate"):
                 rollouts = run.sampler.rollouts(step)
-            noise: dict[str, float] = {}
+            with timer("check"):
+                measured = engine.metrics | run.sampling_check(student, rollouts, step)
             if is_noise_due(config.logging, step):
                 with timer("gradient_noise"):
-                    noise = measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)
+                    measured |= measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)
             updates, kept = [], KeptResults()  # targets and log-probabilities that later updates use again
             for number in range(1, config.train.updates_per_rollout + 1):
                 is_last = number == config.train.updates_per_rollout
@@ -60,8 +62,8 @@ def train(config: Config) -> None:
                 with timer("update"):
                     updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
             with timer("sync"):
-                engine.update_weights(student.hf_weights())
-            run.recorder.record(step + 1, rollouts, updates, timer.take(), noise)
+                engine.update_weights(student.hf_weights, step + 1)
+            run.recorder.record(step + 1, rollouts, updates, timer.take(), measured)
             evaluation = run.validation.after_step(step + 1)
             run.checkpointer.after_step(step + 1, [update for _, update in updates], evaluation)
         run.finish()

@@ -4,10 +4,14 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
-if [ ! -f runs/toy/toy.json ]; then
-  echo "1/4 training a small student-teacher pair (addition with scratch digits)" >&2
-  OMP_NUM_THREADS=2 nemo-oprd toy --output runs/toy --seed 0
-fi
+echo "1/4 making a small student-teacher pair (addition with scratch digits)" >&2
+OMP_NUM_THREADS=2 nemo-oprd toy --output runs/toy --seed 0 || {
+  status=$?
+  if [ $status = 2 ]; then  # refused, with the reason in one line
+    echo "If an earlier version made runs/toy, its runs are outdated, too: rm -r runs/toy runs/quickstart" >&2
+  fi
+  exit $status
+}
 echo "2/4 converting both models from Hugging Face to Megatron" >&2
 for role in student teacher; do
   if [ ! -d "runs/toy/$role-megatron" ]; then

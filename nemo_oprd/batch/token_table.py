@@ -65,7 +65,10 @@ class TokenTable:
     def draw(self, count: int, key: tuple[int, ...]) -> TokenTable:
         """At most `count` random rows, without replacement and with equal weights. Equal keys give equal rows."""
         chosen = np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False)
-        chosen.sort()
+        return self.select(np.sort(chosen))
+
+    def select(self, chosen: np.ndarray) -> TokenTable:
+        """Some of the rows, by their ascending indices, with equal weights."""
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "num_responses"}
         arrays["weight"] = np.full(len(chosen), 1.0 / len(chosen))
         return TokenTable(**arrays, num_responses=len(np.unique(self.response[chosen])))

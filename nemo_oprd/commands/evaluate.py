@@ -15,7 +15,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.factory import make_engine
 from nemo_oprd.setup.models import ModelFiles, world_size
-from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks
+from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, trainer_ranks
 
 
 def evaluate(config: Config) -> None:
@@ -31,13 +31,17 @@ def evaluate(config: Config) -> None:
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions)
     spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
-    check_rollout_ranks(config, world_size())
+    check_rollout_ranks(config, trainer_ranks(config, world_size()))
     read = model.read
     init_distributed()
-    engine = make_engine(config, spec, Layout(data=dist.get_world_size()), tokenizer.eos_ids)
-    seed_everything(config.seed)
-    engine.load(read, str(model.directory))
-    metrics = evaluator.evaluate(engine)
+    ranks = Layout(data=trainer_ranks(config, dist.get_world_size()))
+    engine = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids)
+    try:
+        seed_everything(config.seed)
+        engine.load(read, str(model.directory))
+        metrics = evaluator.evaluate(engine)
+    finally:
+        engine.close()
     if dist.get_rank() == 0:
         output = Path(config.output)
         output.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
-from nemo_oprd.rollout.engine import Request
+from nemo_oprd.rollout.engine import Request, RolloutEngine
 from nemo_oprd.rollout.factory import make_engine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.rollout.sampler import training_requests, training_sampling
@@ -64,22 +64,29 @@ class SampledRollouts:
 
     def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
         """All rollouts, `train.prompts_per_step` prompts at a time; the same on every rank."""
-        spec, layout, limit = self.student.spec, distiller.student.role.layout, distiller.objective.vocab_limit
-        engine = make_engine(self.config, spec, layout, self.student.tokenizer.eos_ids, limit)
         self._claim_directory()
-        size, engine_has_weights = _batch_size(self.config), False
-        for step, start in enumerate(range(0, self.count, size)):
-            file = Path(self.config.output) / DIRECTORY / f"step_{step + 1:07d}.jsonl"
-            requests = self._requests(start, min(size, self.count - start))
-            rollouts = _read_kept(file, requests, spec.vocab_size)
-            if rollouts is None:
-                if not engine_has_weights:
-                    engine.update_weights(distiller.student.hf_weights())
-                    engine_has_weights = True
-                rollouts = engine.generate(requests, training_sampling(self.config, step))
-                if dist.get_rank() == 0:
-                    write_rollouts(file, rollouts)
-            yield rollouts if self.teacher_inputs is None else self.teacher_inputs.add_to(rollouts, requests)
+        size, engine = _batch_size(self.config), None
+        try:
+            for step, start in enumerate(range(0, self.count, size)):
+                file = Path(self.config.output) / DIRECTORY / f"step_{step + 1:07d}.jsonl"
+                requests = self._requests(start, min(size, self.count - start))
+                rollouts = _read_kept(file, requests, self.student.spec.vocab_size)
+                if rollouts is None:
+                    engine = engine or self._engine(distiller)
+                    rollouts = engine.generate(requests, training_sampling(self.config, step))
+                    if dist.get_rank() == 0:
+                        write_rollouts(file, rollouts)
+                yield rollouts if self.teacher_inputs is None else self.teacher_inputs.add_to(rollouts, requests)
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def _engine(self, distiller: Distiller) -> RolloutEngine:
+        """The engine, with the student's weights; not made unless something has to be sampled."""
+        files, layout, limit = self.student, distiller.student.role.layout, distiller.objective.vocab_limit
+        engine = make_engine(self.config, files.spec, files.directory, layout, files.tokenizer.eos_ids, limit)
+        engine.update_weights(distiller.student.hf_weights, 0)
+        return engine
 
     def _claim_directory(self) -> None:
         """Records in `rollouts/about.json` how the rollouts are sampled.
@@ -95,6 +102,8 @@ class SampledRollouts:
             "per_prompt": settings.per_prompt,
             "sampling": [settings.temperature, settings.top_p, settings.max_new_tokens],
         }
+        if settings.engine != "megatron":  # absent from directories of earlier versions
+            about["engine"] = settings.engine
         problem: list[str | None] = [None]
         if dist.get_rank() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from nemo_oprd.config.weight_schedule import vanishes, weight_at
 
 def check(config: Config) -> None:
     """Raises ValueError for values that contradict each other, or that this version does not support."""
-    _check_supported(config)
     _check_source("student", config.student)
     _check_teachers(config)
     _check_self_distillation(config)
@@ -239,11 +238,3 @@ def _check_evaluation(config: Config) -> None:
             f"evaluation.every={evaluation.every} needs at least one set in data.validation; "
             "add e.g. data.validation.aime24=FILE, or set evaluation.every=0"
         )
-
-
-def _check_supported(config: Config) -> None:
-    """Settings that the schema knows and this version does not implement."""
-    planned = {"rollout.engine": (config.rollout.engine, "megatron")}
-    for key, (value, only) in planned.items():
-        if value != only:
-            raise ValueError(f"{key}={value}: this version supports only {key}={only}; see README, what doesn't yet")

@@ -13,9 +13,9 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from nemo_oprd.config.loss_schema import AdaptiveConfig, LossConfig, OutputLossConfig, RepresentationLossConfig
+from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.types import (
     STRICT,
-    CorrectionMode,
     Decay,
     Fraction,
     HeldOut,
@@ -47,6 +47,7 @@ __all__ = [
     "TeacherConfig",
     "TeacherSource",
     "TrainConfig",
+    "VllmConfig",
 ]
 
 
@@ -252,42 +253,6 @@ class AlignmentConfig:
 
     exact: bool = False
     min_coverage: Fraction = 0.5
-
-
-@dataclass(config=STRICT)
-class RolloutConfig:
-    """How the student samples.
-
-    `tensor` is the tensor-parallel size of the in-process engine. `max_batch` and `max_cache_tokens` are the largest
-    number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
-
-    `correction` belongs to sampled_token and to an engine that computes slightly other probabilities than the trainer.
-    It weighs every token by the ratio of the trainer's probability to the engine's (docs/losses.md): `truncate` moves a
-    ratio outside `correction_range` to the nearer bound, `mask` gives such a token the weight 0, `off` weighs nothing.
-    """
-
-    engine: Literal["megatron", "vllm"] = "megatron"
-    temperature: NonNegativeFloat = 1.0
-    top_p: ProbabilityMass = 1.0
-    max_new_tokens: PositiveInt = 1024
-    per_prompt: PositiveInt = 1
-    replay: str | None = None
-    save: bool = False
-    tensor: PositiveInt = 1
-    max_batch: PositiveInt = 256
-    max_cache_tokens: PositiveInt = 524288
-    correction: CorrectionMode = "off"
-    correction_range: tuple[float, float] = (0.0, 2.0)
-
-    @model_validator(mode="after")
-    def _check(self) -> RolloutConfig:
-        low, high = self.correction_range
-        if not (0 <= low <= 1 <= high and low < high):
-            raise ValueError(
-                f"rollout.correction_range=[{low}, {high}]: expected [low, high] with 0 <= low <= 1 <= high and low "
-                "below high; choose e.g. [0, 2]"
-            )
-        return self
 
 
 @dataclass(config=STRICT)

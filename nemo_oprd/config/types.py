@@ -24,6 +24,8 @@ NonNegativeFloat = Annotated[float, _ZERO_OR_MORE]
 Size = Annotated[int, Field(ge=1, description="at least 1; choose 1 or more")]
 # the probability mass that sampling keeps
 ProbabilityMass = Annotated[float, Field(gt=0, le=1, description="a number in (0, 1]; choose one, 1 for all")]
+# the part of a GPU's memory that a server takes
+Share = Annotated[float, Field(gt=0, lt=1, description="a number in (0, 1); choose e.g. 0.4")]
 # the decay of an exponential moving average: at 1 the average would never change
 Decay = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1); choose e.g. 0.9 or 0.999")]
 Fraction = Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]; choose one")]

@@ -89,7 +89,7 @@ class Validation:
             self._log.say("evaluating the teacher")
             self._engine.load(self._open_teacher(), "teacher")
             metrics.update(evaluator.evaluate(self._engine, prefix="teacher/", should_cancel=self._asked_to_stop))
-            self._engine.update_weights(student.hf_weights())
+            self._engine.update_weights(student.hf_weights, 0)
         self._log.write(0, metrics)
 
     def _evaluate_deferred(self, evaluator: Evaluator, done: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.weights.hf import TensorReader
+
+# makes the stream of (HF name, whole tensor) of a model, each tensor once; see `RolloutEngine.update_weights`
+WeightStream: TypeAlias = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 # the first number of a sampling key, so that training and evaluation never share random numbers
 TRAINING_STREAM, EVALUATION_STREAM = 1, 2
@@ -64,7 +67,12 @@ class RolloutEngine(Protocol):
     """Samples from one model. Every rank of the world builds one and calls its methods with the same arguments.
 
     The interface names tensors as Hugging Face does, so that an engine can be a separate program.
+
+    Attributes:
+        metrics: of the last call of `generate`, by their names in metrics.jsonl.
     """
+
+    metrics: dict[str, float]
 
     def generate(
         self,
@@ -85,14 +93,16 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, weights: WeightStream, step: int) -> None:
         """Replaces the weights to sample from.
 
         Args:
-            weights: (HF name, whole tensor), each tensor of the model once; the same stream on every rank that trains
-                the model, empty on the other ranks. Producing the stream is a collective operation, so an engine
-                consumes all of it on every rank, or none of it on any rank. A tensor is valid until the next one is
-                requested.
+            weights: makes the stream of (HF name, whole tensor); the same stream on every rank that trains the model,
+                empty on the other ranks. Producing it is a collective operation, so an engine consumes all of it on
+                every rank, or none of it on any rank. A tensor is valid until the next one is requested. An engine may
+                call this again until the next `update_weights`, when a part of it has lost the weights; they must not
+                change while it samples.
+            step: number of optimizer steps behind these weights.
         """
         ...
 
@@ -107,3 +117,17 @@ class RolloutEngine(Protocol):
             ValueError: the weights are not of this engine's architecture.
         """
         ...
+
+    def close(self) -> None:
+        """Ends what the engine has started; it can't be used afterwards."""
+        ...
+
+
+def check_room(requests: list[Request], max_positions: int) -> None:
+    """Raises ValueError if a prompt leaves no room for a response in the model's positions."""
+    for request in requests:
+        if len(request.prompt_ids) >= max_positions:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the model's {max_positions} "
+                f"positions; drop or shorten it: {str(request.prompt)[:80]!r}"
+            )

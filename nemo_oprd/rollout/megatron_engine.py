@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import device, make_role, wait_for_all
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
+from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.generation import Generated, generate_batch
 from nemo_oprd.weights.hf import TensorReader, load_hf, load_stream
 
@@ -50,6 +50,7 @@ class MegatronEngine:
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
         self.vocab_limit = vocab_limit or spec.vocab_size
         self.max_cache_tokens = config.rollout.max_cache_tokens
+        self.metrics: dict[str, float] = {}
         self.role = make_role("rollout", layout)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.model = None
@@ -57,10 +58,10 @@ class MegatronEngine:
             self.model = build_chunks(spec, self.role, dtype, local_layers=True)[0]
             self.model.eval().requires_grad_(False)
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. The parameters are split into this engine's shards one at a time."""
         if self.model is not None:
-            load_stream([self.model], self.spec, self.role, weights)
+            load_stream([self.model], self.spec, self.role, weights())
 
     def load(self, read: TensorReader, source: str) -> None:
         """See `RolloutEngine`."""
@@ -75,13 +76,7 @@ class MegatronEngine:
         done: dict[int, Rollout] | None = None,
     ) -> list[Rollout]:
         """See `RolloutEngine`. Raises ValueError if a prompt leaves no room for a response."""
-        limit = self.spec.max_positions
-        for request in requests:
-            if len(request.prompt_ids) >= limit:
-                raise ValueError(
-                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the model's {limit} positions; "
-                    f"drop or shorten it: {str(request.prompt)[:80]!r}"
-                )
+        check_room(requests, self.spec.max_positions)
         own_part: dict[int, Generated] = {}
         completed, done = True, done or {}
         if self.model is not None:
@@ -97,6 +92,9 @@ class MegatronEngine:
         if cancelled:
             raise GenerationCancelled(rollouts)
         return [rollouts[i] for i in range(len(requests))]
+
+    def close(self) -> None:
+        """Does nothing: the model goes with this process."""
 
     def _generate_own_part(
         self,

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
 from nemo_oprd.fault_tolerance.files import parse_json, replacing
-from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.engine import Request, SamplingParams, WeightStream
 from nemo_oprd.weights.hf import TensorReader
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
@@ -224,6 +222,7 @@ class ReplayEngine:
     def __init__(self, rollouts: list[Rollout]) -> None:
         """`rollouts` are those of `read_rollouts`."""
         self.rollouts = rollouts
+        self.metrics: dict[str, float] = {}
 
     def generate(
         self,
@@ -235,8 +234,11 @@ class ReplayEngine:
         """All recorded rollouts."""
         return self.rollouts
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Does nothing; the stream is consumed on no rank."""
+    def update_weights(self, weights: WeightStream, step: int) -> None:
+        """Does nothing; the stream is made on no rank."""
 
     def load(self, read: TensorReader, source: str) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
         """Does nothing."""

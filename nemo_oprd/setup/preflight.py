@@ -18,6 +18,8 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.models import ModelSpec, check_same_shape, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.rollout.vllm.launch import check_model, find_python
+from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 
 
 def preflight(config: Config, world_size: int, command: str, *, against_reference: bool = False) -> None:
@@ -42,9 +44,11 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
     if command in ("train", "fit-bridge") and config.rollout.replay is None:
         check_prompts_given(config)
     student = read_model_spec(model_directory(config.student))
+    if command != "verify" and config.rollout.replay is None:
+        check_engine(config, student)
     if command == "evaluate":
         student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
-        check_rollout_ranks(config, world_size)
+        check_rollout_ranks(config, trainer_ranks(config, world_size))
         return
     fitting = command == "fit-bridge"
     sources = config.teacher_sources
@@ -73,6 +77,7 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     Raises:
         ValueError: the parallel sizes do not fit the number of ranks.
     """
+    world_size = trainer_ranks(config, world_size)
     teacher = config.teacher.parallel
     if config.teacher.placement == "colocated":
         student = config.student.parallel.layout(world_size, 0, "student")
@@ -88,6 +93,35 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
         config.student.parallel.layout(world_size - ranks, 0, "student"),
         teacher.layout(ranks, world_size - ranks, "teacher"),
     )
+
+
+def trainer_ranks(config: Config, world_size: int) -> int:
+    """The number of ranks that hold models of the trainer; the ranks after them hold dedicated vLLM servers.
+
+    Raises:
+        ValueError: no rank would be left.
+    """
+    if config.rollout.engine != "vllm":
+        return world_size
+    servers = dedicated_ranks(config.rollout.vllm)
+    if servers >= world_size:
+        raise ValueError(
+            f"rollout.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {world_size} "
+            "rank(s) for the student; start more ranks, or use rollout.vllm.placement=colocated"
+        )
+    return world_size - servers
+
+
+def check_engine(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError unless the rollout engine is installed and can run the student.
+
+    Args:
+        student: the architecture of the model to sample from.
+    """
+    if config.rollout.engine == "vllm":
+        check_model(config, student)
+        if not config.rollout.vllm.endpoints:
+            find_python(config)
 
 
 def check_layouts(

@@ -16,12 +16,14 @@ from nemo_oprd.checkpointing.directory import find_checkpoint
 from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
+from nemo_oprd.distillation.sampling_check import SamplingCheck
 from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.sample import Evaluator, before_and_after, table
 from nemo_oprd.evaluation.validation import Validation
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.fault_tolerance.signals import Signals
+from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.rollout.engine import RolloutEngine
@@ -47,6 +49,7 @@ class TrainingRun:
     distiller: Distiller
     engine: RolloutEngine
     sampler: RolloutSampler
+    sampling_check: SamplingCheck
     recorder: StepRecorder
     validation: Validation
     checkpointer: Checkpointer
@@ -92,10 +95,14 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
     _find_checkpoint(config, plan)
     # the checkpoint is looked up again under the lock, because another run may have replaced it until here
     lock = RunLock(Path(config.output)) if is_first_rank() else None
+    engine: RolloutEngine | None = None
     try:
         signals = Signals()
-        run = _build(config, plan, data, signals)
+        engine = _make_engine(config, plan, data)  # before the models, because an engine may start meanwhile
+        run = _build(config, plan, data, engine, signals)
     except BaseException:
+        if engine is not None:
+            engine.close()
         if lock is not None:
             lock.undo()
         raise
@@ -103,29 +110,36 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
         with signals:
             yield run
     finally:
+        engine.close()
         run.log.close()
         if lock is not None:
             lock.release()
 
 
-def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) -> TrainingRun:
+def _make_engine(config: Config, plan: RunPlan, data: TrainingData) -> RolloutEngine:
+    if data.recorded is not None:
+        return ReplayEngine(data.recorded)
+    init_distributed()
+    files = plan.files.student
+    return make_engine(
+        config, files.spec, files.directory, plan.student_layout, files.tokenizer.eos_ids, plan.objective.vocab_limit
+    )
+
+
+def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
     latest, notes = _find_checkpoint(config, plan)
     distiller = build_distiller(config, plan)
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
-    engine: RolloutEngine = (
-        ReplayEngine(data.recorded)
-        if data.recorded is not None
-        else make_engine(
-            config, student.spec, student.role.layout, files.student.tokenizer.eos_ids, plan.objective.vocab_limit
-        )
-    )
     checkpoints = _checkpoints(config)
     if first_step:
         load_checkpoint(checkpoints, first_step, student)
     log = MetricsLog(config, first_step)
     directory = files.student.directory
-    cache = ResumeCache(Path(config.output) / "rollouts", {"student": str(directory), "precision": config.precision})
+    sampled_with = {"student": str(directory), "precision": config.precision}
+    if config.rollout.engine != "megatron":  # absent from files of earlier versions
+        sampled_with["engine"] = config.rollout.engine
+    cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
     checkpointer = Checkpointer(config.train, checkpoints, student, directory, signals, skipped, first_step)
     run = TrainingRun(
@@ -143,6 +157,7 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, signals: Signals) 
             checkpointer.asked_to_stop,
             checkpointer.stop_while_sampling,
         ),
+        SamplingCheck(config, plan.objective.vocab_limit),
         StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
         Validation(config, data.evaluator, engine, files.teachers[0].open, log, checkpoints, first_step, signals),
         checkpointer,

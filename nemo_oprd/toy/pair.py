@@ -34,7 +34,7 @@ IGNORED = -100
 TEMPERATURE = 0.7
 
 STUDENT_ACCURACY = 0.40
-# The accuracy rises by at most some 2 points per step. Above this loss it was never seen near 40 %.
+# The accuracy rises by at most some 5 points per step. Above this loss it was never seen near 40 %.
 CHECK_EVERY = 5
 CHECK_BELOW_LOSS = 0.15
 LOG_EVERY = 25
@@ -70,7 +70,7 @@ class Recipe:
             )
         if self.hidden < 1 or self.hidden % (2 * HEADS):
             raise ValueError(
-                f"hidden={self.hidden}; rotary embeddings on {HEADS} heads need a multiple of {2 * HEADS}, such as 96"
+                f"hidden={self.hidden}; rotary embeddings on {HEADS} heads need a multiple of {2 * HEADS}, such as 128"
             )
         if self.student_step is not None and not 0 < self.student_step < self.steps:
             raise ValueError(
@@ -96,7 +96,7 @@ def make_pair(
     steps: int = 400,
     student_step: int | None = None,
     layers: int = 4,
-    hidden: int = 96,
+    hidden: int = 128,
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Trains the pair; writes `student/`, `teacher/`, `prompts/{train,tune,heldout}.jsonl` and `toy.json` in `output`.

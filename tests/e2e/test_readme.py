@@ -45,6 +45,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from nemo_oprd.toy.pair import make_tiny_pair
 
     make_tiny_pair(copy / "runs" / "toy", log=lambda _: None)
+    write_settings(copy / "runs" / "toy" / "toy.json", hidden=128)
     (copy / ".venv" / "ready").write_text("")
     yield copy
     shutil.rmtree(copy)
@@ -68,6 +69,14 @@ def running(project: Path) -> Iterator[dict[str, Future[Completed]]]:
     pool.shutdown(cancel_futures=True)
 
 
+def write_settings(file: Path, hidden: int) -> None:
+    """The settings of the quickstart's pair, or of one of another width: the quickstart takes no other pair."""
+    from nemo_oprd.toy.pair import Recipe
+
+    recipe = Recipe(seed=0, steps=400, student_step=None, layers=4, hidden=hidden)
+    file.write_text(json.dumps({"settings": recipe.settings()}))
+
+
 def waits_for(command: str) -> list[str]:
     """Commands before it whose output it names; the quickstart's are the quickstart's configuration and run."""
     words = re.split(r"[\s=]", command)
@@ -77,11 +86,17 @@ def waits_for(command: str) -> list[str]:
     return needed
 
 
-def run(command: str, project: Path) -> Completed:
-    environment = {
+def environment_of(project: Path) -> dict[str, str]:
+    return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(project),
+    }
+
+
+def run(command: str, project: Path) -> Completed:
+    environment = {
+        **environment_of(project),
         "OMP_NUM_THREADS": "1",
         "PET_MASTER_PORT": str(free_port()),  # torchrun's own default is one for all
     }
@@ -132,6 +147,26 @@ def test_quickstart(project: Path, running: dict[str, Future[Completed]]) -> Non
     assert AutoTokenizer.from_pretrained(quickstart / "hf").decode([3, 4]) == "01"
 
 
+def test_quickstart_refuses_a_pair_of_another_version(project: Path, tmp_path: Path) -> None:
+    """Such a pair and its conversions stay as they are, and one command that removes them is named."""
+    for name in (".venv", "scripts"):
+        shutil.copytree(project / name, tmp_path / name)
+    pair = tmp_path / "runs" / "toy"
+    (pair / "student-megatron").mkdir(parents=True)
+    write_settings(pair / "toy.json", hidden=96)
+    before = sorted(tmp_path.rglob("*"))
+    command = ["bash", str(tmp_path / "scripts" / "quickstart.sh")]
+    result = subprocess.run(command, env=environment_of(project), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "1/4 making a small student-teacher pair (addition with scratch digits)",
+        "error: runs/toy: holds a pair with other settings (hidden is 96, expected 128); remove it or choose another "
+        "output",
+        "If an earlier version made runs/toy, its runs are outdated, too: rm -r runs/toy runs/quickstart",
+    ]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("command", OTHERS)
 def test_command(running: dict[str, Future[Completed]], command: str) -> None:
     """Every other command of the README, after those whose output it reads."""
@@ -145,11 +180,7 @@ def test_command(running: dict[str, Future[Completed]], command: str) -> None:
 def test_a_mistake_is_one_line(project: Path) -> None:
     """Two ranks, one message, exit code 2, nothing written."""
     command = "torchrun --nproc-per-node 2 -m nemo_oprd train --config-name quickstart train.lrr=1 output=runs/none"
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(project),
-    }
+    environment = environment_of(project)
     result = subprocess.run(command.split(), cwd=project, env=environment, capture_output=True, text=True, timeout=60)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert errors == ["error: command line: unknown key 'train.lrr'; did you mean 'train.lr'?"]

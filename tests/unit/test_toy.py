@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ import sentencepiece
 import torch
 from transformers import GenerationConfig, Qwen2ForCausalLM
 
+from benchmarks import theory
+from benchmarks.toy_study import Study
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.tokenization.tokenizer import Tokenizer
@@ -316,6 +319,41 @@ def test_nothing_is_overwritten(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"notes\.txt: is a file"):
         pair.make_tiny_pair(tmp_path / "notes.txt")
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_pair_of_an_earlier_version_is_refused(tmp_path):
+    """The default width was 96; a pair of that width is neither replaced nor taken for the present one."""
+    earlier = pair.Recipe(seed=0, steps=400, student_step=None, layers=4, hidden=96)
+    (tmp_path / "toy.json").write_text(json.dumps({"settings": earlier.settings()}))
+    with pytest.raises(ValueError, match=r"other settings \(hidden is 96, expected 128\); remove it or"):
+        pair.make_pair(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["toy.json"]
+
+
+@pytest.fixture
+def recipes(monkeypatch) -> list[pair.Recipe]:
+    """Receives the recipe of each pair; no pair is trained."""
+    asked: list[pair.Recipe] = []
+    monkeypatch.setattr(pair, "build_pair", lambda recipe, output, log: asked.append(recipe))
+    return asked
+
+
+def test_width_of_the_quickstart(recipes, tmp_path):
+    """Heads of 32 dimensions: vLLM's attention on CPUs takes these, but not the 24 of width 96."""
+    pair.make_pair(tmp_path)
+    config = pair.new_model(recipes[0]).config
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (128, 4, 2)
+    assert (recipes[0].layers, config.hidden_size // config.num_attention_heads) == (4, 32)
+
+
+def test_published_results_keep_their_width(recipes, tmp_path, monkeypatch):
+    """docs/results.md and docs/theory.md measure pairs of width 96, which is not the default."""
+    Study("objectives", tmp_path)._models(1)
+    assert recipes == [pair.Recipe(seed=1, steps=400, student_step=None, layers=4, hidden=96)]
+    monkeypatch.setattr(sys, "argv", ["theory", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):  # the pair has not been trained
+        theory.main()
+    assert recipes[1:] == [pair.Recipe(seed=0, steps=400, student_step=None, layers=4, hidden=96)]
 
 
 @pytest.mark.parametrize(

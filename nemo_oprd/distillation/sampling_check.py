@@ -1,0 +1,180 @@
+"""Whether an engine of its own samples from the student: its log-probabilities against the trainer's own ones.
+
+Versions and checksums say that the bytes of the weights have arrived. They don't say that the engine computes with
+them: a packed copy of the head may be stale, keys of the old weights may be in a prefix cache, the temperature may be
+another one. What was sampled looks plausible in all these cases, and the losses fall. So before each update the student
+computes the log-probabilities of some of the sampled tokens, by a forward pass without gradient at full depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.batch.packing import make_packs
+from nemo_oprd.batch.plan import BatchPlan
+from nemo_oprd.batch.token_table import TokenTable, make_rows
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.capture import HiddenStateCapture
+from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
+from nemo_oprd.distillation.student import Student
+from nemo_oprd.losses.sampling_distribution import sampling_logprob
+from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
+
+# first number of the key that draws the tokens, so that it never meets the key of a sampling
+_CHECK_STREAM = 3
+_PERCENTILE = 99
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest mean, 99th percentile and mean of one response of |engine - trainer|, in nats per token."""
+
+    mean: float
+    p99: float
+    response: float
+
+
+# Measured without faults: float32 on CPU at most 6e-5; bfloat16 mean 0.045, p99 0.25, largest 0.44 (SmolLM2-135M).
+# The mildest of the faults in the module's docstring, a stale prefix cache, gave 0.76 in the responses that it hit.
+BOUNDS = {"fp32": Bounds(1e-3, 1e-2, 1e-2), "bf16": Bounds(0.15, 1.0, 0.5)}
+# a response with fewer checked tokens has no mean of its own worth a bound
+MIN_TOKENS_OF_RESPONSE = 4
+
+
+class SamplingCheck:
+    """The check of one run. Every rank builds one and calls it alike.
+
+    Args:
+        vocab_limit: only ids below this one are sampled; None: all ids of the student's vocabulary.
+    """
+
+    def __init__(self, config: Config, vocab_limit: int | None) -> None:
+        self._config, self._vocab_limit = config, vocab_limit
+        self._tokens = config.rollout.vllm.check_tokens
+
+    def __call__(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
+        """The metrics of the comparison; none for rollouts without log-probabilities, and recorded ones.
+
+        Raises:
+            ValueError: the engine samples from something else than the student.
+        """
+        if not self._tokens or self._config.rollout.replay or any(r.logprobs is None for r in rollouts):
+            return {}
+        sequences = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
+        table = _draw(sequences, self._tokens, (self._config.seed, _CHECK_STREAM, step))
+        trainer = student_logprobs(student, sequences, table, self._config, self._vocab_limit)
+        engine = np.concatenate([np.asarray(rollout.logprobs) for rollout in rollouts])
+        starts = np.cumsum([0, *(len(rollout.response_ids) for rollout in rollouts)])
+        return compare(engine[starts[table.response] + table.token], trainer, table, BOUNDS[self._config.precision])
+
+
+def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: Bounds) -> dict[str, float]:
+    """The metrics of a comparison.
+
+    `rollout/kl_engine_trainer` estimates KL(engine | trainer) in nats per token from the engine's tokens, by the mean
+    of r - 1 - log r with r = trainer's / engine's probability, which is never negative.
+
+    Args:
+        engine, trainer: [n] log-probabilities of the same tokens.
+        table: the n tokens.
+
+    Raises:
+        ValueError: the gap exceeds its bounds.
+    """
+    difference = engine - trainer
+    gap = np.abs(difference)
+    counts = np.maximum(np.bincount(table.response), 1)
+    of_response = np.bincount(table.response, gap) / counts
+    of_response[counts < MIN_TOKENS_OF_RESPONSE] = 0.0
+    found = {
+        "rollout/logprob_gap_mean": float(gap.mean()),
+        "rollout/logprob_gap_p99": float(np.percentile(gap, _PERCENTILE)),
+        "rollout/logprob_gap_max": float(gap.max()),
+        "rollout/kl_engine_trainer": float((np.exp(-difference) - 1 + difference).mean()),
+    }
+    worst_response, worst = int(of_response.argmax()), int(gap.argmax())
+    for what, value, bound in (
+        ("rollout/logprob_gap_mean", found["rollout/logprob_gap_mean"], bounds.mean),
+        ("rollout/logprob_gap_p99", found["rollout/logprob_gap_p99"], bounds.p99),
+        (f"the mean gap of response {worst_response}", float(of_response.max()), bounds.response),
+    ):
+        if not value <= bound:
+            raise ValueError(
+                f"the engine does not sample from the student: {what} is {value:.3g} nats per token over {len(gap)} "
+                f"tokens, expected at most {bound} (response {table.response[worst]}, token {table.token[worst]}: "
+                f"engine {engine[worst]:.4f}, trainer {trainer[worst]:.4f}): does it have other weights, a stale head "
+                "or prefix cache, or another temperature or top_p? Restart its server"
+            )
+    return found
+
+
+def _draw(rollouts: list[Rollout], count: int, key: tuple[int, ...]) -> TokenTable:
+    """At most `count` response tokens, as many of each response as of any other, anywhere in it."""
+    table = make_rows(
+        rollouts,
+        positions="all",
+        k=1,
+        position="predicting",
+        aggregation="token_mean",
+        requested_by="rollout.vllm.check_tokens",
+    )
+    order = np.lexsort((np.random.default_rng(key).random(len(table)), table.response))
+    number = np.arange(len(table)) - np.searchsorted(table.response, table.response[order])  # within its response
+    drawn = np.sort(order[np.argsort(number, kind="stable")[:count]])
+    return table.select(drawn)
+
+
+def student_logprobs(
+    student: Student, rollouts: list[Rollout], table: TokenTable, config: Config, vocab_limit: int | None
+) -> np.ndarray:
+    """The student's log-probabilities float64 [n] of tokens in the distribution of `config.rollout`, on every rank."""
+    values = torch.zeros(len(table), dtype=torch.float64, device=device())
+    if student.role.is_member:
+        _fill_own_rows(values, student, rollouts, table, config, vocab_limit)
+    dist.all_reduce(values)  # each row comes from one rank
+    return values.cpu().numpy()
+
+
+@torch.no_grad()
+def _fill_own_rows(
+    values: torch.Tensor,
+    student: Student,
+    rollouts: list[Rollout],
+    table: TokenTable,
+    config: Config,
+    vocab_limit: int | None,
+) -> None:
+    """The log-probabilities of this rank's rows, on the first tensor rank of the last stage; elsewhere nothing."""
+    role, coords, spec = student.role, student.role.member_coords, student.spec
+    packs = make_packs(table.needed_tokens(len(rollouts)), role.layout, config.train.tokens_per_microbatch)
+    plan = BatchPlan(table, role.layout, packs).with_rows(table)
+    local = plan.local_rows(coords)
+    none = torch.zeros(0, dtype=torch.int64, device=device())
+    captures = [HiddenStateCapture(none, {}, final_rows=final_state_rows(rows, role)) for rows in local]
+    microbatches = [
+        make_microbatch(pack, rollouts, role, capture, spec.num_layers)
+        for pack, capture in zip(packs[coords.data], captures, strict=True)
+    ]
+    run_schedule(student.chunks, role, microbatches, forward_only=True)
+    if coords.pipeline != role.layout.pipeline - 1:
+        return
+    rows = np.concatenate([part.table_index for part in local])
+    states = torch.cat([capture.final for capture in captures if capture.final is not None])
+    model = student.chunks[-1]
+    logprob = sampling_logprob(
+        states,
+        model.output_weight(),
+        torch.from_numpy(table.tokens(rollouts)[rows]).to(device()),
+        vocab_shard(model, role, vocab_limit or spec.vocab_size),
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        chunk_tokens=config.loss.output.chunk_tokens,
+    )
+    if coords.tensor == 0:
+        values[torch.from_numpy(rows).to(device())] = logprob.double()

@@ -1,0 +1,99 @@
+"""Calls to vLLM servers. All calls run in one thread with an event loop, so that a rank can take part in collectives
+meanwhile; every call has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import httpx2
+
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
+
+T = TypeVar("T")
+# a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
+HEALTH_TIMEOUT_S = 60.0
+HEALTH_EVERY_S = 2.0
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Client:
+    """A connection pool to the servers of one controller, with its event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
+        self._thread.start()
+        self._http: Any = self.run(self._open())
+
+    async def _open(self) -> Any:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        # a proxy of the environment is for the outside; connections that were idle may have been closed by the server
+        return httpx2.AsyncClient(limits=limits, trust_env=False)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs `work` in the event loop's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` to its end."""
+        return self.start(work).result()
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Calls `function` in the event loop's thread."""
+        self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Closes all connections and ends the thread."""
+        self.run(self._http.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def post(self, server: Server, path: str, body: Any = None, *, timeout: float) -> Any:
+        """POSTs JSON and returns the answer's JSON.
+
+        Raises:
+            ServerDied: no answer, or not in time, or an answer of a server that is ending.
+            ServerRefused: the server is well and refuses.
+        """
+        try:
+            answer = await self._http.post(
+                server.base_url + path, json={} if body is None else body, timeout=_timeouts(timeout)
+            )
+        except httpx2.TimeoutException as error:
+            raise ServerDied(f"{server.name} did not answer {path} within {timeout:.0f} s") from error
+        except httpx2.TransportError as error:
+            raise ServerDied(f"{server.name} broke the connection of {path}{server.last_words()}") from error
+        if answer.status_code == 200:
+            return answer.json() if answer.content else None
+        # an API server whose engine has just died answers 500 until it ends
+        if answer.status_code >= 500 and not await self._stays_healthy(server):
+            raise ServerDied(f"{server.name} answered {path} with {answer.status_code}{server.last_words()}")
+        raise ServerRefused(
+            f"{server.name} refuses {path} with status {answer.status_code}: {_short(answer.text)}{server.last_words()}"
+        )
+
+    async def is_healthy(self, server: Server, timeout: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the server answers that it is well."""
+        try:
+            answer = await self._http.get(server.base_url + "/health", timeout=_timeouts(timeout))
+        except httpx2.TransportError:
+            return False
+        return answer.status_code == 200
+
+    async def _stays_healthy(self, server: Server) -> bool:
+        """Whether the server is well a second later, when it would have noticed the death of its engine."""
+        await asyncio.sleep(1.0)
+        return await self.is_healthy(server)
+
+
+def _timeouts(seconds: float) -> Any:
+    return httpx2.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT_S), pool=None)
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:300]

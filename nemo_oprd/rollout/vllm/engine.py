@@ -1,0 +1,293 @@
+"""The rollout engine of `rollout.engine=vllm`: servers on the machines of the job, or endpoints.
+
+One rank per machine, the controller, starts the servers of its machine and talks to them over loopback. The other ranks
+wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one queue, so
+a fast server samples more of them. If a server dies, the round ends when nothing is left to claim; the server is
+restarted, gets the current weights again, and the next round samples what is missing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.parallel import device, init_distributed
+from nemo_oprd.megatron.param_names import mappings_by_name
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, check_model, find_python, server_arguments
+from nemo_oprd.rollout.vllm.placement import Place, place_servers
+from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
+from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
+from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused, check_url
+from nemo_oprd.rollout.vllm.transport import SharedFolder
+from nemo_oprd.rollout.vllm.weight_push import CALL_TIMEOUT_S, Controlled, WeightPush
+from nemo_oprd.weights.hf import TensorReader
+
+# how often a rank that waits for responses asks whether it should cancel
+CANCEL_CHECK_S = 0.5
+
+
+class VllmEngine:
+    """A `RolloutEngine` whose servers are processes of their own; see the module's docstring."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        directory: Path,
+        ranks: Layout,
+        eos_ids: tuple[int, ...],
+        vocab_limit: int | None = None,
+    ) -> None:
+        """Starts the servers and returns without waiting for them. Every rank of the world calls this.
+
+        Args:
+            spec: the architecture of the model to sample from.
+            directory: where the model's config.json is.
+            ranks: the layout of the student, whose ranks have the weight stream.
+            eos_ids: ids that end a response.
+            vocab_limit: only ids below this one are sampled; None: all ids of the model's vocabulary.
+
+        Raises:
+            ValueError: the model, the environment of vLLM, the endpoints or the placement are wrong.
+        """
+        init_distributed()
+        self._config, self._spec, self._eos_ids = config, spec, eos_ids
+        self._known_ids = vocab_limit or spec.vocab_size
+        self._settings = config.rollout.vllm
+        check_model(config, spec)
+        for url in self._settings.endpoints:
+            check_url(url)
+        cuda = device().type == "cuda"
+        if not cuda and not self._settings.endpoints:
+            check_head_size(spec)
+        students = range(ranks.first_rank, ranks.first_rank + ranks.size)
+        self._has_stream = dist.get_rank() in students
+        self._places = place_servers(self._settings, *_machines(cuda), students)
+        self._mine = self._start(directory, cuda)
+        names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
+        self._push = WeightPush(self._places, self._mine, names, self._describe, self._settings.start_timeout, device())
+        self._queue = RequestQueue(self._mine.client is not None, len({place.controller for place in self._places}))
+        self._lengths = LengthEstimate()
+        self._stream: WeightStream | None = None
+        self._step, self._version = 0, ""
+        self._asleep = False
+        self.metrics: dict[str, float] = {}
+
+    def _start(self, directory: Path, cuda: bool) -> Controlled:
+        """Starts the servers of this rank."""
+        mine = [place for place in self._places if place.controller == dist.get_rank()]
+        if not mine:
+            return Controlled({}, None, None)
+        folder, servers = SharedFolder(), {}
+        for place in mine:
+            if place.url is not None:
+                servers[place.number] = self._endpoint(place)
+                continue
+            server = self._local_server(place, directory, folder, cuda)
+            server.start()
+            servers[place.number] = server
+        return Controlled(servers, Client(), folder)
+
+    def _endpoint(self, place: Place) -> Server:
+        settings, url = self._settings, str(place.url).rstrip("/")
+        return Endpoint(place.number, self._config.rollout.max_batch, 1, None, url, settings.max_restarts, self._say)
+
+    def _local_server(self, place: Place, directory: Path, folder: SharedFolder, cuda: bool) -> LocalServer:
+        return LocalServer(
+            place.number,
+            self._config.rollout.max_batch,
+            python=find_python(self._config),
+            flags=server_arguments(self._config, self._spec, directory, self._known_ids, cuda=cuda),
+            devices=place.devices,
+            log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
+            directory=folder.path,
+            max_restarts=self._settings.max_restarts,
+            say=self._say,
+        )
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, flush=True)
+
+    def _describe(self, found: dict[str, Any], server: str) -> None:
+        try:
+            check_description(self._config, self._spec, self._known_ids, found, server)
+        except ValueError as error:
+            raise ServerRefused(str(error)) from None
+
+    def update_weights(self, weights: WeightStream, step: int) -> None:
+        """See `RolloutEngine`. Returns once every server has the weights and has proved it.
+
+        Raises:
+            ValueError: a server refuses the weights, or died too often.
+        """
+        self._stream, self._step = weights, step
+        self._version = self._push.push(weights, step)
+        self._asleep = False
+
+    def load(self, read: TensorReader, source: str) -> None:
+        """See `RolloutEngine`; the tensors are read as often as servers need them."""
+
+        def weights() -> Iterable[tuple[str, torch.Tensor]]:
+            if not self._has_stream:
+                return
+            dtype = torch.float32 if self._config.precision == "fp32" else torch.bfloat16
+            for mapping in mappings_by_name(self._spec).values():
+                for name in mapping.hf:
+                    yield name, read(name).to(dtype)
+
+        self.update_weights(weights, 0)
+
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None = None,
+        done: dict[int, Rollout] | None = None,
+    ) -> list[Rollout]:
+        """See `RolloutEngine`. Each response is kept by itself, so `done` may hold any of them.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response, or a server refuses, answers nonsense or died too often.
+        """
+        check_room(requests, self._spec.max_positions)
+        assert self._stream is not None, "there are no weights to sample from"
+        if self._asleep:
+            self._version = self._push.push(self._stream, self._step)
+        kept, results = dict(done or {}), dict[int, Sampled]()
+        deaths, busy = 0, dict[int, float]()
+        task = Task(
+            requests, sampling, self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
+        )
+        while True:
+            missing = [i for i in range(len(requests)) if i not in kept and i not in results]
+            if not missing:
+                break
+            parts, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel)
+            results |= {i: sampled for part in parts for i, sampled in part.sampled.items()}
+            busy |= {number: seconds for part in parts for number, seconds in part.busy_s.items()}
+            died = {number: why for part in parts for number, why in part.died.items()}
+            errors = [part.error for part in parts if part.error is not None]
+            if errors:
+                raise ServerRefused(errors[0])
+            if cancelled:
+                raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
+            deaths += len(died)
+            if died:
+                if self._settings.repeat == "step":
+                    results = {}
+                self._push.revive(died)
+                self._version = self._push.push(self._stream, self._step)
+        rollouts = {**kept, **self._rollouts(requests, results)}
+        self._finish(requests, results, busy, deaths)
+        return [rollouts[i] for i in range(len(requests))]
+
+    def _round(
+        self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None
+    ) -> tuple[list[Round], bool]:
+        """One round of all controllers: (what each of them brings home, whether it was cancelled)."""
+        claim = self._queue.open(order)
+        mine, work = Round(), None
+        client = self._mine.client
+        if client is not None:
+            slots = -(-len(order) // len(self._places))
+            work = client.start(
+                Sampling(client, task, self._version, claim, slots, mine).run([*self._mine.servers.values()])
+            )
+        cancelled = self._wait(work, mine, should_cancel)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (mine.portable(), cancelled))
+        self._queue.close()
+        return [part for part, _ in parts], any(cancelled for _, cancelled in parts)
+
+    def _wait(self, work: Future | None, mine: Round, should_cancel: Callable[[], bool] | None) -> bool:
+        """Waits until all controllers have finished; whether this rank was told to cancel before its part was done.
+
+        Whoever learns that the run is asked to stop tells the controllers; the ranks' answers may differ.
+        """
+        cancelled = False
+        while work is not None and not work.done():
+            try:
+                work.result(CANCEL_CHECK_S)
+            except FutureTimeout:
+                cancelled = cancelled or self._queue.is_cancelled() or (should_cancel is not None and should_cancel())
+                if cancelled:
+                    self._queue.cancel()
+                    assert self._mine.client is not None
+                    self._mine.client.call(mine.stop.set)
+        if work is not None:
+            work.result()  # raises what went wrong in our own code
+        self._queue.finish()
+        while not self._queue.wait_for_all(datetime.timedelta(seconds=2)):
+            if should_cancel is not None and should_cancel():
+                self._queue.cancel()
+        return cancelled
+
+    def _rollouts(self, requests: list[Request], results: dict[int, Sampled]) -> dict[int, Rollout]:
+        return {i: self._rollout(requests[i], sampled) for i, sampled in results.items()}
+
+    def _rollout(self, request: Request, sampled: Sampled) -> Rollout:
+        return Rollout(
+            prompt_ids=request.prompt_ids,
+            response_ids=sampled.ids,
+            prompt=request.prompt,
+            data_source=request.data_source,
+            answer=request.answer,
+            finish_reason="stop" if sampled.finished else "length",
+            logprobs=sampled.logprobs,
+            weight_version=self._step,
+        )
+
+    def _finish(
+        self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float], deaths: int
+    ) -> None:
+        """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
+        self._lengths.learn(requests, {i: len(sampled.ids) for i, sampled in results.items()})
+        self.metrics = {"rollout/server_deaths": float(deaths)}
+        if len(busy) > 1:
+            # the share of the time of all servers in which they waited for the slowest one
+            self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
+        sleeping = [server for number, server in self._mine.servers.items() if self._places[number].sleeps]
+        for server in sleeping:
+            assert self._mine.client is not None
+            self._mine.client.run(self._mine.client.post(server, "/sleep?level=1", timeout=CALL_TIMEOUT_S))
+        self._asleep = any(place.sleeps for place in self._places)
+
+    def close(self) -> None:
+        """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
+        for server in self._mine.servers.values():
+            server.close()
+        if self._mine.client is not None:
+            self._mine.client.close()
+        if self._mine.folder is not None:
+            self._mine.folder.close()
+        self._mine = Controlled({}, None, None)
+
+
+def _machines(cuda: bool) -> tuple[list[str], list[str | None]]:
+    """(Name of the machine, CUDA device) of every rank."""
+    own = None
+    if cuda:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        index = torch.cuda.current_device()
+        own = visible.split(",")[index] if visible else str(index)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    # nodes of a test cluster share one host name
+    machine = f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
+    dist.all_gather_object(everyone, (machine, own))
+    return [name for name, _ in everyone], [gpu for _, gpu in everyone]

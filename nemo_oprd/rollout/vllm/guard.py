@@ -1,0 +1,113 @@
+"""Runs a server in a process group of its own and leaves nothing of it behind.
+
+`python guard.py [--remove DIRECTORY] -- COMMAND...`, started in a new session with its stdin connected to the process
+that wants the server. The group is ended, and the shared memory that its processes had mapped is removed, when the
+command ends or when stdin is closed, which happens however that process ends. `DIRECTORY`, which belongs to that
+process, is removed, too, unless that process has written a byte before: then it lives on and only ends the server.
+
+If this guard is killed, `worker/nemo_oprd_serve.py` ends the group, and the process that wanted the server calls
+`clean_up`.
+
+Imports the standard library alone, because it starts before anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+GRACE_S = 10.0
+SHARED_MEMORY = "/dev/shm/"
+
+
+def group_members(group: int) -> list[int]:
+    """Process ids of a process group, without those that have ended and wait for their parent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:  # ended meanwhile
+                continue
+            if int(fields[2]) == group and fields[0] not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def mapped_shared_memory(processes: list[int]) -> set[str]:
+    """Files in shared memory that processes have mapped or opened."""
+    found = set()
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+            found |= {line[line.index(SHARED_MEMORY) :] for line in maps if SHARED_MEMORY in line}
+        except OSError:
+            continue
+    return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def clean_up(group: int, shared_memory: set[str]) -> None:
+    """Kills what is left of a group, and removes files in shared memory that its processes had mapped."""
+    shared_memory = shared_memory | mapped_shared_memory(group_members(group))
+    deadline = time.monotonic() + GRACE_S
+    while (left := [process for process in group_members(group) if process != os.getpid()]) and (
+        time.monotonic() < deadline
+    ):
+        for process in left:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+    for path in shared_memory:
+        Path(path).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    arguments = sys.argv[1:]
+    directory = None
+    if arguments[0] == "--remove":
+        directory = arguments[1]
+        arguments = arguments[2:]
+    assert arguments[0] == "--" and os.getpgrp() == os.getpid(), "start this in a new session, see server.py"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        # only closing stdin ends this process; a handler, unlike SIG_IGN, is not inherited by the command
+        signal.signal(number, lambda *_: None)
+    environment = {**os.environ, "NEMO_OPRD_GUARD": str(os.getpid())}
+    child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL, env=environment, restore_signals=True)
+    over, parent_gone = threading.Event(), threading.Event()
+
+    def wait_for_parent() -> None:
+        if not os.read(0, 1):
+            parent_gone.set()
+        over.set()
+
+    def wait_for_command() -> None:
+        child.wait()
+        over.set()
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+    threading.Thread(target=wait_for_command, daemon=True).start()
+    shared_memory: set[str] = set()
+    while not over.wait(1.0):
+        shared_memory |= mapped_shared_memory(group_members(os.getpid()))
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    own = {path for path in shared_memory if directory is None or not path.startswith(directory)}
+    clean_up(os.getpid(), own)
+    if directory is not None and parent_gone.is_set():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""How a vLLM server is started for a model: its interpreter, its arguments, and whether a running one fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.models import ModelSpec
+
+# the folder of the project, where scripts/setup_vllm.sh makes the environment
+DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
+# head sizes of vLLM's attention on CPU; another one starts, answers that it is healthy and dies at the first request
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+SETUP = "run `bash scripts/setup_vllm.sh`, or set rollout.vllm.python"
+
+
+def find_python(config: Config) -> Path:
+    """The interpreter of vLLM's environment.
+
+    Raises:
+        ValueError: there is none.
+    """
+    given = config.rollout.vllm.python
+    python = DEFAULT_PYTHON if given is None else Path(given)
+    if not python.is_file():
+        raise ValueError(
+            f"rollout.vllm.python={given}: {python} does not exist; expected the Python interpreter of an environment "
+            f"with vLLM: {SETUP}"
+        )
+    return python
+
+
+def check_model(config: Config, spec: ModelSpec) -> None:
+    """Raises ValueError if servers of `rollout.vllm.tensor` workers can't run the model."""
+    spec.check_tensor_parallel(config.rollout.vllm.tensor, "rollout.vllm.tensor")
+
+
+def check_head_size(spec: ModelSpec) -> None:
+    """Raises ValueError if vLLM has no attention on CPU for the model's heads."""
+    if spec.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"rollout.engine=vllm without CUDA: the model's heads have size {spec.head_dim}, but vLLM's attention on "
+            f"CPU knows {', '.join(map(str, CPU_HEAD_SIZES))} only; use rollout.engine=megatron or another model"
+        )
+
+
+def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:
+    """The arguments of a server, without host and port.
+
+    Args:
+        directory: where the model's config.json is; weights are not read from it.
+        known_ids: only ids below this one are sampled.
+    """
+    rollout, longest = config.rollout, spec.max_positions
+    if config.data.max_prompt_tokens is not None:
+        new = max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+        longest = min(longest, config.data.max_prompt_tokens + new)
+    arguments = [
+        *("--model", str(directory), "--served-model-name", "student"),
+        # no weights of a file: whatever is sampled before the first update is noise, and cannot pass for the student
+        *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
+        *("--dtype", "float32" if config.precision == "fp32" else "bfloat16"),
+        *("--max-model-len", str(longest), "--max-num-seqs", str(rollout.max_batch)),
+        *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
+        *("--logits-processors", "nemo_oprd_worker:KnownIds"),
+        *("--additional-config", json.dumps({"nemo_oprd_known_ids": known_ids})),
+        *("--weight-transfer-config", json.dumps({"backend": "nemo_oprd"})),
+        "--disable-uvicorn-access-log",
+    ]
+    if cuda:
+        arguments += ["--gpu-memory-utilization", str(rollout.vllm.gpu_memory_utilization)]
+        arguments += ["--enable-sleep-mode"] if rollout.vllm.placement == "colocated" else []
+    else:
+        arguments += ["--enforce-eager"]
+    if rollout.vllm.tensor > 1:
+        arguments += ["--distributed-executor-backend", "mp"]
+    return [*arguments, *rollout.vllm.flags]
+
+
+def check_description(config: Config, spec: ModelSpec, known_ids: int, found: dict[str, Any], server: str) -> None:
+    """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run.
+
+    Args:
+        server: name of the server, for messages.
+    """
+    wanted: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "model_type": spec.model_type,
+        "vocab_size": spec.vocab_size,
+        "known_ids": known_ids,
+        "dtype": "float32" if config.precision == "fp32" else "bfloat16",
+        "logprobs_mode": "processed_logprobs",
+        "workers": config.rollout.vllm.tensor,
+    }
+    differing = [
+        f"{key}={found.get(key)} instead of {value}" for key, value in wanted.items() if found.get(key) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{server} serves another model or in another way: {'; '.join(differing)}; expected a server for the "
+            "student: start it with `nemo-oprd serve` and this run's configuration"
+        )

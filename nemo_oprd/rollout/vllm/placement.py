@@ -1,0 +1,116 @@
+"""Which machine runs which server, and how its weights get there. Arithmetic on ranks; no process, no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from nemo_oprd.config.schema import VllmConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """One server of a run.
+
+    Attributes:
+        number: index among the servers of the run.
+        controller: the rank that starts the server, talks to it and gives it weights. It is on the server's machine,
+            so that a server listens on loopback only; endpoints are the first rank's.
+        workers: processes that hold a shard of the model: `rollout.vllm.tensor`.
+        transport: `file`, `group` or `ipc`.
+        devices: CUDA devices of its machine; None without CUDA.
+        sleeps: whether it gives GPU memory back while nothing is sampled, because the trainer uses the same GPUs.
+        url: address of an endpoint; None for a server that this run starts.
+    """
+
+    number: int
+    controller: int
+    workers: int
+    transport: str
+    devices: tuple[str, ...] | None = None
+    sleeps: bool = False
+    url: str | None = None
+
+
+def place_servers(
+    config: VllmConfig, machines: Sequence[str], devices: Sequence[str | None], students: range
+) -> list[Place]:
+    """The servers of a run, the same on every rank.
+
+    Args:
+        machines: per rank of the world, a name of its machine.
+        devices: per rank, its CUDA device as `CUDA_VISIBLE_DEVICES` names it; None without CUDA.
+        students: the ranks that have the weights.
+
+    Raises:
+        ValueError: a server would need GPUs of two machines or more GPUs than there are, or `rollout.vllm.transport`
+            is impossible for a server.
+    """
+    if config.endpoints:
+        return [_endpoint(config, number, url) for number, url in enumerate(config.endpoints)]
+    cuda = devices[students[0]] is not None
+    groups = _rank_groups(config, machines, students, cuda)
+    places = []
+    for number, group in enumerate(groups):
+        on_machines = {machines[rank] for rank in group}
+        if len(on_machines) > 1:
+            raise ValueError(
+                f"rollout.vllm.tensor={config.tensor}: server {number} would have ranks {list(group)}, which are on "
+                f"{len(on_machines)} machines; expected one: choose a divisor of the ranks per machine"
+            )
+        machine = machines[group[0]]
+        controller = next((rank for rank in students if machines[rank] == machine), machines.index(machine))
+        colocated = config.placement == "colocated"
+        names = tuple(str(devices[rank]) for rank in group) if cuda else None
+        transport = _transport(config, number, has_weights=controller in students, ipc=cuda and colocated, cuda=cuda)
+        places.append(Place(number, controller, config.tensor, transport, names, sleeps=cuda and colocated))
+    return places
+
+
+def dedicated_ranks(config: VllmConfig) -> int:
+    """The number of the last ranks of the job that hold servers and nothing else."""
+    if config.placement == "colocated" or config.endpoints:
+        return 0
+    return (config.replicas or 1) * config.tensor
+
+
+def _rank_groups(config: VllmConfig, machines: Sequence[str], students: range, cuda: bool) -> list[list[int]]:
+    """Per server, the ranks on whose machine, and with CUDA on whose GPUs, it runs."""
+    size = config.tensor
+    if config.placement == "dedicated":
+        first = len(machines) - dedicated_ranks(config)
+        return [list(range(start, start + size)) for start in range(first, len(machines), size)]
+    if cuda:
+        replicas = config.replicas or len(students) // size
+        if not 0 < replicas * size <= len(students):
+            raise ValueError(
+                f"rollout.vllm.replicas={config.replicas} servers on rollout.vllm.tensor={size} GPUs each need "
+                f"{max(replicas, 1) * size} GPUs, but the student has {len(students)}; expected at most that: lower "
+                "one of the two, or start more ranks"
+            )
+        return [list(students[start : start + size]) for start in range(0, replicas * size, size)]
+    first_ranks = list({machines[rank]: rank for rank in reversed(students)}.values())[::-1]
+    return [[first_ranks[number % len(first_ranks)]] for number in range(config.replicas or 1)]
+
+
+def _endpoint(config: VllmConfig, number: int, url: str) -> Place:
+    local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    return Place(
+        number, 0, config.tensor, _transport(config, number, has_weights=local, ipc=False, cuda=False), url=url
+    )
+
+
+def _transport(config: VllmConfig, number: int, *, has_weights: bool, ipc: bool, cuda: bool) -> str:
+    """The transport of a server; `has_weights` says whether the trainer's weights are on the server's machine."""
+    if config.transport == "auto":
+        if ipc:
+            return "ipc"
+        return "file" if has_weights and not cuda else "group"
+    if (config.transport == "file" and not has_weights) or (config.transport == "ipc" and not ipc):
+        needs = "the student on the server's machine" if config.transport == "file" else "the student on the same GPUs"
+        raise ValueError(
+            f"rollout.vllm.transport={config.transport} for server {number} needs {needs}; expected group or auto "
+            "where that is not so: set it"
+        )
+    return config.transport

@@ -1,0 +1,98 @@
+"""The queue from which controllers claim requests, and the order in which requests stand in it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from nemo_oprd.rollout.engine import Request
+
+
+class RequestQueue:
+    """Every rank has one and opens and closes it together with the others; controllers claim from it in between.
+
+    The queue is a counter in the job's key-value store: a claim adds one and takes the request at that place. The store
+    also says how many controllers have finished, and whether somebody asked to cancel.
+
+    Args:
+        is_controller: whether this rank claims.
+        controllers: how many ranks do.
+    """
+
+    def __init__(self, is_controller: bool, controllers: int) -> None:
+        self._is_controller, self._controllers = is_controller, controllers
+        self._round = 0
+        # connections of their own: while one waits, other users of it get no answer
+        self._claims: Any = _get_default_store().clone()  # type: ignore[attr-defined]
+        self._waits: Any = _get_default_store().clone()  # type: ignore[attr-defined]
+
+    def open(self, order: Sequence[int]) -> Callable[[], int | None]:
+        """Begins a round; returns how to claim the next request of `order`, the same on every rank, or None."""
+        self._round += 1
+
+        def claim() -> int | None:
+            place = self._claims.add(self._key("claimed"), 1) - 1
+            return order[place] if place < len(order) else None
+
+        return claim
+
+    def finish(self) -> None:
+        """Says that this rank's part is done, if it has one."""
+        if self._is_controller and self._waits.add(self._key("finished"), 1) == self._controllers:
+            self._waits.set(self._key("all"), "finished")
+
+    def wait_for_all(self, limit: datetime.timedelta) -> bool:
+        """Waits for all controllers, at most for `limit`; whether they have finished."""
+        try:
+            self._waits.wait([self._key("all")], limit)
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def cancel(self) -> None:
+        """Asks the controllers to stop."""
+        self._waits.set(self._key("cancelled"), "yes")
+
+    def is_cancelled(self) -> bool:
+        """Whether a rank asked to stop."""
+        return self._waits.check([self._key("cancelled")])
+
+    def close(self) -> None:
+        """Ends the round, after all ranks have seen its end; removes what it left in the store."""
+        if dist.get_rank() == 0:
+            for name in ("claimed", "finished", "all", "cancelled"):
+                self._waits.delete_key(self._key(name))
+
+    def _key(self, name: str) -> str:
+        return f"nemo_oprd/vllm/{self._round}/{name}"
+
+
+class LengthEstimate:
+    """Expects a response to be as long as earlier responses to the same prompt, or as all earlier ones on average."""
+
+    def __init__(self) -> None:
+        self._of_prompt: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._tokens, self._responses = 0, 0
+
+    def learn(self, requests: Sequence[Request], lengths: dict[int, int]) -> None:
+        """Takes up the lengths of responses, by the index of their request."""
+        for index, length in lengths.items():
+            key = tuple(requests[index].prompt_ids)
+            tokens, responses = self._of_prompt.get(key, (0, 0))
+            self._of_prompt[key] = (tokens + length, responses + 1)
+            self._tokens, self._responses = self._tokens + length, self._responses + 1
+
+    def longest_first(self, requests: Sequence[Request], indices: Sequence[int]) -> list[int]:
+        """The indices by falling expected length of prompt and response, so that no long one comes last."""
+        mean = self._tokens / self._responses if self._responses else 0.0
+
+        def expected(index: int) -> float:
+            prompt = requests[index].prompt_ids
+            tokens, responses = self._of_prompt.get(tuple(prompt), (0, 0))
+            return len(prompt) + (tokens / responses if responses else mean)
+
+        return sorted(indices, key=lambda index: (-expected(index), index))

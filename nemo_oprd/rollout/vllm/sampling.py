@@ -1,0 +1,186 @@
+"""One controller's part of a generation: requests go to its servers as fast as these finish others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.vllm.client import HEALTH_EVERY_S, HEALTH_TIMEOUT_S, Client
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+
+GENERATE = "/inference/v1/generate"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One response: ids, their log-probabilities under the distribution sampled from, and how it ended."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+@dataclass
+class Round:
+    """What a controller brings home; also while the round is under way.
+
+    Attributes:
+        sampled: by the index of the request.
+        died: per server that died, why.
+        error: what makes further sampling pointless; None in general.
+        busy_s: per server, the seconds until its last response.
+        stop: set to end the round; requests under way are given up and their connections closed.
+    """
+
+    sampled: dict[int, Sampled] = field(default_factory=dict)
+    died: dict[int, str] = field(default_factory=dict)
+    error: str | None = None
+    busy_s: dict[int, float] = field(default_factory=dict)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def portable(self) -> Round:
+        """A copy that can be sent to other ranks."""
+        return Round(self.sampled, self.died, self.error, self.busy_s, None)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a round samples with: the requests of the call, and the limits that all responses share."""
+
+    requests: Sequence[Request]
+    sampling: SamplingParams
+    max_positions: int
+    eos_ids: tuple[int, ...]
+    known_ids: int
+    timeout_s: float
+
+    def body(self, index: int) -> dict[str, Any]:
+        """The request of one response. Unknown sampling parameters are ignored by the server without a word."""
+        prompt, sampling = self.requests[index].prompt_ids, self.sampling
+        return {
+            "token_ids": prompt,
+            "sampling_params": {
+                "max_tokens": min(sampling.max_new_tokens, self.max_positions - len(prompt)),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p if sampling.temperature else 1.0,
+                "seed": seed_of(sampling, index),
+                "logprobs": 0,  # of the sampled id only
+                # the ids that end a response are ours, whatever generation_config.json says
+                "ignore_eos": True,
+                "stop_token_ids": list(self.eos_ids),
+                "detokenize": False,
+            },
+        }
+
+    def check(self, index: int, answer: dict[str, Any], version: str, server: str) -> Sampled:
+        """The response in a server's answer.
+
+        Raises:
+            ServerRefused: it was not sampled from the current weights and the known ids alone.
+        """
+        choice = answer["choices"][0]
+        ids, spans = choice["token_ids"], choice["weight_versions"]
+        if [(span["version"], span["start"], span["end"]) for span in spans] != [(version, 0, len(ids))]:
+            found = ", ".join(f"{span['version']} (tokens {span['start']} to {span['end']})" for span in spans)
+            raise ServerRefused(
+                f"{server} sampled response {index} from the weights {found or 'of no version'}, expected {version} "
+                "for all tokens: does somebody else use or update this server?"
+            )
+        outside = [i for i in ids if not 0 <= i < self.known_ids]
+        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        if outside or len(logprobs) != len(ids) or not ids or not all(map(math.isfinite, logprobs)):
+            raise ServerRefused(
+                f"{server} answered response {index} with {len(ids)} ids, {len(logprobs)} log-probabilities and the "
+                f"ids {outside[:3]} outside 0..{self.known_ids - 1}; expected ids inside, and for each a finite one"
+            )
+        return Sampled(ids, logprobs, choice["finish_reason"] == "stop")
+
+
+def seed_of(sampling: SamplingParams, index: int) -> int:
+    """The seed of a response; 32 bits, of which every one depends on all of the key."""
+    return int(np.random.SeedSequence([*sampling.key, index]).generate_state(1)[0])
+
+
+class Sampling:
+    """One round of a controller: `run` samples until nothing is left to claim, or no server is left.
+
+    Args:
+        claim: the index of the next request; None if there are no more. Other controllers claim from the same queue.
+        slots: the most requests that a server gets at a time, so that no server takes what another one has room for.
+        result: where the responses go.
+    """
+
+    def __init__(
+        self, client: Client, task: Task, version: str, claim: Callable[[], int | None], slots: int, result: Round
+    ) -> None:
+        self._client, self._task, self._version = client, task, version
+        self._claim, self._slots, self._result = claim, slots, result
+        self._again: list[int] = []  # claimed by a server that died
+        self._started = time.monotonic()
+
+    async def run(self, servers: list[Server]) -> None:
+        """Samples on the servers that have the weights."""
+        alive = [server for server in servers if server.pushed == self._version]
+        while alive and not self._result.stop.is_set():
+            await asyncio.gather(*(self._serve(server) for server in alive))
+            alive = [server for server in alive if server.number not in self._result.died]
+            if not self._again:
+                return
+
+    async def _serve(self, server: Server) -> None:
+        """Keeps a server busy until there is nothing left to claim, it dies, or the round is stopped."""
+        work = (self._slot(server) for _ in range(min(self._slots, server.in_flight)))
+        watch = asyncio.create_task(_watch(self._client, server))
+        stop = asyncio.create_task(self._result.stop.wait())
+        waiting: list[asyncio.Future] = [asyncio.gather(*work), watch, stop]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                self._result.died.setdefault(server.number, watch.result())
+        finally:
+            for unfinished in waiting:
+                unfinished.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _slot(self, server: Server) -> None:
+        """One request after the other."""
+        result = self._result
+        while not result.stop.is_set() and server.number not in result.died:
+            index = self._again.pop() if self._again else self._claim()
+            if index is None:
+                return
+            try:
+                body = self._task.body(index)
+                answer = await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
+                result.sampled[index] = self._task.check(index, answer, self._version, server.name)
+                result.busy_s[server.number] = time.monotonic() - self._started
+            except ServerDied as death:
+                self._again.append(index)
+                result.died.setdefault(server.number, str(death))
+            except ServerRefused as refusal:
+                result.error = result.error or str(refusal)
+                result.stop.set()
+            except asyncio.CancelledError:
+                self._again.append(index)
+                raise
+
+
+async def _watch(client: Client, server: Server) -> str:
+    """Returns why the server counts as dead, once it does."""
+    while True:
+        await asyncio.sleep(HEALTH_EVERY_S)
+        try:
+            server.check_alive()
+        except ServerDied as death:
+            return str(death)
+        if isinstance(server, LocalServer):
+            server.remember_shared_memory()
+        if not await client.is_healthy(server):
+            return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"

@@ -1,0 +1,237 @@
+"""One vLLM server: a process on this machine that is started and restarted here, or an endpoint that others run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nemo_oprd.rollout.vllm import guard
+
+WORKER_FOLDER = Path(__file__).parent / "worker"
+# variables of this process that would mean something else to the server
+_PRIVATE = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC",
+    "PYTHON",
+    "VIRTUAL_ENV",
+    "VLLM_",
+)
+_LOG_LINES = 400
+
+
+class ServerDied(Exception):  # noqa: N818 - not an error of this program
+    """A server is gone, or does not answer. A server of this run is restarted; an endpoint is waited for."""
+
+
+class ServerRefused(ValueError):  # noqa: N818 - named like ServerDied
+    """A server is not the one that the run needs, or refuses what is asked of it; trying again does not help."""
+
+
+@dataclass
+class Server:
+    """One server and its address.
+
+    Attributes:
+        number: index of the server among all servers of the run.
+        generation: how often it was started; whoever connected to an earlier process has to connect again.
+        pushed: the version of the weights that it has; None before the first ones.
+        in_flight: requests that it may work on at the same time.
+    """
+
+    number: int
+    in_flight: int
+    generation: int = 0
+    pushed: str | None = None
+    base_url: str = ""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"vLLM server {self.number} ({self.base_url})"
+
+    def check_alive(self) -> None:
+        """Raises ServerDied if it is known to have ended."""
+
+    def restart(self, why: str) -> None:
+        """Starts it again, or counts on somebody else to do so. Raises ServerRefused if it died too often."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends it if it belongs to this run."""
+
+    def last_words(self) -> str:
+        """What it said last, for messages; empty if its log is elsewhere."""
+        return ""
+
+
+@dataclass
+class Endpoint(Server):
+    """A server that somebody else runs; it is never restarted, but waited for."""
+
+    max_restarts: int = 0
+    say: Callable[[str], None] = print
+
+    def restart(self, why: str) -> None:
+        """Counts a death; whoever uses the server next waits until it is there again.
+
+        Raises:
+            ServerRefused: it died too often.
+        """
+        if self.generation > self.max_restarts:
+            raise ServerRefused(
+                f"{self.name} died {self.generation} times, the last time because: {why}; expected at most "
+                f"{self.max_restarts} deaths (rollout.vllm.max_restarts)"
+            )
+        self.say(f"{self.name} is waited for: {why}")
+        self.generation += 1
+
+
+@dataclass
+class LocalServer(Server):
+    """A server in a process group of its own on this machine.
+
+    Attributes:
+        python: interpreter of vLLM's environment.
+        flags: arguments of the server, without host and port.
+        devices: CUDA devices that it sees; None: without CUDA.
+        log: what it prints is appended to this file.
+        directory: a directory of this process that the guard removes when this process ends.
+        max_restarts: how often it may be restarted; the attempts wait longer and longer.
+        say: shows a line to the user.
+    """
+
+    python: Path = Path()
+    flags: list[str] = field(default_factory=list)
+    devices: tuple[str, ...] | None = None
+    log: Path = Path()
+    directory: Path = Path()
+    max_restarts: int = 0
+    say: Callable[[str], None] = print
+    _process: subprocess.Popen | None = None
+    _shared_memory: set[str] = field(default_factory=set)
+
+    def start(self) -> None:
+        """Starts the process; it answers half a minute to minutes later."""
+        self.generation += 1
+        self.pushed = None
+        port = _free_port()
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [str(self.python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *self.flags]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        with self.log.open("ab") as log:
+            log.write(f"\n--- start {self.generation}: {' '.join(command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, guard.__file__, "--remove", str(self.directory), "--", *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=server_environment(self.devices),
+                start_new_session=True,
+            )
+
+    def check_alive(self) -> None:
+        """Raises ServerDied if its guard has ended, which ends with the server."""
+        if self._process is None or self._process.poll() is not None:
+            raise ServerDied(f"{self.name} has ended{self.last_words()}")
+
+    def remember_shared_memory(self) -> None:
+        """Notes what the server has mapped, to be removed if the server and its guard are killed."""
+        if self._process is not None:
+            mapped = guard.mapped_shared_memory(guard.group_members(self._process.pid))
+            self._shared_memory |= {path for path in mapped if not path.startswith(str(self.directory))}
+
+    def restart(self, why: str) -> None:
+        """Ends what is left of it and starts it again, after a pause that doubles with every restart.
+
+        Raises:
+            ServerRefused: it was restarted too often.
+        """
+        if self.generation > self.max_restarts:
+            raise ServerRefused(
+                f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
+                f"expected at most {self.max_restarts} deaths (rollout.vllm.max_restarts): its log is {self.log}"
+            )
+        self.say(f"{self.name} is restarted ({self.generation} of {self.max_restarts}): {why}")
+        self.close()
+        time.sleep(min(0.5 * 2 ** (self.generation - 1), 30.0))
+        self.start()
+
+    def close(self) -> None:
+        """Ends the server and its guard, and removes their shared memory."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # the guard has ended already
+            process.stdin.write(b"e")
+            process.stdin.close()
+        try:
+            process.wait(timeout=3 * guard.GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        guard.clean_up(process.pid, self._shared_memory)  # the guard may have been killed
+        self._shared_memory = set()
+
+    def last_words(self) -> str:
+        """The last line of the log that names an error, or the last line."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            return ""
+        lines = [line.strip() for line in lines if line.strip() and not line.startswith("---")]
+        errors = [line for line in lines if "Error" in line and "Engine core" not in line]
+        return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
+
+
+def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
+    """The environment of a server: this process's, without what belongs to this rank and to this interpreter."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)}
+    threads = os.environ.get("NEMO_OPRD_VLLM_THREADS", "1")
+    kept |= {
+        "PYTHONPATH": str(WORKER_FOLDER),
+        "VLLM_SERVER_DEV_MODE": "1",  # weight updates, pause and collective calls; the server listens on loopback only
+        "VLLM_PLUGINS": "",  # a plugin of another package in the same environment must not change what is sampled
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    kept |= {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name not in kept}
+    if devices is None:
+        kept.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        kept.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        kept |= {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}  # compiling takes 30 s of the first requests
+    else:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        kept["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory from the trainer
+    return kept
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError unless `url` is the address of a server."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"rollout.vllm.endpoints: {url!r} is not the address of a server; expected e.g. http://127.0.0.1:8000"
+        )

@@ -1,0 +1,82 @@
+"""The trainer's side of a weight update: the stream of tensors -> buckets -> the servers of this controller.
+
+    file     a controller writes a bucket into shared memory, its servers read it, the file is removed
+    group    the world's first rank broadcasts buckets to the workers of servers on other machines
+    ipc      every rank hands a handle of its copy of the bucket to the worker on the same GPU (not yet run)
+
+At most one bucket of whole tensors is in memory beside the model. `worker/nemo_oprd_worker.py` is the other side.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
+
+BUCKET_BYTES = 256 << 20
+# between two buckets a worker loads the last one, and the trainer gathers the next one
+BROADCAST_TIMEOUT_S = 600.0
+
+
+def buckets(weights: Iterable[tuple[str, torch.Tensor]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """The stream in buckets of at most `size` bytes, or of one tensor that is larger."""
+    bucket: Bucket | None = None
+    for name, tensor in weights:
+        needed = padded_bytes(tensor)
+        if bucket is not None and bucket.used + needed > len(bucket.data):
+            yield bucket.trimmed()
+            bucket = None
+        if bucket is None:
+            bucket = Bucket([], torch.zeros(max(size, needed), dtype=torch.uint8, device=tensor.device))
+        bucket.add(name, tensor)
+    if bucket is not None:
+        yield bucket.trimmed()
+
+
+class SharedFolder:
+    """A folder of this process in shared memory for buckets; a server's guard removes it if this process is killed."""
+
+    def __init__(self) -> None:
+        self.path = Path("/dev/shm") / f"nemo_oprd_{socket.gethostname()}_{uuid.uuid4().hex[:12]}"
+        self.path.mkdir(mode=0o700)
+        self._count = 0
+
+    def write(self, bucket: Bucket) -> Path:
+        """Writes the bytes of a bucket to a new file.
+
+        Raises:
+            ValueError: shared memory is too small.
+        """
+        self._count += 1
+        path = self.path / f"bucket_{self._count}"
+        try:
+            with path.open("wb") as file:
+                bucket.data.cpu().numpy().tofile(file)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise ValueError(
+                f"{path}: {len(bucket.data):,} bytes of weights don't fit into shared memory ({error.strerror}); "
+                "expected room for a bucket: enlarge /dev/shm (docker --shm-size), or set rollout.vllm.transport=group"
+            ) from error
+        return path
+
+    def close(self) -> None:
+        """Removes the folder."""
+        for path in self.path.iterdir():
+            path.unlink(missing_ok=True)
+        self.path.rmdir()
+
+
+def memory_handle(bucket: Bucket) -> tuple[str, str]:
+    """(UUID of this rank's GPU, the pickled handle of the bucket's memory there in base64), for `ipc`."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    handle = base64.b64encode(pickle.dumps(reduce_tensor(bucket.data))).decode()
+    return str(torch.cuda.get_device_properties(bucket.data.device).uuid), handle

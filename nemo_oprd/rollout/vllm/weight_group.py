@@ -1,0 +1,160 @@
+"""The process group over which the world's first rank broadcasts weights to the workers of servers (`group`).
+
+The trainer and vLLM are not one job, so the group is made by hand: a store on the first rank, and torch's
+process group on top of it. Whenever a server was restarted, all servers and the first rank make a new group.
+`worker/nemo_oprd_worker.py` is the other side. Over NCCL it was not yet run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.rollout.vllm.placement import Place
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket
+
+# between two buckets a worker loads the last one, and the trainer gathers the next one
+TIMEOUT_S = 600.0
+_TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the members of a group meet, and how many they are; `nemo_oprd_worker.InitInfo` on the other side.
+
+    Attributes:
+        key: (server, generation) of all servers in the group.
+        first_ranks: per server, the rank of its first worker.
+    """
+
+    key: tuple[tuple[int, int], ...]
+    host: str
+    port: int
+    prefix: str
+    size: int
+    backend: str
+    first_ranks: dict[int, int]
+
+    def init_info(self, server: int) -> dict[str, Any]:
+        """What a server is told to join the group."""
+        return {
+            "host": self.host,
+            "port": self.port,
+            "prefix": self.prefix,
+            "size": self.size,
+            "backend": self.backend,
+            "first_rank": self.first_ranks[server],
+            "timeout_s": TIMEOUT_S,
+        }
+
+
+class WeightGroup:
+    """The group of a run. Every rank has one; only the first rank is a member, its methods do nothing elsewhere.
+
+    Args:
+        places: all servers of the run.
+        device: of this rank.
+    """
+
+    def __init__(self, places: list[Place], device: torch.device) -> None:
+        self._workers = {place.number: place.workers for place in places if place.transport == "group"}
+        self._device = device if device.type == "cuda" else torch.device("cpu")
+        self._key: tuple = ()
+        self._store: Any = None
+        self._group: Any = None
+
+    def meet(self, generations: dict[int, int]) -> Rendezvous | None:
+        """Where a new group meets, the same on every rank; None if none is needed. Every rank calls this.
+
+        Args:
+            generations: of the servers of this rank.
+        """
+        if not self._workers:
+            return None
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, generations)
+        known = {number: generation for part in parts for number, generation in part.items()}
+        key = tuple((number, known[number]) for number in self._workers)
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0 and (self._group is None or self._key != key):
+            answer[0] = self._rendezvous(key)
+        dist.broadcast_object_list(answer, src=0)
+        return answer[0]
+
+    def _rendezvous(self, key: tuple) -> Rendezvous:
+        if self._store is None:
+            self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        first_ranks, size = {}, 1
+        for number, workers in self._workers.items():
+            first_ranks[number] = size
+            size += workers
+        host, prefix = os.environ.get("MASTER_ADDR", "127.0.0.1"), f"weights/{time.time_ns()}"
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        return Rendezvous(key, host, self._store.port, prefix, size, backend, first_ranks)
+
+    def open(self, rendezvous: Rendezvous) -> Future | None:
+        """Begins to open the group; the others must join meanwhile. None on ranks that are not in it."""
+        if dist.get_rank() != 0:
+            return None
+        self._key = rendezvous.key
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._open(rendezvous))
+            except BaseException as error:  # raised where the result is asked for
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="weight-group", daemon=True).start()
+        return future
+
+    def _open(self, rendezvous: Rendezvous) -> Any:
+        store = dist.PrefixStore(rendezvous.prefix, self._store)
+        if rendezvous.backend == "gloo":
+            return dist.ProcessGroupGloo(store, 0, rendezvous.size, _TIMEOUT)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _TIMEOUT
+        return dist.ProcessGroupNCCL(store, 0, rendezvous.size, options)
+
+    def opened(self, future: Future | None) -> dict[int, str]:
+        """Waits for the group; why each server failed if it did not come about."""
+        if future is None:
+            return {}
+        try:
+            self._group = future.result()
+        except RuntimeError as error:
+            return self._broken("did not come about", error)
+        return {}
+
+    def send(self, bucket: Bucket | None) -> dict[int, str]:
+        """Broadcasts a bucket, or None for the end; why each server failed if the group broke."""
+        if self._group is None:
+            return {}
+        text = b"" if bucket is None else json.dumps(bucket.describe()).encode()
+        try:
+            self._broadcast(torch.tensor([len(text), 0 if bucket is None else len(bucket.data)]))
+            if bucket is not None:
+                self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+                self._broadcast(bucket.data)
+        except RuntimeError as error:
+            return self._broken("broke", error)
+        return {}
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([tensor.to(self._device)], options).wait()
+
+    def _broken(self, how: str, error: RuntimeError) -> dict[int, str]:
+        self._group = None
+        reason = " ".join(str(error).split())[:200]
+        return dict.fromkeys(self._workers, f"the process group of the weights {how}: {reason}")

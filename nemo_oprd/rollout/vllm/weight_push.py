@@ -1,0 +1,313 @@
+"""One weight update: from the trainer's stream of tensors to all servers, with a proof that every byte has arrived.
+
+Every rank of the world takes part, because the stream is made by collectives of the trainer's ranks. A controller
+pauses its servers, sends the buckets, compares the digest that every worker computed from what it received with that of
+the first rank, names the version and resumes. What fails on one controller is known on all ranks after the phase in
+which it failed; a server that failed is restarted by the next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.rollout.vllm import transport
+from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.placement import Place
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.transport import SharedFolder
+from nemo_oprd.rollout.vllm.weight_group import Rendezvous, WeightGroup
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest
+
+# for calls that only start, pause or ask something
+CALL_TIMEOUT_S = 120.0
+# a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
+LOAD_TIMEOUT_S = 900.0
+READY_EVERY_S = 0.25
+PROBE = {
+    "token_ids": [1, 2],
+    "sampling_params": {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False},
+}
+
+
+@dataclass
+class Controlled:
+    """The servers of this rank, by number; empty on ranks that control none."""
+
+    servers: dict[int, Server]
+    client: Client | None
+    folder: SharedFolder | None
+
+
+@dataclass
+class Failures:
+    """Servers that died in an attempt, and refusals, of which no repetition is expected to help."""
+
+    died: dict[int, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    def note(self, server: int, error: BaseException) -> None:
+        """Takes up what a call to a server raised."""
+        if isinstance(error, ServerDied):
+            self.died.setdefault(server, str(error))
+        elif isinstance(error, ServerRefused | ValueError):
+            self.refused.append(str(error))
+        else:
+            raise error
+
+    def shared(self) -> Failures:
+        """Those of all ranks."""
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self)
+        return Failures(
+            {k: v for part in parts for k, v in part.died.items()}, [r for part in parts for r in part.refused]
+        )
+
+
+class WeightPush:
+    """Updates the weights of all servers of a run; every rank has one and calls it alike.
+
+    Args:
+        places: all servers of the run.
+        mine: the servers of this rank.
+        names: HF names of all tensors of the model.
+        describe: raises ServerRefused unless a server's description is that of a server for this run.
+        start_timeout: seconds until a server answers after its start.
+        device: of this rank, for collectives over NCCL.
+    """
+
+    def __init__(
+        self,
+        places: list[Place],
+        mine: Controlled,
+        names: set[str],
+        describe: Callable[[dict[str, Any], str], None],
+        start_timeout: float,
+        device: torch.device,
+    ) -> None:
+        self._places, self._mine, self._names = places, mine, names
+        self._describe, self._start_timeout, self._device = describe, start_timeout, device
+        self._ready: dict[int, int] = {}  # server -> the generation that was found ready
+        self._joined: set[int] = set()  # servers that have a transport
+        self._begun: set[int] = set()  # servers with an update that has begun and received nothing
+        self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
+        self._group = WeightGroup(places, device)
+
+    def push(self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int) -> str:
+        """Gives the weights to every server that doesn't have them; returns their version.
+
+        Args:
+            stream: the whole model; called on every rank, once per attempt.
+            step: the first part of the version.
+
+        Raises:
+            ServerRefused: a server refuses, or died too often.
+        """
+        while True:
+            failures, version = self._attempt(stream, step)
+            if failures.refused:
+                raise ServerRefused(failures.refused[0])
+            if not failures.died:
+                assert version is not None
+                return version
+            self.revive(failures.died)
+
+    def revive(self, died: dict[int, str]) -> None:
+        """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
+
+        Args:
+            died: per server, why; the same on every rank.
+
+        Raises:
+            ServerRefused: a server died too often.
+        """
+        failures = Failures()
+        for number, why in died.items():
+            if number in self._mine.servers:
+                self._revive(self._mine.servers[number], why, failures)
+        failures = failures.shared()
+        if failures.refused:
+            raise ServerRefused(failures.refused[0])
+
+    def _revive(self, server: Server, why: str, failures: Failures) -> None:
+        """Restarts a server; an endpoint is waited for."""
+        number, server.pushed = server.number, None
+        was_ready = self._ready.pop(number, None) is not None
+        self._false_starts[number] = 0 if was_ready else self._false_starts.get(number, 0) + 1
+        self._joined.discard(number)
+        self._begun.discard(number)
+        try:
+            if self._false_starts[number] > 1:
+                raise ServerRefused(f"{why}; it died twice before it was ready")
+            server.restart(why)
+        except ServerRefused as refusal:
+            failures.refused.append(str(refusal))
+
+    def _attempt(self, stream: Callable[[], Iterable], step: int) -> tuple[Failures, str | None]:
+        failures = Failures()
+        self._each(list(self._mine.servers), self._prepare, failures)
+        failures = failures.shared()
+        if failures.died or failures.refused:
+            return failures, None
+        rendezvous = self._group.meet({number: server.generation for number, server in self._mine.servers.items()})
+        if rendezvous is not None:
+            self._join(rendezvous, failures)
+            failures = failures.shared()
+            if failures.died or failures.refused:
+                return failures, None
+        digest = self._send(stream(), failures)
+        digests = [digest]
+        dist.broadcast_object_list(digests, src=0)
+        version = f"{step}-{digests[0]}"
+        self._each(
+            [number for number in self._mine.servers if number not in failures.died],
+            lambda server: self._finish(server, str(digests[0]), version),
+            failures,
+        )
+        return failures.shared(), version
+
+    def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
+        """Calls `call` for servers of this rank at the same time, and notes which of them failed."""
+        if self._mine.client is None or not numbers:
+            return
+
+        async def all_of_them() -> list:
+            calls = (call(self._mine.servers[number]) for number in numbers)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        for number, result in zip(numbers, self._mine.client.run(all_of_them()), strict=True):
+            if isinstance(result, BaseException):
+                failures.note(number, result)
+
+    async def _prepare(self, server: Server) -> None:
+        """Waits until the server is there, pauses it, and begins an update."""
+        client = self._client
+        if self._ready.get(server.number) != server.generation:
+            await self._wait_until_ready(server)
+            self._ready[server.number] = server.generation
+        if server.number in self._begun:
+            return
+        if self._place(server).sleeps:
+            await client.post(server, "/wake_up", timeout=CALL_TIMEOUT_S)
+        # "wait" also resets the prefix cache, which holds keys of the old weights
+        await client.post(server, "/pause?mode=wait", timeout=CALL_TIMEOUT_S)
+        if self._place(server).transport != "group" and server.number not in self._joined:
+            await client.post(server, "/init_weight_transfer_engine", {"init_info": {}}, timeout=CALL_TIMEOUT_S)
+            self._joined.add(server.number)
+        await client.post(server, "/start_weight_update", timeout=CALL_TIMEOUT_S)
+        self._begun.add(server.number)
+
+    async def _wait_until_ready(self, server: Server) -> None:
+        """Waits until the server is healthy, is the right one and survives a request."""
+        client, deadline = self._client, time.monotonic() + self._start_timeout
+        while not await client.is_healthy(server, timeout=CALL_TIMEOUT_S):
+            server.check_alive()
+            if time.monotonic() > deadline:
+                raise ServerRefused(
+                    f"{server.name} was not ready after {self._start_timeout:.0f} s (rollout.vllm.start_timeout)"
+                    f"{server.last_words()}"
+                )
+            await asyncio.sleep(READY_EVERY_S)
+        answer = await client.post(server, "/collective_rpc", {"method": "nemo_oprd_describe"}, timeout=CALL_TIMEOUT_S)
+        for found in answer["results"]:
+            self._describe(found, server.name)
+        await client.post(server, "/resume", timeout=CALL_TIMEOUT_S)  # an endpoint may have been left paused
+        # a server whose kernels don't fit the model is healthy until its first request
+        await client.post(server, "/inference/v1/generate", PROBE, timeout=self._start_timeout)
+
+    def _join(self, rendezvous: Rendezvous, failures: Failures) -> None:
+        """The workers and the first rank open the group; each waits for the others."""
+        opened = self._group.open(rendezvous)
+
+        async def join(server: Server) -> None:
+            info = {"init_info": rendezvous.init_info(server.number)}
+            await self._client.post(server, "/init_weight_transfer_engine", info, timeout=LOAD_TIMEOUT_S)
+
+        self._each([n for n in self._mine.servers if n in rendezvous.first_ranks], join, failures)
+        for number, why in self._group.opened(opened).items():
+            failures.died.setdefault(number, why)
+
+    def _send(self, weights: Iterable[tuple[str, torch.Tensor]], failures: Failures) -> str | None:
+        """Sends the stream; returns its digest on the ranks that have the stream."""
+        digest = Digest()
+        of_transport = {
+            kind: [n for n, server in self._mine.servers.items() if self._place(server).transport == kind]
+            for kind in ("file", "group", "ipc")
+        }
+        self._begun.clear()
+        receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
+        any_ipc = any(place.transport == "ipc" for place in self._places)
+        for bucket in transport.buckets(weights):
+            digest.add(bucket)
+            if of_transport["file"]:
+                self._send_file(bucket, of_transport["file"], failures)
+            if any_ipc:
+                self._send_handles(bucket, of_transport["ipc"], failures)
+            failures.died = self._group.send(bucket) | failures.died
+        failures.died = self._group.send(None) | failures.died
+        for number, received in receiving.items():
+            try:
+                received.result()
+            except (ServerDied, ServerRefused) as error:
+                failures.note(number, error)
+        missing = self._names - set(digest.tensors)
+        if digest.tensors and missing:
+            failures.refused.append(
+                f"the weights to send lack {len(missing)} of {len(self._names)} tensors, such as {min(missing)}; "
+                "expected all of them"
+            )
+        return digest.value() if digest.tensors else None
+
+    def _send_file(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
+        assert self._mine.folder is not None
+        try:
+            path = self._mine.folder.write(bucket)
+        except ValueError as error:
+            failures.refused.append(str(error))
+            return
+        info = {"path": str(path), "entries": bucket.describe(), "bytes": len(bucket.data)}
+        self._each([n for n in servers if n not in failures.died], lambda server: self._update(server, info), failures)
+        path.unlink()  # the workers have mapped it
+
+    def _send_handles(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, transport.memory_handle(bucket))
+        info = {"handles": dict(parts), "entries": bucket.describe(), "bytes": len(bucket.data)}
+        self._each([n for n in servers if n not in failures.died], lambda server: self._update(server, info), failures)
+        dist.barrier()  # the bucket's memory is used again
+
+    def _start_receiving(self, number: int) -> Future:
+        """The call in which the workers of a server receive all buckets of the group."""
+        return self._client.start(self._update(self._mine.servers[number], {}))
+
+    async def _update(self, server: Server, info: dict[str, Any]) -> None:
+        await self._client.post(server, "/update_weights", {"update_info": info}, timeout=LOAD_TIMEOUT_S)
+
+    async def _finish(self, server: Server, digest: str, version: str) -> None:
+        """Compares what all workers received, and lets the server sample from it."""
+        client = self._client
+        answer = await client.post(server, "/collective_rpc", {"method": "nemo_oprd_received"}, timeout=LOAD_TIMEOUT_S)
+        for worker, found in enumerate(answer["results"]):
+            if found != {"digest": digest, "tensors": len(self._names)}:
+                raise ServerRefused(
+                    f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
+                    f"{found['digest']}, expected {len(self._names)} with {digest}: the weights did not arrive as sent"
+                )
+        await client.post(server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S)
+        await client.post(server, "/resume", timeout=CALL_TIMEOUT_S)
+        server.pushed = version
+
+    @property
+    def _client(self) -> Client:
+        assert self._mine.client is not None
+        return self._mine.client
+
+    def _place(self, server: Server) -> Place:
+        return self._places[server.number]

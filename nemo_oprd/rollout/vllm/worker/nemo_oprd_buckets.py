@@ -1,0 +1,120 @@
+"""The bytes of some weight tensors in a row, and a digest that both sides of a transfer compute from them.
+
+The trainer and vLLM's workers both import this module, so it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+# every tensor starts at a multiple of this many bytes, so that its part of the bucket is aligned for any dtype
+ALIGNMENT = 64
+# words per step of a digest; bounds the memory of the positions by which words are multiplied
+_DIGEST_WORDS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a bucket: HF name, dtype such as "bfloat16", shape, first byte in the bucket."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+
+    @property
+    def padded(self) -> int:
+        """Bytes up to the next tensor."""
+        return -(-self.size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass
+class Bucket:
+    """Some tensors one after the other in `data`, uint8 [bytes]; the padding between them is zero."""
+
+    entries: list[Entry]
+    data: torch.Tensor
+
+    @property
+    def used(self) -> int:
+        """Bytes up to the end of the last tensor's padding."""
+        return self.entries[-1].start + self.entries[-1].padded if self.entries else 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies a tensor behind the last one; `data` must have room for it and be zero there."""
+        entry = Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used)
+        part = self.data[entry.start : entry.start + entry.size]
+        part.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        self.entries.append(entry)
+
+    def trimmed(self) -> Bucket:
+        """Without the room that is left."""
+        return Bucket(self.entries, self.data[: self.used])
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The entries as JSON."""
+        return [asdict(entry) for entry in self.entries]
+
+    @staticmethod
+    def of(entries: list[dict[str, Any]], data: torch.Tensor) -> Bucket:
+        """The bucket of described entries."""
+        return Bucket([Entry(**entry) for entry in entries], data)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, view of the bucket's bytes)."""
+        for entry in self.entries:
+            part = self.data[entry.start : entry.start + entry.size]
+            yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+def padded_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes in a bucket."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+class Digest:
+    """A digest of tensors that is independent of their order and of the buckets they travel in.
+
+    Of each tensor it holds name, dtype, shape and two sums modulo 2^64 over its 32-bit words w_i, zero-padded: sum w_i
+    and sum (i + 1) w_i, which sees words that are exchanged. The sums are exact on any device.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, tuple] = {}
+
+    def add(self, bucket: Bucket) -> None:
+        """Adds the tensors of a bucket.
+
+        Raises:
+            ValueError: a tensor was added before.
+        """
+        for entry in bucket.entries:
+            if entry.name in self.tensors:
+                raise ValueError(f"the tensor {entry.name} came twice")
+            words = bucket.data[entry.start : entry.start + entry.padded].view(torch.int32)
+            self.tensors[entry.name] = (entry.dtype, tuple(entry.shape), *_sums(words))
+
+    def value(self) -> str:
+        """32 hexadecimal digits."""
+        text = repr(sorted(self.tensors.items()))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _sums(words: torch.Tensor) -> tuple[int, int]:
+    plain = torch.zeros((), dtype=torch.int64, device=words.device)
+    weighted = torch.zeros_like(plain)
+    for start in range(0, len(words), _DIGEST_WORDS):
+        part = words[start : start + _DIGEST_WORDS].long()
+        plain += part.sum()
+        weighted += (part * torch.arange(start + 1, start + 1 + len(part), device=words.device)).sum()
+    return int(plain), int(weighted)

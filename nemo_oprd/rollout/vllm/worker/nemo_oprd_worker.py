@@ -1,0 +1,212 @@
+"""What vLLM's workers run for nemo_oprd: receiving weights, saying what was received, and masking unknown ids.
+
+This module is imported in vLLM's environment, where its folder is on PYTHONPATH; nothing of nemo_oprd's own environment
+is needed. vLLM finds it by `--worker-extension-cls`, `--logits-processors` and the name of the weight-transfer backend.
+
+Weights arrive in buckets (`nemo_oprd_buckets.py`) by one of three transports: `file`, a file in shared memory; `group`,
+broadcasts in a process group with the trainer's first rank; `ipc`, memory of the trainer's process on the same GPU.
+`group` over NCCL and `ipc` were not yet run.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nemo_oprd_buckets import Bucket, Digest
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+BACKEND = "nemo_oprd"
+KNOWN_IDS = "nemo_oprd_known_ids"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """The process group of the transport `group`; without a host there is none.
+
+    The trainer is rank 0. This server's workers have the ranks from `first_rank`.
+    """
+
+    host: str = ""
+    port: int = 0
+    prefix: str = ""
+    first_rank: int = 0
+    size: int = 0
+    backend: str = "gloo"
+    timeout_s: float = 60.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket in a file or in GPU memory; without either, all buckets come from the group until an empty one.
+
+    `handles` maps the UUID of a GPU to the pickled handle of the trainer's memory there, in base64.
+    """
+
+    path: str = ""
+    handles: dict[str, str] = field(default_factory=dict)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    bytes: int = 0
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads buckets into the model and keeps the digest of what came since `start_weight_update`."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    group: Any = None
+    digest = Digest()
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Joins the trainer's process group, if there is one."""
+        self.group = None
+        if init_info.host:
+            parallel = self.parallel_config
+            rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self.group = open_group(init_info, rank, is_master=False)
+
+    def start_weight_update(self) -> None:
+        """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
+        initialize_layerwise_reload(self.model)
+        self.digest = Digest()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """One bucket, or all buckets of the group."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """See `UpdateInfo`."""
+        if update_info.path:
+            self._load(
+                Bucket.of(
+                    update_info.entries, torch.from_file(update_info.path, size=update_info.bytes, dtype=torch.uint8)
+                )
+            )
+        elif update_info.handles:
+            self._load(Bucket.of(update_info.entries, self._shared_memory(update_info)))
+            torch.accelerator.synchronize()  # before the trainer uses the memory again
+        else:
+            while (bucket := receive(self.group, self.device)) is not None:
+                self._load(bucket)
+
+    def _load(self, bucket: Bucket) -> None:
+        self.digest.add(bucket)
+        self.model.load_weights(bucket.tensors())
+
+    def _shared_memory(self, update_info: UpdateInfo) -> torch.Tensor:
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        rebuild, arguments = pickle.loads(base64.b64decode(update_info.handles[uuid]))  # made by the trainer
+        arguments = list(arguments)
+        arguments[6] = self.device.index  # the same GPU may have another index in the trainer's process
+        return rebuild(*arguments)
+
+    def finish_weight_update(self) -> None:
+        """Rebuilds what waited, and the packed copies that vLLM's reload leaves stale."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Leaves the process group."""
+        self.group = None
+
+
+def pack_tied_heads(model: Any) -> None:
+    """Packs CPU matrices again that kept their weight: vLLM's reload leaves the packed copy of a tied head stale."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def open_group(info: InitInfo, rank: int, *, is_master: bool, store: Any = None) -> Any:
+    """The process group of the weights; every member calls this. Independent of the default group of the process.
+
+    Args:
+        store: the master's store; None: connects to the master at `info.host`.
+    """
+    timeout = datetime.timedelta(seconds=info.timeout_s)
+    if store is None:
+        store = dist.TCPStore(info.host, info.port, is_master=is_master, timeout=timeout)
+    store = dist.PrefixStore(info.prefix, store)
+    if info.backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, info.size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, info.size, options)
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The first rank's `tensor`, in place on all ranks."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([tensor], options).wait()
+    return tensor
+
+
+def receive(group: Any, device: torch.device) -> Bucket | None:
+    """The next bucket of the group: lengths of description and data, the description, the data. None at the end."""
+    text, size = broadcast(group, torch.zeros(2, dtype=torch.int64, device=device)).tolist()
+    if not text:
+        return None
+    description = broadcast(group, torch.empty(text, dtype=torch.uint8, device=device))
+    data = broadcast(group, torch.empty(size, dtype=torch.uint8, device=device))
+    return Bucket.of(json.loads(bytes(description.tolist())), data)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker; the trainer calls them by `/collective_rpc`."""
+
+    def nemo_oprd_received(self) -> dict[str, Any]:
+        """Digest and number of the tensors that came since the last `start_weight_update`."""
+        digest = self.weight_transfer_engine.digest  # type: ignore[attr-defined]
+        return {"digest": digest.value(), "tensors": len(digest.tensors)}
+
+    def nemo_oprd_describe(self) -> dict[str, Any]:
+        """What the server samples from, and how, as far as the trainer relies on it."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        model, text = config.model_config, config.model_config.hf_text_config
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        return {
+            **{key: getattr(text, key) for key in keys},
+            "vocab_size": text.vocab_size,
+            "model_type": text.model_type,
+            "tie_word_embeddings": bool(text.tie_word_embeddings),
+            "known_ids": (config.additional_config or {}).get(KNOWN_IDS),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": str(model.logprobs_mode),
+            "workers": config.parallel_config.world_size,
+            "device": self.device.type,  # type: ignore[attr-defined]
+        }
+
+
+class KnownIds(LogitsProcessor):
+    """Only ids below `additional_config[KNOWN_IDS]` are sampled: others are padding, or unknown to the teacher."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.known = (vllm_config.additional_config or {})[KNOWN_IDS]
+
+    def is_argmax_invariant(self) -> bool:
+        """Greedy sampling needs the mask, too."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """The mask does not depend on the requests."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """[requests, vocabulary], in place."""
+        logits[:, self.known :] = -float("inf")
+        return logits
