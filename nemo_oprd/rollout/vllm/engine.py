@@ -80,7 +80,10 @@ class VllmEngine:
         self._places = place_servers(self._settings, *_machines(cuda), students)
         self._mine = self._start(directory, cuda)
         names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
-        self._push = WeightPush(self._places, self._mine, names, self._describe, self._settings.start_timeout, device())
+        self._push = WeightPush(
+            self._places, self._mine, names, self._describe, self._settings.start_timeout, device(), students
+        )
+        self._push.settle()
         self._queue = RequestQueue(self._mine.client is not None, len({place.controller for place in self._places}))
         self._lengths = LengthEstimate()
         self._stream: WeightStream | None = None
@@ -137,6 +140,8 @@ class VllmEngine:
             ValueError: a server refuses the weights, or died too often.
         """
         self._stream, self._step = weights, step
+        if any(place.sleeps for place in self._places):
+            torch.cuda.empty_cache()  # what this process keeps for itself is missing on the shared GPU
         self._version = self._push.push(weights, step)
         self._asleep = False
 
@@ -167,8 +172,7 @@ class VllmEngine:
         """
         check_room(requests, self._spec.max_positions)
         assert self._stream is not None, "there are no weights to sample from"
-        if self._asleep:
-            self._version = self._push.push(self._stream, self._step)
+        self._wake_up()
         kept, results = dict(done or {}), dict[int, Sampled]()
         deaths, busy = 0, dict[int, float]()
         task = Task(
@@ -262,11 +266,21 @@ class VllmEngine:
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
-        sleeping = [server for number, server in self._mine.servers.items() if self._places[number].sleeps]
-        for server in sleeping:
-            assert self._mine.client is not None
-            self._mine.client.run(self._mine.client.post(server, "/sleep?level=1", timeout=CALL_TIMEOUT_S))
-        self._asleep = any(place.sleeps for place in self._places)
+        self._call_sleepers("/sleep?level=1")
+        self._asleep = True
+
+    def _wake_up(self) -> None:
+        """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
+        if self._asleep:
+            self._call_sleepers("/wake_up")
+            self._asleep = False
+
+    def _call_sleepers(self, path: str) -> None:
+        """Calls the servers of this rank that share GPUs with the trainer (not yet run)."""
+        for number, server in self._mine.servers.items():
+            if self._places[number].sleeps:
+                assert self._mine.client is not None
+                self._mine.client.run(self._mine.client.post(server, path, timeout=CALL_TIMEOUT_S))
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
