@@ -89,6 +89,7 @@ class VllmEngine:
         self._stream: WeightStream | None = None
         self._step, self._version = 0, ""
         self._asleep = False
+        self._deaths = 0  # of which metrics have told
         self.metrics: dict[str, float] = {}
 
     def _start(self, directory: Path, cuda: bool) -> Controlled:
@@ -174,7 +175,7 @@ class VllmEngine:
         assert self._stream is not None, "there are no weights to sample from"
         self._wake_up()
         kept, results = dict(done or {}), dict[int, Sampled]()
-        deaths, busy = 0, dict[int, float]()
+        busy = dict[int, float]()
         task = Task(
             requests, sampling, self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
         )
@@ -191,14 +192,14 @@ class VllmEngine:
                 raise ServerRefused(errors[0])
             if cancelled:
                 raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
-            deaths += len(died)
+            assert died or any(part.sampled for part in parts), "no server had the weights"
             if died:
                 if self._settings.repeat == "step":
                     results = {}
                 self._push.revive(died)
                 self._version = self._push.push(self._stream, self._step)
         rollouts = {**kept, **self._rollouts(requests, results)}
-        self._finish(requests, results, busy, deaths)
+        self._finish(requests, results, busy)
         return [rollouts[i] for i in range(len(requests))]
 
     def _round(
@@ -257,12 +258,11 @@ class VllmEngine:
             weight_version=self._step,
         )
 
-    def _finish(
-        self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float], deaths: int
-    ) -> None:
+    def _finish(self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float]) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
         self._lengths.learn(requests, {i: len(sampled.ids) for i, sampled in results.items()})
-        self.metrics = {"rollout/server_deaths": float(deaths)}
+        self.metrics = {"rollout/server_deaths": float(self._push.deaths - self._deaths)}
+        self._deaths = self._push.deaths
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))

@@ -96,6 +96,7 @@ class WeightPush:
     ) -> None:
         self._places, self._mine, self._names = places, mine, names
         self._describe, self._start_timeout, self._device = describe, start_timeout, device
+        self.deaths = 0  # of all servers, in this run
         self._ready: dict[int, int] = {}  # server -> the generation that was found ready
         self._joined: set[int] = set()  # servers that have a transport
         self._begun: set[int] = set()  # servers with an update that has begun and received nothing
@@ -158,6 +159,7 @@ class WeightPush:
             ServerRefused: a server died too often.
         """
         failures = Failures()
+        self.deaths += len(died)
         for number, why in died.items():
             if number in self._mine.servers:
                 self._revive(self._mine.servers[number], why, failures)
@@ -282,6 +284,9 @@ class WeightPush:
             failures.died = self._group.send(bucket) | failures.died
         failures.died = self._group.send(None) | failures.died
         for number, received in receiving.items():
+            if number in failures.died:  # a member of the group is gone; the others wait for it
+                received.cancel()
+                continue
             try:
                 received.result()
             except (ServerDied, ServerRefused) as error:
