@@ -83,6 +83,14 @@ class Site:
         )
         return done.returncode, done.stderr
 
+    def command(self, name: str, *more: str) -> None:
+        """Runs another command than `train` without a fault."""
+        command = [sys.executable, "-m", "nemo_oprd", name, *self.overrides(self.pair, *more)]
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
     def at_endpoint(self, fault: str, url: str = "", pair: Path | None = None) -> str:
         """The one line with which a run on an endpoint ends."""
         code, said = self.run(fault, f"rollout.vllm.endpoints=[{url or self.endpoint}]", pair=pair)
@@ -147,6 +155,23 @@ def test_a_run_without_a_fault_uses_the_endpoint_and_leaves_it(site: Site) -> No
     for _ in range(2):
         code, said = site.run("none", f"rollout.vllm.endpoints=[{site.endpoint}]")
         assert code == 0, said[-3000:]
+
+
+def test_evaluate_and_fit_bridge_sample_with_the_same_engine(site: Site) -> None:
+    """The student is evaluated alone, then beside the teacher for a bridge; both have the endpoint's responses."""
+    endpoint = f"rollout.vllm.endpoints=[{site.endpoint}]"
+    validation = f"data.validation={{heldout: {site.pair / 'prompts' / 'heldout.jsonl'}}}"
+    evaluated, fitted = site.directory / "evaluated", site.directory / "fitted"
+    site.command("evaluate", f"output={evaluated}", endpoint, validation, "evaluation.limit=8")
+    metrics = json.loads((evaluated / "evaluation.json").read_text())
+    in_process = site.directory / "evaluated_in_process"
+    site.command("evaluate", f"output={in_process}", "rollout.engine=megatron", validation, "evaluation.temperature=0")
+    site.command("evaluate", f"output={evaluated}", endpoint, validation, "evaluation.temperature=0")
+    greedy = [json.loads((output / "evaluation.json").read_text()) for output in (evaluated, in_process)]
+    assert metrics["val/heldout/avg_len"] > 0 and greedy[0] == greedy[1]
+    site.command("fit-bridge", f"output={fitted}", endpoint, "bridge.prompts=16", "bridge.rank=2")
+    rollouts = [json.loads(line) for file in (fitted / "rollouts").glob("*.jsonl") for line in file.open()]
+    assert len(rollouts) == 16 and all(len(r["logprobs"]) == len(r["response_ids"]) for r in rollouts)
 
 
 @pytest.mark.parametrize("fault", ["another_temperature", "stale_prefix_cache"])
