@@ -108,7 +108,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     with (
         mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
         mock.patch.object(sampling, "HEALTH_EVERY_S", 0.1),
-        mock.patch.object(transport, "buckets", lambda tensors: whole(tensors, 500)),
+        mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
         made = module.VllmEngine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
         folder = made._mine.folder
