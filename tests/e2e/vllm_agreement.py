@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from vllm_environment import make_model
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.fault_tolerance.signals import Signals
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.models import read_model_spec
@@ -157,12 +157,16 @@ class Comparison:
         whole = self.vllm.generate(requests, sampling)
         done = {i: whole[i] for i in range(0, 64, 3)}
         rest = self.vllm.generate(requests, sampling, None, done)
-        with Signals():
+        cancelled: int | None = 0
+        patience = 1.0
+        while cancelled == 0 and patience < 100:  # how long the first responses take depends on the machine
+            end = time.monotonic() + patience
             try:
-                self.vllm.generate(requests * 20, sampling, lambda: True)
+                self.vllm.generate(requests * 20, sampling, lambda end=end: time.monotonic() > end)
                 cancelled = None
             except GenerationCancelled as stopped:
                 cancelled = len(stopped.completed)
+            patience *= 2
         after = self.vllm.generate(requests[:4], sampling)
         self.results["cancelled"] = {
             "completed": cancelled,

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.vllm.client import HEALTH_EVERY_S, HEALTH_TIMEOUT_S, Client
+from nemo_oprd.rollout.vllm.client import HEALTH_EVERY_S, HEALTH_TIMEOUT_S, Client, ConnectionBroken
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 
 GENERATE = "/inference/v1/generate"
+# of a request whose connection broke although its server was well
+REPETITIONS = 3
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,7 @@ class Sampling:
             if index is None:
                 return
             try:
-                body = self._task.body(index)
-                answer = await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
+                answer = await self._ask(server, self._task.body(index))
                 result.sampled[index] = self._task.check(index, answer, self._version, server.name)
                 result.busy_s[server.number] = time.monotonic() - self._started
             except ServerDied as death:
@@ -170,6 +171,16 @@ class Sampling:
             except asyncio.CancelledError:
                 self._again.append(index)
                 raise
+
+    async def _ask(self, server: Server, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one request, which is repeated if its connection broke and the server is well."""
+        for _ in range(REPETITIONS):
+            try:
+                return await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
+            except ConnectionBroken:
+                if not await self._client.stays_healthy(server):
+                    raise
+        return await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
 
 
 async def _watch(client: Client, server: Server) -> str:

@@ -18,6 +18,8 @@ from nemo_oprd.rollout.vllm import guard
 WORKER_FOLDER = Path(__file__).parent / "worker"
 # variables of this process that would mean something else to the server
 _PRIVATE = (
+    # sleep mode has an allocator of its own, which refuses expandable segments
+    "PYTORCH_",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_",
@@ -218,7 +220,6 @@ def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
         kept |= {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}  # compiling takes 30 s of the first requests
     else:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        kept["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory from the trainer
     return kept
 
 

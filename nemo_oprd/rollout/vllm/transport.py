@@ -10,10 +10,11 @@ At most one bucket of whole tensors is in memory beside the model. `worker/nemo_
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import socket
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,11 +22,18 @@ import torch
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
 
 BUCKET_BYTES = 256 << 20
-# between two buckets a worker loads the last one, and the trainer gathers the next one
-BROADCAST_TIMEOUT_S = 600.0
 
 
-def buckets(weights: Iterable[tuple[str, torch.Tensor]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def zeros(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes."""
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def buckets(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    size: int = BUCKET_BYTES,
+    allocate: Callable[[int, torch.device], torch.Tensor] = zeros,
+) -> Iterator[Bucket]:
     """The stream in buckets of at most `size` bytes, or of one tensor that is larger."""
     bucket: Bucket | None = None
     for name, tensor in weights:
@@ -34,7 +42,7 @@ def buckets(weights: Iterable[tuple[str, torch.Tensor]], size: int = BUCKET_BYTE
             yield bucket.trimmed()
             bucket = None
         if bucket is None:
-            bucket = Bucket([], torch.zeros(max(size, needed), dtype=torch.uint8, device=tensor.device))
+            bucket = Bucket([], allocate(max(size, needed), tensor.device))
         bucket.add(name, tensor)
     if bucket is not None:
         yield bucket.trimmed()
@@ -72,6 +80,16 @@ class SharedFolder:
         for path in self.path.iterdir():
             path.unlink(missing_ok=True)
         self.path.rmdir()
+
+
+def shareable_zeros(size: int, device: torch.device) -> torch.Tensor:
+    """As `zeros`, in CUDA memory that another process can open, which it can't in expandable segments (`ipc`)."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        return zeros(size, device)
+    finally:
+        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def memory_handle(bucket: Bucket) -> tuple[str, str]:

@@ -92,8 +92,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
             )
         elif update_info.handles:
-            self._load(Bucket.of(update_info.entries, self._shared_memory(update_info)))
-            torch.accelerator.synchronize()  # before the trainer uses the memory again
+            # a copy: a layer keeps its tensors until all of them have come, and the trainer frees the memory before
+            self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
+            torch.accelerator.synchronize()
         else:
             while (bucket := receive(self.group, self.device)) is not None:
                 self._load(bucket)
