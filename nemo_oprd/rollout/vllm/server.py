@@ -142,9 +142,14 @@ class LocalServer(Server):
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(self.devices),
+                env=server_environment(self.devices) | {guard.SHARED_NAMES: self._shared_names},
                 start_new_session=True,
             )
+
+    @property
+    def _shared_names(self) -> str:
+        """How the names of this start's files in shared memory begin."""
+        return f"{self.directory.name}_{self.number}_{self.generation}_"
 
     def check_alive(self) -> None:
         """Raises ServerDied if its guard has ended, which ends with the server."""
@@ -187,7 +192,7 @@ class LocalServer(Server):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        guard.clean_up(process.pid, self._shared_memory)  # the guard may have been killed
+        guard.clean_up(process.pid, self._shared_memory, self._shared_names)  # the guard may have been killed
         self._shared_memory = set()
 
     def last_words(self) -> str:
