@@ -85,9 +85,12 @@ class Task:
         """The response in a server's answer.
 
         Raises:
+            ServerDied: the server gave the response up, as one does that somebody ends.
             ServerRefused: it was not sampled from the current weights and the known ids alone.
         """
         choice = answer["choices"][0]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ServerDied(f"{server} gave response {index} up ({choice['finish_reason']})")
         ids, spans = choice["token_ids"], choice["weight_versions"]
         if [(span["version"], span["start"], span["end"]) for span in spans] != [(version, 0, len(ids))]:
             found = ", ".join(f"{span['version']} (tokens {span['start']} to {span['end']})" for span in spans)
