@@ -289,15 +289,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
     vllm = parser.add_argument_group("with --engine vllm")
     vllm.add_argument("--repeat", choices=("step", "responses"), default="step", help="rollout.vllm.repeat")
+    vllm.add_argument(
+        "--strike",
+        action="append",
+        default=[],
+        metavar="PROCESS/PHASE",
+        help="this kill, in one run, in place of --kills",
+    )
     vllm.add_argument("--python", help="rollout.vllm.python")
     vllm.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if options.engine == "megatron":
         kill_trainers(options.kills, options.seed, options.steps or 16)
         return
-    from benchmarks.sigkill_vllm import run_benchmark
+    from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark
 
-    run_benchmark(options.kills, options.seed, options.steps or 6, options.repeat, options.python, options.json)
+    steps = options.steps or 6
+    runs = [parse_strikes(options.strike)] if options.strike else choose(options.kills, random.Random(options.seed))
+    run_benchmark(runs, steps, options.repeat, options.python, options.json)
 
 
 def kill_trainers(kills: int, seed: int, steps: int) -> None:

@@ -253,18 +253,39 @@ def choose(kills: int, draw: random.Random) -> list[list[Strike]]:
     return runs
 
 
-def run_benchmark(kills: int, seed: int, steps: int, repeat: str, python: str | None, json_file: Path | None) -> None:
-    """The command; ends the process with a message if a run differs or something was left."""
+def parse_strikes(texts: list[str]) -> list[Strike]:
+    """The kills PROCESS/PHASE of one run, such as "guard/generation".
+
+    Raises:
+        ValueError: there is no such process or phase.
+    """
+    found = []
+    for text in texts:
+        process, _, phase = text.partition("/")
+        if process not in (*PROCESSES, TRAINER) or phase not in PHASES:
+            raise ValueError(f"{text!r}: expected PROCESS/PHASE of {(*PROCESSES, TRAINER)} and {PHASES}")
+        found.append(Strike(process, phase, step=2 if process == TRAINER else 0))
+    return found
+
+
+def run_benchmark(
+    runs: list[list[Strike]], steps: int, repeat: str, python: str | None, json_file: Path | None
+) -> None:
+    """Makes runs with these kills; ends the process with a message if one differs or something was left.
+
+    Args:
+        steps: of every run.
+        repeat, python: `rollout.vllm.repeat` and `rollout.vllm.python`.
+        json_file: for the results.
+    """
     began = time.monotonic()
     overrides = () if python is None else (f"rollout.vllm.python={python}",)
     with tempfile.TemporaryDirectory() as directory:
         bench = VllmBench(Path(directory), steps, repeat, overrides)
         report = bench.report
-        for number, strikes in enumerate(choose(kills, random.Random(seed)), start=1):
+        for number, strikes in enumerate(runs, start=1):
             bench.killed(number, 1 + number % 2, strikes)
-            print(
-                f"run {number} had {len(strikes)} kills; {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
-            )
+            print(f"run {number}: {len(strikes)} kills, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         report.seconds = time.monotonic() - began
     print(report.table())
     print(f"{len(report.hits)} kills, {report.server_starts} starts of a server in {report.seconds:.0f} s")
