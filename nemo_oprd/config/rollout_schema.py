@@ -45,7 +45,7 @@ class VllmConfig:
     replicas: Size | None = None
     tensor: Size = 1
     gpu_memory_utilization: Share = 0.4
-    flags: list[str] = field(default_factory=list)
+    flags: list[str | int | float] = field(default_factory=list)
     transport: Literal["auto", "file", "group", "ipc"] = "auto"
     check_tokens: NonNegativeInt = 1024
     start_timeout: PositiveFloat = 900.0

@@ -69,7 +69,7 @@ def test_shared_memory_is_found_by_its_names(killed: str) -> None:
     else:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-        guard.clean_up(server.pid, set(), names)
+        guard.clean_up(server.pid, set(), names=names)
     assert not guard.named_shared_memory(names)
     server.communicate()
 

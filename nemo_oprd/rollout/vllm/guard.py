@@ -60,9 +60,16 @@ def named_shared_memory(names: str) -> set[str]:
     return {str(path) for start in ("", "sem.") for path in folder.glob(f"{start}{names}*")} if names else set()
 
 
-def clean_up(group: int, shared_memory: set[str], names: str = "") -> None:
-    """Kills what is left of a group, and removes files in shared memory that its processes had mapped or named."""
+def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names: str = "") -> None:
+    """Kills what is left of a group, and removes files in shared memory that its processes had mapped or named.
+
+    Args:
+        keep: a directory whose files stay, because they belong to the process that wanted the server.
+        names: see `named_shared_memory`.
+    """
     shared_memory = shared_memory | mapped_shared_memory(group_members(group))
+    if keep is not None:
+        shared_memory = {path for path in shared_memory if not path.startswith(f"{keep}/")}
     deadline = time.monotonic() + GRACE_S
     while (left := [process for process in group_members(group) if process != os.getpid()]) and (
         time.monotonic() < deadline
@@ -106,13 +113,13 @@ def main() -> None:
     shared_memory: set[str] = set()
     while not over.wait(1.0):
         shared_memory |= mapped_shared_memory(group_members(os.getpid()))
+    shared_memory |= mapped_shared_memory(group_members(os.getpid()))  # before a process with some of it ends
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
         while child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-    own = {path for path in shared_memory if directory is None or not path.startswith(directory)}
-    clean_up(os.getpid(), own, os.environ.get(SHARED_NAMES, ""))
+    clean_up(os.getpid(), shared_memory, directory, os.environ.get(SHARED_NAMES, ""))
     if directory is not None and parent_gone.is_set():
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -84,7 +84,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         arguments += ["--enforce-eager"]
     if rollout.vllm.tensor > 1:
         arguments += ["--distributed-executor-backend", "mp"]
-    return [*arguments, *rollout.vllm.flags]
+    return [*arguments, *map(str, rollout.vllm.flags)]
 
 
 def check_description(config: Config, spec: ModelSpec, known_ids: int, found: dict[str, Any], server: str) -> None:

@@ -86,12 +86,19 @@ class Task:
 
         Raises:
             ServerDied: the server gave the response up, as one does that somebody ends.
-            ServerRefused: it was not sampled from the current weights and the known ids alone.
+            ServerRefused: it was not sampled from the current weights and the known ids alone, or says too little.
         """
-        choice = answer["choices"][0]
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise ServerDied(f"{server} gave response {index} up ({choice['finish_reason']})")
-        ids, spans = choice["token_ids"], choice["weight_versions"]
+        try:
+            choice = answer["choices"][0]
+            ids, spans, reason = choice["token_ids"], choice["weight_versions"], choice["finish_reason"]
+            logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ServerRefused(
+                f"{server} answered response {index} in another form ({error!r}); expected ids, their log-"
+                "probabilities and the version of the weights: does it run the vLLM of scripts/setup_vllm.sh?"
+            ) from error
+        if reason not in ("stop", "length"):
+            raise ServerDied(f"{server} gave response {index} up ({reason})")
         if [(span["version"], span["start"], span["end"]) for span in spans] != [(version, 0, len(ids))]:
             found = ", ".join(f"{span['version']} (tokens {span['start']} to {span['end']})" for span in spans)
             raise ServerRefused(
@@ -99,13 +106,12 @@ class Task:
                 "for all tokens: does somebody else use or update this server?"
             )
         outside = [i for i in ids if not 0 <= i < self.known_ids]
-        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         if outside or len(logprobs) != len(ids) or not ids or not all(map(math.isfinite, logprobs)):
             raise ServerRefused(
                 f"{server} answered response {index} with {len(ids)} ids, {len(logprobs)} log-probabilities and the "
                 f"ids {outside[:3]} outside 0..{self.known_ids - 1}; expected ids inside, and for each a finite one"
             )
-        return Sampled(ids, logprobs, choice["finish_reason"] == "stop")
+        return Sampled(ids, logprobs, reason == "stop")
 
 
 def seed_of(sampling: SamplingParams, index: int) -> int:
@@ -144,9 +150,12 @@ class Sampling:
         work = (self._slot(server) for _ in range(min(self._slots, server.in_flight)))
         watch = asyncio.create_task(self._client.watch(server))
         stop = asyncio.create_task(self._result.stop.wait())
-        waiting: list[asyncio.Future] = [asyncio.gather(*work), watch, stop]
+        slots = asyncio.gather(*work)
+        waiting: list[asyncio.Future] = [slots, watch, stop]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if slots.done():
+                slots.result()  # raises what went wrong in our own code
             if watch.done():
                 self._result.died.setdefault(server.number, watch.result())
         finally:

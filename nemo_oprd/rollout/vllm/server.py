@@ -159,8 +159,7 @@ class LocalServer(Server):
     def remember_shared_memory(self) -> None:
         """Notes what the server has mapped, to be removed if the server and its guard are killed."""
         if self._process is not None:
-            mapped = guard.mapped_shared_memory(guard.group_members(self._process.pid))
-            self._shared_memory |= {path for path in mapped if not path.startswith(str(self.directory))}
+            self._shared_memory |= guard.mapped_shared_memory(guard.group_members(self._process.pid))
 
     def restart(self, why: str) -> None:
         """Ends what is left of it and starts it again, after a pause that doubles with every restart.
@@ -192,7 +191,8 @@ class LocalServer(Server):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        guard.clean_up(process.pid, self._shared_memory, self._shared_names)  # the guard may have been killed
+        # the guard may have been killed
+        guard.clean_up(process.pid, self._shared_memory, str(self.directory), self._shared_names)
         self._shared_memory = set()
 
     def last_words(self) -> str:
