@@ -277,13 +277,9 @@ class VllmEngine:
             self._asleep = False
 
     def _call_sleepers(self, path: str) -> None:
-        """Calls the servers of this rank that share GPUs with the trainer (not yet run).
-
-        A server that dies meanwhile is found dead, and restarted, by the next round or update, in which all ranks meet.
-        """
+        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
         for number, server in self._mine.servers.items():
-            if self._places[number].sleeps:
-                assert self._mine.client is not None
+            if self._places[number].sleeps and self._mine.client is not None:
                 with suppress(ServerDied):
                     self._mine.client.run(self._mine.client.post_watched(server, path, timeout=CALL_TIMEOUT_S))
 
