@@ -26,15 +26,19 @@ BROADCAST_TIMEOUT_S = 600.0
 
 
 def buckets(weights: Iterable[tuple[str, torch.Tensor]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """The stream in buckets of at most `size` bytes, or of one tensor that is larger."""
+    """The stream in buckets of at most `size` bytes, or of one tensor that is larger.
+
+    Buckets share one buffer, so a bucket is valid until the next one is asked for. The buffer is not cleared: on a CPU
+    it then takes memory only as far as it is filled, and a small model does not wait for a whole bucket of pages.
+    """
     bucket: Bucket | None = None
     for name, tensor in weights:
         needed = padded_bytes(tensor)
-        if bucket is not None and bucket.used + needed > len(bucket.data):
+        if bucket is not None and bucket.used + needed > size:
             yield bucket.trimmed()
-            bucket = None
-        if bucket is None:
-            bucket = Bucket([], torch.zeros(max(size, needed), dtype=torch.uint8, device=tensor.device))
+            bucket = Bucket([], bucket.data)
+        if bucket is None or needed > len(bucket.data):
+            bucket = Bucket([], torch.empty(max(size, needed), dtype=torch.uint8, device=tensor.device))
         bucket.add(name, tensor)
     if bucket is not None:
         yield bucket.trimmed()

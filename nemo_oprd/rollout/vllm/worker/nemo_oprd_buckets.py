@@ -51,10 +51,11 @@ class Bucket:
         return self.entries[-1].start + self.entries[-1].padded if self.entries else 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a tensor behind the last one; `data` must have room for it and be zero there."""
+        """Copies a tensor behind the last one, and clears its padding; `data` must have room for it."""
         entry = Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used)
         part = self.data[entry.start : entry.start + entry.size]
         part.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        self.data[entry.start + entry.size : entry.start + entry.padded].zero_()
         self.entries.append(entry)
 
     def trimmed(self) -> Bucket:
