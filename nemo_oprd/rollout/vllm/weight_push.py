@@ -276,7 +276,7 @@ class WeightPush:
         }
         self._begun.clear()
         receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
-        allocate = transport.shareable_zeros if self._handle_group is not None else transport.zeros
+        allocate = transport.shareable_room if self._handle_group is not None else transport.room
         for bucket in transport.buckets(weights, allocate=allocate):
             digest.add(bucket)
             if of_transport["file"]:
@@ -317,7 +317,7 @@ class WeightPush:
         dist.all_gather_object(parts, transport.memory_handle(bucket), group=self._handle_group)
         info = {"handles": dict(parts), "entries": bucket.describe(), "bytes": len(bucket.data)}
         self._each([n for n in servers if n not in failures.died], lambda server: self._update(server, info), failures)
-        dist.barrier(group=self._handle_group)  # the bucket's memory is freed
+        dist.barrier(group=self._handle_group)  # the bucket's memory is used again
 
     def _start_receiving(self, number: int) -> Future:
         """The call in which the workers of a server receive all buckets of the group."""
