@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.vllm.client import HEALTH_EVERY_S, HEALTH_TIMEOUT_S, Client, ConnectionBroken
-from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.client import Client, ConnectionBroken
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
 GENERATE = "/inference/v1/generate"
 # of a request whose connection broke although its server was well
@@ -85,6 +85,7 @@ class Task:
         """The response in a server's answer.
 
         Raises:
+            ServerDied: the server gave the response up, as one does that somebody ends.
             ServerRefused: it was not sampled from the current weights and the known ids alone, or says too little.
         """
         try:
@@ -96,6 +97,8 @@ class Task:
                 f"{server} answered response {index} in another form ({error!r}); expected ids, their log-"
                 "probabilities and the version of the weights: does it run the vLLM of scripts/setup_vllm.sh?"
             ) from error
+        if reason not in ("stop", "length"):
+            raise ServerDied(f"{server} gave response {index} up ({reason})")
         if [(span["version"], span["start"], span["end"]) for span in spans] != [(version, 0, len(ids))]:
             found = ", ".join(f"{span['version']} (tokens {span['start']} to {span['end']})" for span in spans)
             raise ServerRefused(
@@ -145,7 +148,7 @@ class Sampling:
     async def _serve(self, server: Server) -> None:
         """Keeps a server busy until there is nothing left to claim, it dies, or the round is stopped."""
         work = (self._slot(server) for _ in range(min(self._slots, server.in_flight)))
-        watch = asyncio.create_task(_watch(self._client, server))
+        watch = asyncio.create_task(self._client.watch(server))
         stop = asyncio.create_task(self._result.stop.wait())
         slots = asyncio.gather(*work)
         waiting: list[asyncio.Future] = [slots, watch, stop]
@@ -190,17 +193,3 @@ class Sampling:
                 if not await self._client.stays_healthy(server):
                     raise
         return await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
-
-
-async def _watch(client: Client, server: Server) -> str:
-    """Returns why the server counts as dead, once it does."""
-    while True:
-        await asyncio.sleep(HEALTH_EVERY_S)
-        try:
-            server.check_alive()
-        except ServerDied as death:
-            return str(death)
-        if isinstance(server, LocalServer):
-            server.remember_shared_memory()
-        if not await client.is_healthy(server):
-            return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"

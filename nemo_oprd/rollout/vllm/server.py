@@ -142,9 +142,14 @@ class LocalServer(Server):
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(self.devices),
+                env=server_environment(self.devices) | {guard.SHARED_NAMES: self._shared_names},
                 start_new_session=True,
             )
+
+    @property
+    def _shared_names(self) -> str:
+        """How the names of this start's files in shared memory begin."""
+        return f"{self.directory.name}_{self.number}_{self.generation}_"
 
     def check_alive(self) -> None:
         """Raises ServerDied if its guard has ended, which ends with the server."""
@@ -186,7 +191,8 @@ class LocalServer(Server):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        guard.clean_up(process.pid, self._shared_memory, str(self.directory))  # the guard may have been killed
+        # the guard may have been killed
+        guard.clean_up(process.pid, self._shared_memory, str(self.directory), self._shared_names)
         self._shared_memory = set()
 
     def last_words(self) -> str:
