@@ -97,8 +97,8 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.vllm import client, guard, transport
     from nemo_oprd.rollout.vllm import engine as module
-    from nemo_oprd.rollout.vllm import guard, sampling, transport
 
     init_distributed()
     settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={root}/run", "rollout.engine=vllm"]
@@ -107,7 +107,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     whole = transport.buckets
     with (
         mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
-        mock.patch.object(sampling, "HEALTH_EVERY_S", 0.1),
+        mock.patch.object(client, "HEALTH_EVERY_S", 0.1),
         mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
         made = module.VllmEngine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
