@@ -5,6 +5,7 @@ torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
 torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients on recorded rollouts
 torchrun ... -m nemo_oprd fit-bridge --config-name NAME [k=v]  projectors between models of different shape
 torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
+nemo-oprd serve --config-name NAME [--port P] [k=v]         a vLLM server for rollout.vllm.endpoints
 nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
 """
 
@@ -29,6 +30,7 @@ _CONFIGURED = {
     "verify": "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
     "fit-bridge": "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
     "evaluate": "sample the student on the validation sets and grade it",
+    "serve": "a vLLM server for the student, for runs with rollout.vllm.endpoints",
 }
 
 
@@ -52,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
                 choices=["reference"],
                 help="also compute the plain Hugging Face reference in one process and print the deviations",
             )
+        if name == "serve":
+            command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+            command.add_argument("--port", type=int, default=8000, help="default: %(default)s")
         command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.lr=1e-4 output=runs/a")
     toy = commands.add_parser("toy", help="make a small student-teacher pair and its prompts")
     toy.add_argument("--output", required=True, metavar="DIR")
@@ -161,6 +166,11 @@ def _run_configured(options: argparse.Namespace) -> None:
     from nemo_oprd.setup.preflight import preflight
 
     config = load_config(options.config_name, options.overrides, options.config_dir)
+    if options.command == "serve":
+        from nemo_oprd.commands.serve import serve
+
+        serve(config, options.host, options.port)
+        return
     against_reference = options.command == "verify" and options.against == "reference"
     # mistakes that the configuration and the models' config.json show are reported before torch is imported (seconds)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,9 +1,20 @@
 #!/bin/bash
 # A small run of the main job on two CPU cores: makes a small model pair, converts it, distils the student on its own
 # rollouts with the student at TP2 and the teacher at TP1, evaluates before and after, exports the student, draws curves.
+# Arguments are key=value settings; rollout.engine=vllm installs vLLM first, and samples with it.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
+output=runs/quickstart
+for argument in "$@"; do
+  case "$argument" in
+    rollout.engine=vllm)
+      bash scripts/setup_vllm.sh
+      output=runs/quickstart_vllm
+      ;;
+    output=*) output=${argument#output=} ;;
+  esac
+done
 echo "1/4 making a small student-teacher pair (addition with scratch digits)" >&2
 OMP_NUM_THREADS=2 nemo-oprd toy --output runs/toy --seed 0 || {
   status=$?
@@ -19,6 +30,6 @@ for role in student teacher; do
   fi
 done
 echo "3/4 distilling on two ranks: student TP2, teacher TP1" >&2
-torchrun --nproc-per-node 2 --standalone -m nemo_oprd train --config-name quickstart "$@"
+torchrun --nproc-per-node 2 --standalone -m nemo_oprd train --config-name quickstart "$@" output="$output"
 echo "4/4 drawing the curves" >&2
-nemo-oprd report runs/quickstart
+nemo-oprd report "$output"

@@ -75,9 +75,23 @@ class TokenTable:
 
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
         """int64 [N]: ids of the response tokens that the rows belong to."""
-        flat = np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])
-        starts = np.cumsum([0, *(len(rollout.response_ids) for rollout in rollouts)])
-        return flat[starts[self.response] + self.token]
+        return self._of_tokens([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])
+
+    def engine_logprobs(self, rollouts: list[Rollout]) -> np.ndarray:
+        """float32 [N]: the recorded log-probabilities of the same tokens; NaN where a rollout has none."""
+        return self._of_tokens(
+            [
+                np.full(len(rollout.response_ids), np.nan, dtype=np.float32)
+                if rollout.logprobs is None
+                else np.asarray(rollout.logprobs, dtype=np.float32)
+                for rollout in rollouts
+            ]
+        )
+
+    def _of_tokens(self, values: list[np.ndarray]) -> np.ndarray:
+        """[N]: the rows' entries of `values`, which has one array [response tokens] per rollout."""
+        starts = np.cumsum([0, *map(len, values)])
+        return np.concatenate(values)[starts[self.response] + self.token]
 
     def needed_tokens(self, num_responses: int) -> list[int]:
         """For each response of the batch, how many tokens of prompt + response its rows depend on.

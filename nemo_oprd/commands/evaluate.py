@@ -13,7 +13,7 @@ from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
-from nemo_oprd.rollout.factory import make_engine
+from nemo_oprd.rollout.factory import check_on_device, make_engine
 from nemo_oprd.setup.models import ModelFiles, world_size
 from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, trainer_ranks
 
@@ -32,6 +32,7 @@ def evaluate(config: Config) -> None:
     evaluator = Evaluator(config, tokenizer, spec.max_positions)
     spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, trainer_ranks(config, world_size()))
+    check_on_device(config, spec)
     read = model.read
     init_distributed()
     ranks = Layout(data=trainer_ranks(config, dist.get_world_size()))

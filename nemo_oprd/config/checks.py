@@ -18,6 +18,7 @@ def check(config: Config) -> None:
     if config.teacher.reads == "text":
         _check_reading_text(config)
     _check_reuse(config)
+    _check_correction(config)
     _check_schedules(config)
     _check_bridge(config)
     _check_evaluation(config)
@@ -163,6 +164,25 @@ def _check_reuse(config: Config) -> None:
             f"temperature={rollout.temperature} and rollout.top_p={rollout.top_p}, but loss.output.temperature="
             f"{output.temperature}: expected one temperature and top_p=1, otherwise the samples do not estimate that "
             "divergence; set them, or take another kind"
+        )
+
+
+def _check_correction(config: Config) -> None:
+    """`rollout.correction` has an estimate to correct, and an engine that records its probabilities."""
+    rollout, kind = config.rollout, config.loss.output.kind
+    if rollout.correction == "off":
+        return
+    given = f"rollout.correction={rollout.correction}"
+    if kind != "sampled_token":
+        raise ValueError(
+            f"{given} with loss.output.kind={kind}: only sampled_token estimates an expectation by the probability of "
+            "the sampled token, while hidden states and whole distributions are compared on whatever tokens were "
+            "sampled; expected off: set it, or take sampled_token"
+        )
+    if rollout.engine == "megatron" and rollout.replay is None:
+        raise ValueError(
+            f"{given} with rollout.engine=megatron, which samples with the trainer's own weights and records no "
+            "log-probabilities; expected off: set it, or replay rollouts of another engine with rollout.replay=FILE"
         )
 
 

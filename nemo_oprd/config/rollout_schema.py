@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_oprd.config.types import (
     STRICT,
+    CorrectionMode,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -44,7 +45,7 @@ class VllmConfig:
     replicas: Size | None = None
     tensor: Size = 1
     gpu_memory_utilization: Share = 0.4
-    flags: list[str] = field(default_factory=list)
+    flags: list[str | int | float] = field(default_factory=list)
     transport: Literal["auto", "file", "group", "ipc"] = "auto"
     check_tokens: NonNegativeInt = 1024
     start_timeout: PositiveFloat = 900.0
@@ -70,6 +71,10 @@ class RolloutConfig:
     `tensor` is the tensor-parallel size of the in-process engine. `max_batch` and `max_cache_tokens` are the largest
     number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
     `max_batch` is also the number of responses that one vLLM server works on at a time.
+
+    `correction` belongs to sampled_token and to an engine that computes slightly other probabilities than the trainer.
+    It weighs every token by the ratio of the trainer's probability to the engine's (docs/losses.md): `truncate` moves a
+    ratio outside `correction_range` to the nearer bound, `mask` gives such a token the weight 0, `off` weighs nothing.
     """
 
     engine: Literal["megatron", "vllm"] = "megatron"
@@ -82,4 +87,16 @@ class RolloutConfig:
     tensor: PositiveInt = 1
     max_batch: PositiveInt = 256
     max_cache_tokens: PositiveInt = 524288
+    correction: CorrectionMode = "off"
+    correction_range: tuple[float, float] = (0.0, 2.0)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        low, high = self.correction_range
+        if not (0 <= low <= 1 <= high and low < high):
+            raise ValueError(
+                f"rollout.correction_range=[{low}, {high}]: expected [low, high] with 0 <= low <= 1 <= high and low "
+                "below high; choose e.g. [0, 2]"
+            )
+        return self

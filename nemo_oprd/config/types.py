@@ -5,9 +5,9 @@ The `description` of a type completes "KEY=VALUE: expected ..."; `config/message
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 # No unknown keys; no "1" for 1 and no true for 1, but an integer for a number; neither NaN nor infinity.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -34,4 +34,8 @@ HeldOut = Annotated[float, Field(gt=0, lt=0.5, description="a number in (0, 0.5)
 # between two divergences, which it excludes
 JsdBeta = Annotated[
     float, Field(gt=0, lt=1, description="a number in (0, 1); choose one, or kind forward_kl or full_vocab")
+]
+# `rollout.correction`; YAML reads a bare `off` as false
+CorrectionMode = Annotated[
+    Literal["off", "truncate", "mask"], BeforeValidator(lambda value: "off" if value is False else value)
 ]

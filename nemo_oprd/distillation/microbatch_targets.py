@@ -100,6 +100,8 @@ def output_head_losses(
     table, place = group.plan.output.table, device()
     tokens, weight = torch.from_numpy(table.tokens(group.rollouts)), torch.from_numpy(table.weight).float()
     response = torch.from_numpy(table.response)
+    corrected = term.loss.correction is not None
+    engine_logprob = torch.from_numpy(table.engine_logprobs(group.rollouts)) if corrected else None
     losses: list[OutputHeadLoss | None] = []
     slices = group.target_slices(group.output_rows)
     for m, (local, part, teacher) in enumerate(zip(group.output_rows, slices, group.plan.taught_by, strict=True)):
@@ -121,6 +123,7 @@ def output_head_losses(
             scale=term.weight,
             chunk_tokens=term.chunk_tokens,
             old_logprob=None if sampled_logprobs is None else sampled_logprobs[m],
+            engine_logprob=None if engine_logprob is None else engine_logprob[row].to(place),
         )
         losses.append(loss)
     return losses

@@ -22,8 +22,9 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import open_bridge
 from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
-from nemo_oprd.config.schema import Config, OutputLossConfig, TeacherSource
+from nemo_oprd.config.schema import Config, OutputLossConfig, RolloutConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
+from nemo_oprd.losses.correction import Correction
 from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.losses.registry import resolve_row_loss
@@ -52,10 +53,11 @@ class OutputTerm:
     draw_key: tuple[int, ...] = ()
 
     @staticmethod
-    def build(config: OutputLossConfig) -> OutputTerm | None:
+    def build(config: OutputLossConfig, rollout: RolloutConfig) -> OutputTerm | None:
         """The configured output loss at its largest weight; None if the configuration has none."""
         if config.kind == "none":
             return None
+        correction = None if rollout.correction == "off" else Correction(rollout.correction, *rollout.correction_range)
         loss = OutputLoss(
             config.kind,
             config.k,
@@ -65,6 +67,7 @@ class OutputTerm:
             config.support_weight,
             config.jsd_beta,
             config.clip,
+            correction,
         )
         sends_states = config.kind != "sampled_token"
         return OutputTerm(loss, largest(config.weight), config.aggregation, config.chunk_tokens, sends_states)
@@ -78,7 +81,7 @@ class OutputTerm:
         """One row per response token with mask 1, at the position that predicts the token; or the drawn ones of them.
 
         Raises:
-            ValueError: as `make_rows`.
+            ValueError: as `make_rows`, or a response lacks the log-probabilities that a correction needs.
         """
         requested_by = "logging.output_metrics_every" if self.only_watched else f"loss.output.kind={self.loss.kind}"
         table = make_rows(
@@ -89,7 +92,20 @@ class OutputTerm:
             aggregation=self.aggregation,
             requested_by=requested_by,
         )
+        if self.loss.correction is not None:
+            _check_logprobs(rollouts, table)
         return table.draw(self.drawn_rows, self.draw_key) if self.only_watched else table
+
+
+def _check_logprobs(rollouts: list[Rollout], table: TokenTable) -> None:
+    """Raises ValueError if a response with rows has no log-probabilities."""
+    for i in np.unique(table.response).tolist():
+        if rollouts[i].logprobs is None:
+            raise ValueError(
+                f"response {i} has no logprobs, by which rollout.correction weighs the tokens; expected one "
+                "log-probability per response token: sample with an engine that reports them, or set "
+                "rollout.correction=off"
+            )
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,7 @@ class Objective:
             k=loss.k,
             position=loss.position,
             aggregation=loss.aggregation,
-            output=None if fitting else OutputTerm.build(config.loss.output),
+            output=None if fitting else OutputTerm.build(config.loss.output, config.rollout),
             reads_ids=config.teacher.reads == "ids",
             trains_bridge=matches[0].bridge is not None and config.bridge.train,
             weights=(loss.weight, config.loss.output.weight),

@@ -100,7 +100,8 @@ class OutputHeadLoss:
     `teacher` holds the teacher's log-probability and entropy per row [n, 2], or its final hidden states [n, D], which
     `teacher_head` [V, D] turns into logits (D is the teacher's hidden size here). `scale` is the weight of the loss in
     the total loss; with 0 the loss is only measured. `old_logprob` holds the tokens' log-probabilities under the
-    weights that sampled them; None if these are the current weights.
+    weights that sampled them; None if these are the current weights. `engine_logprob` holds them as the engine computed
+    them; None without a correction.
     """
 
     loss: OutputLoss
@@ -115,6 +116,7 @@ class OutputHeadLoss:
     scale: float
     chunk_tokens: int
     old_logprob: torch.Tensor | None = None  # [n]
+    engine_logprob: torch.Tensor | None = None  # [n] float32
     sums: OutputSums | None = None
     backward_passes: int = 0
 
@@ -132,6 +134,7 @@ class OutputHeadLoss:
             teacher = TeacherStates(self.teacher, self.teacher_head)
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
         settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
+        settings["engine_logprob_N"] = self.engine_logprob
         if self.scale:
             result = chunked_output_loss(*arguments, **settings, scale=self.scale, head_grad=main_gradient(head))
             self.sums, gradient = result.sums, result.hidden

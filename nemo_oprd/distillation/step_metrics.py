@@ -29,6 +29,9 @@ OUTPUT_METRICS = {
     "empty_support": "val-topk/empty_support",
     "ratio": "actor/ratio",
     "clipped": "actor/clipped",
+    "correction": "rollout/correction_mean",
+    "correction_squared": "",
+    "correction_outside": "rollout/correction_outside",
 }
 
 
@@ -258,6 +261,9 @@ class StepMetrics:
             named["output/kl_estimate"] = estimate
             if self.reports_pg_loss:
                 named["actor/pg_loss"] = estimate if self.output_loss is None else self.output_loss
+        if "correction" in self.output_means:
+            mean, mean_square = self.output_means["correction"], self.output_means["correction_squared"]
+            named["rollout/effective_sample_size"] = _ratio(mean**2, mean_square)
         return {
             **({} if self.output_loss is None else {"output/loss": self.output_loss}),
             **{name: value for name, value in named.items() if name},

@@ -80,6 +80,7 @@ def chunked_output_loss(
     chunk_tokens: int,
     scale: float = 1.0,
     old_logprob_N: torch.Tensor | None = None,
+    engine_logprob_N: torch.Tensor | None = None,
     head_grad: torch.Tensor | None = None,
     train_head: bool = True,
     reduce_hidden: bool = True,
@@ -92,7 +93,7 @@ def chunked_output_loss(
         weight_N: 1 / global counts, so that the local sums add up to the global mean.
         chunk_tokens: rows of a chunk.
         scale: multiplies the gradients only: the loss's weight times the schedule's factor.
-        old_logprob_N: see `output_rows`.
+        old_logprob_N, engine_logprob_N: see `output_rows`.
         head_grad: a buffer to which the head's gradient is added (Megatron's main_grad, [size, D] float32); None starts
             from zeros.
         train_head: False leaves out the head's gradient.
@@ -112,7 +113,8 @@ def chunked_output_loss(
     grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
     sums = _Accumulator(weight_N)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, old_logprob_N, with_grad=True)
+        logprobs = _part(old_logprob_N, chunk), _part(engine_logprob_N, chunk)
+        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, logprobs, with_grad=True)
         sums.add(rows, chunk)
         assert rows.grad_logits is not None
         rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
@@ -135,11 +137,13 @@ def output_metrics(
     *,
     chunk_tokens: int,
     old_logprob_N: torch.Tensor | None = None,
+    engine_logprob_N: torch.Tensor | None = None,
 ) -> OutputSums:
     """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
     sums = _Accumulator(weight_N)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, old_logprob_N, with_grad=False)
+        logprobs = _part(old_logprob_N, chunk), _part(engine_logprob_N, chunk)
+        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, logprobs, with_grad=False)
         sums.add(rows, chunk)
     return sums.result()
 
@@ -175,6 +179,10 @@ def _chunks(n: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk_tokens, n)) for start in range(0, max(n, 1), chunk_tokens))
 
 
+def _part(values_N: torch.Tensor | None, chunk: slice) -> torch.Tensor | None:
+    return None if values_N is None else values_N[chunk]
+
+
 def _rows(
     loss: OutputLoss,
     hidden_ND: torch.Tensor,
@@ -183,11 +191,14 @@ def _rows(
     tokens_N: torch.Tensor,
     shard: VocabShard,
     chunk: slice,
-    old_logprob_N: torch.Tensor | None,
+    logprobs: tuple[torch.Tensor | None, torch.Tensor | None],
     *,
     with_grad: bool,
 ) -> OutputRows:
-    """`output_rows` of one chunk. Logits are computed for real ids only, so they have no padding columns."""
+    """`output_rows` of one chunk. Logits are computed for real ids only, so they have no padding columns.
+
+    `logprobs` are the chunk's `old_logprob_C` and `engine_logprob_C`.
+    """
     student_CV = head_logits(hidden_ND[chunk], head_VD, shard)
     teacher_CV = None
     if isinstance(teacher, TeacherStates):
@@ -200,7 +211,8 @@ def _rows(
         shard.trimmed(),
         teacher_logits_CV=teacher_CV,
         teacher_logprob_C=None if isinstance(teacher, TeacherStates) else teacher[chunk],
-        old_logprob_C=None if old_logprob_N is None else old_logprob_N[chunk],
+        old_logprob_C=logprobs[0],
+        engine_logprob_C=logprobs[1],
         with_grad=with_grad,
     )
 

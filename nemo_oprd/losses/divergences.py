@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_oprd.losses.correction import Correction
 from nemo_oprd.losses.registry import DIVERGENCES, resolve_divergence
 from nemo_oprd.losses.vocab_parallel import (
     VocabShard,
@@ -59,6 +60,9 @@ class OutputLoss:
     `clip` is PPO's epsilon, or how far the ratio may fall below 1 and rise above it; the clipping acts where
     log-probabilities of the sampling policy are given.
 
+    `correction` weighs a token by the ratio of the student's probability to that of the engine that sampled the token.
+    Only `sampled_token` has it; None: every token has the weight 1.
+
     Raises:
         ValueError: an unknown kind, or an option out of range.
     """
@@ -71,6 +75,7 @@ class OutputLoss:
     support_weight: str = "student"
     jsd_beta: float = 0.5
     clip: float | tuple[float, float] | None = None
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         for name, value, legal in (
@@ -85,6 +90,8 @@ class OutputLoss:
             raise ValueError(f"output loss temperature={self.temperature}: expected a number above 0")
         if self.clip is not None and not min(self.ratio_range[1] - 1, 1 - self.ratio_range[0]) > 0:
             raise ValueError(f"output loss clip={self.clip}: expected numbers above 0, or none for no clipping")
+        if self.correction is not None and self.kind != "sampled_token":
+            raise ValueError(f"output loss kind={self.kind} with a correction: expected sampled_token, or none")
         if not 0 < self.jsd_beta < 1:
             raise ValueError(
                 f"output loss jsd_beta={self.jsd_beta}: expected a number between 0 and 1, both excluded; "
@@ -121,7 +128,8 @@ class OutputRows:
     Metrics: student_logprob, teacher_logprob (of the sampled token), student_entropy (nats); with the teacher's
     distribution also teacher_entropy, reverse_kl; with `k` also overlap (share of ids that the two top sets have in
     common), student_mass, teacher_mass (probability on the support), empty_support (1 or 0); with the sampling policy's
-    log-probabilities also ratio, clipped (1 or 0).
+    log-probabilities also ratio, clipped (1 or 0); with a correction also correction (the token's weight),
+    correction_squared, correction_outside (1 or 0).
     """
 
     value: torch.Tensor
@@ -154,6 +162,7 @@ class Chunk:
             `log_ratio_CV`.
         tokens_C: the sampled tokens; `student_logprob_C` and `teacher_logprob_C` are their log-probabilities.
         old_logprob_C: the same under the policy that sampled them, None where the student is that policy.
+        engine_logprob_C: the same as the engine that sampled them computed it; None without a correction.
         support: None without `OutputLoss.k`.
         with_grad: whether the gradient is wanted.
         metrics: name -> [c]; a divergence may add its own.
@@ -167,6 +176,7 @@ class Chunk:
     mean_ratio_q_C: torch.Tensor | None
     tokens_C: torch.Tensor
     old_logprob_C: torch.Tensor | None
+    engine_logprob_C: torch.Tensor | None
     support: Support | None
     with_grad: bool
     metrics: dict[str, torch.Tensor]
@@ -202,6 +212,7 @@ def output_rows(
     teacher_logits_CV: torch.Tensor | None = None,
     teacher_logprob_C: torch.Tensor | None = None,
     old_logprob_C: torch.Tensor | None = None,
+    engine_logprob_C: torch.Tensor | None = None,
     with_grad: bool = True,
 ) -> OutputRows:
     """Value, gradient and metrics of c rows.
@@ -214,14 +225,13 @@ def output_rows(
             `teacher_logprob_C`, the teacher's log-probabilities of the sampled tokens at the loss's temperature.
         old_logprob_C: log-probabilities of the sampled tokens under the policy that sampled them, at the loss's
             temperature. None means that the student is that policy, as in the first update after a rollout.
+        engine_logprob_C: the same in the distribution that the engine sampled from; read with a correction only.
         with_grad: False leaves out the gradient.
 
     Raises:
-        ValueError: the kind needs the teacher's distribution, and the distribution is not given.
+        ValueError: the teacher's distribution or the engine's log-probabilities are needed and not given.
     """
-    if teacher_logits_CV is None and (loss.needs_distribution or teacher_logprob_C is None):
-        alternative = "" if loss.needs_distribution else ", or its log-probabilities of the sampled tokens"
-        raise ValueError(f"output loss kind={loss.kind}: expected the teacher's logits{alternative}; got neither")
+    _check_given(loss, teacher_logits_CV, teacher_logprob_C, engine_logprob_C)
     # each tensor holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
     models = [z[:, : shard.real] for z in (student_logits_CV, teacher_logits_CV) if z is not None]
     found = _find_support(loss, models, shard) if len(models) == 2 and loss.k else None
@@ -251,6 +261,7 @@ def output_rows(
         mean_ratio_q_C,
         tokens_C,
         old_logprob_C,
+        engine_logprob_C,
         support,
         with_grad,
         metrics,
@@ -262,6 +273,19 @@ def output_rows(
     models[0].div_(loss.temperature)
     student_logits_CV[:, shard.real :] = 0
     return OutputRows(value_C, student_logits_CV, metrics)
+
+
+def _check_given(
+    loss: OutputLoss,
+    teacher_logits_CV: torch.Tensor | None,
+    teacher_logprob_C: torch.Tensor | None,
+    engine_logprob_C: torch.Tensor | None,
+) -> None:
+    if teacher_logits_CV is None and (loss.needs_distribution or teacher_logprob_C is None):
+        alternative = "" if loss.needs_distribution else ", or its log-probabilities of the sampled tokens"
+        raise ValueError(f"output loss kind={loss.kind}: expected the teacher's logits{alternative}; got neither")
+    if loss.correction is not None and engine_logprob_C is None:
+        raise ValueError("output loss with a correction: expected the engine's log-probabilities; got none")
 
 
 def full_vocab(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
@@ -301,7 +325,7 @@ def sampled_token(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
 
     A = log q_y - log p_y is held constant and r = p_y / p_old_y: value -min(r A, clip(r, 1 - low, 1 + high) A),
     gradient -r A grad log p_y, or 0 where the clipped product is the smaller one. At r = 1 this is the score-function
-    estimator.
+    estimator. A correction multiplies value and gradient by the token's weight, which is held constant.
     """
     advantage_C = chunk.teacher_logprob_C - chunk.student_logprob_C
     slope_C, value_C = -advantage_C, -advantage_C  # slope: d value / d log p_y
@@ -312,6 +336,16 @@ def sampled_token(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
         value_C = -torch.minimum(ratio_C * advantage_C, bounded_C * advantage_C)
         slope_C = (-ratio_C * advantage_C).masked_fill(clipped_C, 0)
         chunk.metrics |= {"ratio": ratio_C, "clipped": clipped_C.to(ratio_C)}
+    if loss.correction is not None:
+        assert chunk.engine_logprob_C is not None
+        # the student that sampled: later updates keep the weight of the first, and r accounts for what they changed
+        sampler_logprob_C = chunk.student_logprob_C if chunk.old_logprob_C is None else chunk.old_logprob_C
+        weight_C, outside_C = loss.correction.weights(sampler_logprob_C.to(advantage_C), chunk.engine_logprob_C)
+        # The row weights stay 1 / (global counts). Divided by the sum of these weights instead, the estimate would be
+        # biased, and no gradient could be computed before the weights of the whole batch are known.
+        value_C, slope_C = weight_C * value_C, weight_C * slope_C
+        chunk.metrics |= {"correction": weight_C, "correction_squared": weight_C.square()}
+        chunk.metrics |= {"correction_outside": outside_C}
     chunk.set_gradient_at_ids_(-slope_C, chunk.tokens_C[:, None], slope_C[:, None])
     return value_C
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from nemo_oprd.rollout.engine import Request, SamplingParams, WeightStream
 from nemo_oprd.weights.hf import TensorReader
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
+# how far the rounding of an engine may lift the logarithm of a probability above 0
+_LOGPROB_ROUNDING = 1e-3
 _TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index")
 
 
@@ -59,7 +62,12 @@ def own_sequences(teacher: TeacherConfig) -> Literal["nothing", "prompt", "respo
 
 
 def read_rollouts(
-    path: str | Path, vocab_size: int, max_positions: int | None = None, teacher: TeacherLimits | None = None
+    path: str | Path,
+    vocab_size: int,
+    max_positions: int | None = None,
+    teacher: TeacherLimits | None = None,
+    *,
+    needs_logprobs: bool = False,
 ) -> list[Rollout]:
     """Reads a rollout file. Unknown fields are ignored.
 
@@ -68,10 +76,11 @@ def read_rollouts(
         vocab_size: ids must be below this number.
         max_positions: the most tokens of prompt and response together; None: no limit.
         teacher: limits of the teacher, and the teacher's sequences that every line must have; None: it must have none.
+        needs_logprobs: whether every line must have `logprobs`, which `rollout.correction` reads.
 
     Raises:
-        ValueError: no such file, malformed JSON, a missing field, a mask of another length, an id outside the
-            vocabulary, or too many tokens. The message names file and line.
+        ValueError: no such file, malformed JSON, a missing field, a mask or log-probabilities of another length, an id
+            outside the vocabulary, no logarithm of a probability, or too many tokens. The message names file and line.
     """
     file = Path(path)
     if not file.is_file():
@@ -86,6 +95,12 @@ def read_rollouts(
                 raise ValueError(
                     f"{path}:{number}: {rollouts[-1].length} tokens of prompt and response, but the model has "
                     f"{max_positions} positions; expected no more: remove the line, or choose the model that wrote it"
+                )
+            if needs_logprobs and rollouts[-1].logprobs is None:
+                raise ValueError(
+                    f"{path}:{number}: no logprobs, by which rollout.correction weighs the tokens; expected one "
+                    "log-probability per response token: record rollouts with an engine that reports them, or set "
+                    "rollout.correction=off"
                 )
     if not rollouts:
         raise ValueError(f"rollout.replay={path}: the file holds no rollouts; expected one JSON object per line")
@@ -113,6 +128,7 @@ def _parse(line: bytes, where: str, vocab_size: int, teacher: TeacherLimits | No
             f"{where}: response_mask has {len(mask)} entries for {len(record['response_ids'])} response tokens; "
             "expected one 0 or 1 per response token"
         )
+    _check_sampling(record, where)
     _check_teacher(record, where, teacher)
     return Rollout(**{name: value for name, value in record.items() if name in _FIELDS})
 
@@ -131,6 +147,34 @@ def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: in
         raise ValueError(
             f"{where}: {name} holds id {outside[0]}, but the models know ids {low}..{high - 1}; "
             "expected ids of these models: record rollouts with their tokenizer"
+        )
+
+
+def _check_sampling(record: dict[str, Any], where: str) -> None:
+    """Raises ValueError unless `logprobs` and `weight_version` are what an engine may have recorded, or absent."""
+    logprobs, version = record.get("logprobs"), record.get("weight_version")
+    if logprobs is not None:
+        if not isinstance(logprobs, list) or not all(type(value) in (int, float) for value in logprobs):
+            raise ValueError(
+                f"{where}: logprobs={str(logprobs)[:60]}; expected a list of numbers, one per response token: write "
+                "such a list, or leave it out"
+            )
+        # NaN compares as false
+        wrong = [value for value in logprobs if not -sys.float_info.max <= value <= _LOGPROB_ROUNDING]
+        if wrong:
+            raise ValueError(
+                f"{where}: logprobs holds {str(wrong[0])[:60]}; expected finite numbers of at most 0, natural "
+                "logarithms of probabilities: write those of the sampled tokens, or leave logprobs out"
+            )
+        if len(logprobs) != len(record["response_ids"]):
+            raise ValueError(
+                f"{where}: logprobs has {len(logprobs)} entries for {len(record['response_ids'])} response tokens; "
+                "expected one per response token"
+            )
+    if version is not None and not (type(version) is int and version >= 0):
+        raise ValueError(
+            f"{where}: weight_version={str(version)[:60]}; expected a whole number of at least 0, the optimizer steps "
+            "behind the weights that sampled: write it so, or leave it out"
         )
 
 

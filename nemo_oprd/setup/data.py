@@ -82,7 +82,8 @@ def recorded_rollouts(config: Config, files: RunFiles) -> list[Rollout] | None:
     positions = min(teacher.max_positions for teacher in teachers)
     limits = TeacherLimits(vocabulary, positions, own_sequences(config.teacher))
     known = student.vocab_size if config.teacher.reads == "text" else min(student.vocab_size, vocabulary)
-    rollouts = read_rollouts(config.rollout.replay, known, student.max_positions, limits)
+    needs_logprobs = config.rollout.correction != "off"
+    rollouts = read_rollouts(config.rollout.replay, known, student.max_positions, limits, needs_logprobs=needs_logprobs)
     routing = Routing(tuple(config.teacher_sources))
     routing.check(
         (r.data_source for r in rollouts), config.rollout.replay, all_used=False

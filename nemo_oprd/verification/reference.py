@@ -7,6 +7,7 @@ Slow on purpose, and meant to be read against the paper.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ class _OutputLoss:
     """
 
     def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
-        self.config = config.loss.output
+        self.config, self.rollout = config.loss.output, config.rollout
         self.loss: float | None = None if self.config.kind == "none" else 0.0
         counts = [len(_predicted_tokens(rollout)) for rollout in rollouts]
         self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
@@ -171,7 +172,9 @@ class _OutputLoss:
         teacher_positions = student_positions + len(sequence.prompt_ids) - len(rollout.prompt_ids)
         with torch.no_grad():
             log_q = self._log_probabilities(teacher, teacher_ids, teacher_positions, vocab_size)
-        value, differentiable = self._divergence(log_p, log_q, torch.tensor([rollout.response_ids])[0][masked_in])
+        tokens = torch.tensor(rollout.response_ids)[masked_in]
+        weights = self._corrections(log_p[torch.arange(len(tokens)), tokens].detach(), rollout, masked_in)
+        value, differentiable = self._divergence(log_p, log_q, tokens, weights)
         share = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
         weight = teacher_weight * share
         self.loss += weight * float(value.sum().detach())
@@ -183,13 +186,25 @@ class _OutputLoss:
         logits = model(input_ids=ids, use_cache=False).logits[0, positions, :vocab_size]
         return (logits / self.config.temperature).log_softmax(-1)
 
+    def _corrections(self, log_p: torch.Tensor, rollout: Rollout, masked_in: list[int]) -> torch.Tensor:
+        """The weights [n] of `rollout.correction` for tokens with log-probabilities `log_p` [n] under the student."""
+        if self.rollout.correction == "off":
+            return torch.ones_like(log_p)
+        assert rollout.logprobs is not None
+        engine = torch.tensor([math.exp(rollout.logprobs[t]) for t in masked_in], dtype=log_p.dtype)
+        ratio = log_p.exp() / engine
+        low, high = self.rollout.correction_range
+        if self.rollout.correction == "mask":
+            return torch.where((low <= ratio) & (ratio <= high), ratio, 0.0)
+        return ratio.maximum(ratio.new_tensor(low)).minimum(ratio.new_tensor(high))
+
     def _divergence(
-        self, log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor
+        self, log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(values [n], expressions [n] whose derivative is the gradient); they differ only for sampled tokens."""
         if self.config.kind == "sampled_token":
             at = torch.arange(len(tokens)), tokens
-            value = log_p[at] - log_q[at]
+            value = weights * (log_p[at] - log_q[at])
             return value, value.detach() * log_p[at]
         if self.config.kind == "top_k":
             log_p, log_q, inside = self._on_support(log_p, log_q)

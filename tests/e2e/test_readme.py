@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import vllm_environment
 
 Completed = subprocess.CompletedProcess[str]
 ROOT = Path(__file__).parent.parent.parent
@@ -31,24 +32,36 @@ COMMANDS = [
 ]
 # run elsewhere: the test command is what runs this file; sbatch has tests/e2e/test_slurm.py
 ELSEWHERE = ("bash scripts/test.sh", "sbatch ")
-QUICKSTART, *OTHERS = [command for command in COMMANDS if not command.startswith(ELSEWHERE)]
+WITH_VLLM = [command for command in COMMANDS if "rollout.engine=vllm" in command and not command.startswith(ELSEWHERE)]
+QUICKSTART, *OTHERS = [
+    command for command in COMMANDS if not command.startswith(ELSEWHERE) and command not in WITH_VLLM
+]
 SHORT = "train.steps=4 train.prompts_per_step=4 evaluation.every=2 evaluation.limit=4 train.save_every=2"
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     copy = tmp_path_factory.mktemp("clone") / "nemo_oprd"
-    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
+    make_project(copy, hidden=32)
+    yield copy
+    shutil.rmtree(copy)
+
+
+def make_project(copy: Path, hidden: int) -> None:
+    """A copy of the project with a hardly trained pair of this width in place of the quickstart's."""
+    from nemo_oprd.toy.pair import Recipe, build_pair
+
+    ignored = shutil.ignore_patterns(".git", ".venv", ".venv-vllm", "runs", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, copy, ignore=ignored)
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").write_text("")
-    from nemo_oprd.toy.pair import make_tiny_pair
-
-    make_tiny_pair(copy / "runs" / "toy", log=lambda _: None)
+    recipe = Recipe(
+        seed=0, steps=30, student_step=15, layers=2, hidden=hidden, batch=16, warmup_steps=5,
+        train_prompts=64, tune_prompts=16, heldout_prompts=16,
+    )  # fmt: skip
+    build_pair(recipe, copy / "runs" / "toy", lambda _: None)
     write_settings(copy / "runs" / "toy" / "toy.json", hidden=128)
     (copy / ".venv" / "ready").write_text("")
-    yield copy
-    shutil.rmtree(copy)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +107,7 @@ def environment_of(project: Path) -> dict[str, str]:
     }
 
 
-def run(command: str, project: Path) -> Completed:
+def run(command: str, project: Path, patience_s: float = 240) -> Completed:
     environment = {
         **environment_of(project),
         "OMP_NUM_THREADS": "1",
@@ -108,7 +121,7 @@ def run(command: str, project: Path) -> Completed:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience_s,
     )
     assert result.returncode == 0, f"$ {command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result
@@ -118,6 +131,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing()))
+@pytest.mark.parametrize("command", WITH_VLLM)
+def test_the_quickstart_with_vllm(command: str, tmp_path: Path) -> None:
+    """Beside a run of the in-process engine, in a directory of its own; the environment is this project's."""
+    project = tmp_path / "nemo_oprd"
+    make_project(project, hidden=128)  # vLLM on a CPU has no heads of 8 dimensions
+    (project / ".venv-vllm").symlink_to(ROOT / ".venv-vllm")
+    result = run(f"{command} {SHORT}", project, patience_s=600)
+    assert "heldout  student after" in result.stdout
+    output = project / "runs" / "quickstart_vllm"
+    steps = [line for line in map(json.loads, (output / "metrics.jsonl").open()) if "rep/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(0 < line["rollout/logprob_gap_max"] < 1e-4 for line in steps)
+    assert (output / "report.html").exists() and (output / "hf" / "model.safetensors").exists()
+    assert "is complete (cpu)" in result.stderr  # the environment was kept, not made anew
 
 
 def test_readme_has_the_two_commands() -> None:

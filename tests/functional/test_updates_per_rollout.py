@@ -1,8 +1,14 @@
-"""Several updates on the same rollouts: the ratio to the student that sampled, clipped, against autograd in float64."""
+"""Several updates on the same rollouts: the ratio to the student that sampled, clipped, against autograd in float64.
+
+Also with `rollout.correction`, whose weights are those of the first update in all of them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import random
 import shutil
 from functools import cache
 from pathlib import Path
@@ -15,7 +21,8 @@ from pool import Pools
 from reference_adamw import ReferenceAdamW
 from transformers import AutoModelForCausalLM
 
-from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 UPDATES, LOW, HIGH, MU = 3, 0.1, 0.25, 0.5
 SETTINGS = [
@@ -45,8 +52,25 @@ LAYOUTS = {
 }
 
 
+CORRECTED = {
+    "truncate": (2, ["student.parallel.tensor=2", "train.tokens_per_microbatch=16"]),
+    "mask": (2, ["student.parallel.pipeline=2", "train.tokens_per_microbatch=16", "teacher.resident_microbatches=1"]),
+}
+RANGE = (0.6, 1.3)
+
+
 @cache
-def expected() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def recorded() -> list[Rollout]:
+    """The golden rollouts with log-probabilities like an engine's: near those of an untrained student of 61 ids."""
+    draw = random.Random(0)
+    return [
+        dataclasses.replace(rollout, logprobs=[-math.log(61) + draw.gauss(0, 0.3) for _ in rollout.response_ids])
+        for rollout in read_rollouts(GOLDEN / "rollouts.jsonl", 61)
+    ]
+
+
+@cache
+def expected(correction: str = "off") -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Weights after one step, and its metrics."""
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(GOLDEN / role, dtype=torch.float64) for role in ("student", "teacher")
@@ -54,7 +78,11 @@ def expected() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     # a padding id in a response is meant
     student.get_input_embeddings().padding_idx = None
     optimizer = ReferenceAdamW(dict(student.named_parameters()))
-    rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
+    rollouts = recorded()
+    engine = torch.tensor(
+        [logprob for rollout in rollouts for logprob, m in zip(rollout.logprobs or [], rollout.mask, strict=True) if m],
+        dtype=torch.float64,
+    )
     old: torch.Tensor | None = None
     metrics: dict[str, float] = {}
     for update in range(UPDATES):
@@ -71,14 +99,24 @@ def expected() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         old = p.detach() if old is None else old
         advantage, ratio = (q - p).detach(), (p - old).exp()
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
+        mismatch = (old - engine).exp()
+        inside = (mismatch >= RANGE[0]) & (mismatch <= RANGE[1])
+        weight = {"off": torch.ones_like(old), "truncate": mismatch.clamp(*RANGE), "mask": mismatch * inside}[
+            correction
+        ]
         representation = (ours - theirs.detach()).square().mean()
-        loss = -surrogate.mean() + MU * representation
+        loss = -(weight * surrogate).mean() + MU * representation
         names, parameters = zip(*student.named_parameters(), strict=True)
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
         norm = optimizer.step(dict(zip(names, gradients, strict=True)))
         if update == 0:
-            metrics = {"loss/total": float(loss), "actor/pg_loss": float(-advantage.mean())}
+            metrics = {"loss/total": float(loss), "actor/pg_loss": float(-(weight * advantage).mean())}
             metrics |= {"rep/loss": float(representation), "actor/grad_norm": norm}
+            if correction != "off":
+                effective = weight.sum().square() / weight.square().sum() / len(weight)
+                metrics |= {"rollout/effective_sample_size": float(effective)}
+                metrics |= {"rollout/correction_mean": float(weight.mean())}
+                metrics |= {"rollout/correction_outside": float((~inside).double().mean())}
         clipped = surrogate < ratio * advantage
         metrics |= {"actor/ratio": float(ratio.mean()), "actor/clipped": float(clipped.double().mean())}
     return {name: w.detach() for name, w in student.named_parameters()}, metrics
@@ -88,12 +126,32 @@ def expected() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 def test_the_clipped_surrogate(pools: Pools, tmp_path: Path, layout: str) -> None:
     ranks, sizes = LAYOUTS[layout]
     pools[ranks].run("cases:run_train", overrides=[*SETTINGS, *sizes, "train.steps=1", f"output={tmp_path}"])
-    want, metrics = expected()
+    check_step(tmp_path)
+
+
+@pytest.mark.parametrize("correction", CORRECTED)
+def test_the_corrected_surrogate(pools: Pools, tmp_path: Path, correction: str) -> None:
+    ranks, sizes = CORRECTED[correction]
+    replayed = tmp_path / "rollouts.jsonl"
+    write_rollouts(replayed, recorded())
+    settings = [setting for setting in SETTINGS if not setting.startswith("rollout.replay=")]
+    settings += [f"rollout.replay={replayed}", f"rollout.correction={correction}"]
+    settings += [f"rollout.correction_range=[{RANGE[0]},{RANGE[1]}]", *sizes]
+    output = tmp_path / "run"
+    pools[ranks].run("cases:run_train", overrides=[*settings, "train.steps=1", f"output={output}"])
+    assert 0 < expected(correction)[1]["rollout/correction_outside"] < 1
+    check_step(output, correction)
+
+
+def check_step(output: Path, correction: str = "off") -> None:
+    """Compares a run of one step with `expected`."""
+    want, metrics = expected(correction)
     assert 0 < metrics["actor/clipped"] < 1
-    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    line = json.loads((output / "metrics.jsonl").read_text())
+    assert ("rollout/correction_mean" in line) == (correction != "off")
     for name, value in metrics.items():
         assert line[name] == pytest.approx(value, rel=1e-4), name
-    got = weights(tmp_path / "hf")
+    got = weights(output / "hf")
     for name, value in want.items():
         torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
 

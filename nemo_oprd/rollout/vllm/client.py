@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import httpx2
 
-from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 
 T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
-CONNECT_TIMEOUT_S = 10.0
+
+
+class ConnectionBroken(ServerDied):
+    """The connection of a call ended without an answer; if the server is well, the call can be repeated."""
 
 
 class Client:
@@ -30,9 +34,9 @@ class Client:
         self._http: Any = self.run(self._open())
 
     async def _open(self) -> Any:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        # a proxy of the environment is for the outside; connections that were idle may have been closed by the server
-        return httpx2.AsyncClient(limits=limits, trust_env=False)
+        # a connection for each call: an idle one could be closed by the server just as it is used again
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        return httpx2.AsyncClient(limits=limits, trust_env=False)  # a proxy of the environment is for the outside
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs `work` in the event loop's thread."""
@@ -61,38 +65,70 @@ class Client:
             ServerRefused: the server is well and refuses.
         """
         try:
-            answer = await self._http.post(
-                server.base_url + path, json={} if body is None else body, timeout=_timeouts(timeout)
-            )
+            answer = await self._http.post(server.base_url + path, json={} if body is None else body, timeout=timeout)
         except httpx2.TimeoutException as error:
             raise ServerDied(f"{server.name} did not answer {path} within {timeout:.0f} s") from error
         except httpx2.TransportError as error:
-            raise ServerDied(f"{server.name} broke the connection of {path}{server.last_words()}") from error
+            raise ConnectionBroken(
+                f"{server.name} broke the connection of {path} ({error}){server.last_words()}"
+            ) from error
         if answer.status_code == 200:
             return answer.json() if answer.content else None
         # an API server whose engine has just died answers 500 until it ends
-        if answer.status_code >= 500 and not await self._stays_healthy(server):
+        if answer.status_code >= 500 and not await self.stays_healthy(server):
             raise ServerDied(f"{server.name} answered {path} with {answer.status_code}{server.last_words()}")
         raise ServerRefused(
             f"{server.name} refuses {path} with status {answer.status_code}: {_short(answer.text)}{server.last_words()}"
         )
 
-    async def is_healthy(self, server: Server, timeout: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the server answers that it is well."""
-        try:
-            answer = await self._http.get(server.base_url + "/health", timeout=_timeouts(timeout))
-        except httpx2.TransportError:
-            return False
-        return answer.status_code == 200
+    async def post_watched(self, server: Server, path: str, body: Any = None, *, timeout: float) -> Any:
+        """Like `post`, for calls that may take long; ends at once when the server turns out to be dead.
 
-    async def _stays_healthy(self, server: Server) -> bool:
+        An API server whose engine dies during a call may never answer it: it waits with its own end until all
+        connections are closed.
+        """
+        call = asyncio.ensure_future(self.post(server, path, body, timeout=timeout))
+        watch = asyncio.ensure_future(self.watch(server))
+        try:
+            await asyncio.wait((call, watch), return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            raise ServerDied(f"{watch.result()}, during {path}")
+        finally:
+            call.cancel()
+            watch.cancel()
+            await asyncio.gather(call, watch, return_exceptions=True)
+
+    async def watch(self, server: Server) -> str:
+        """Returns why the server counts as dead, once it does."""
+        while True:
+            await asyncio.sleep(HEALTH_EVERY_S)
+            try:
+                server.check_alive()
+            except ServerDied as death:
+                return str(death)
+            if isinstance(server, LocalServer):
+                server.remember_shared_memory()
+            if not await self.is_healthy(server):
+                return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
+
+    async def is_healthy(self, server: Server, timeout: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the server answers within `timeout` that it is well; at once if nobody listens any more."""
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                answer = await self._http.get(server.base_url + "/health", timeout=left)
+                return answer.status_code == 200
+            except httpx2.ConnectError:
+                return False
+            except httpx2.TransportError:  # a busy server may drop a connection
+                await asyncio.sleep(min(1.0, left))
+        return False
+
+    async def stays_healthy(self, server: Server) -> bool:
         """Whether the server is well a second later, when it would have noticed the death of its engine."""
         await asyncio.sleep(1.0)
         return await self.is_healthy(server)
-
-
-def _timeouts(seconds: float) -> Any:
-    return httpx2.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT_S), pool=None)
 
 
 def _short(text: str) -> str:

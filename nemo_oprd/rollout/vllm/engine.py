@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, ch
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
 from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused, check_url
+from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerDied, ServerRefused, check_url
 from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.weight_push import CALL_TIMEOUT_S, Controlled, WeightPush
 from nemo_oprd.weights.hf import TensorReader
@@ -80,12 +81,16 @@ class VllmEngine:
         self._places = place_servers(self._settings, *_machines(cuda), students)
         self._mine = self._start(directory, cuda)
         names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
-        self._push = WeightPush(self._places, self._mine, names, self._describe, self._settings.start_timeout, device())
+        self._push = WeightPush(
+            self._places, self._mine, names, self._describe, self._settings.start_timeout, device(), students
+        )
+        self._push.settle()
         self._queue = RequestQueue(self._mine.client is not None, len({place.controller for place in self._places}))
         self._lengths = LengthEstimate()
         self._stream: WeightStream | None = None
         self._step, self._version = 0, ""
         self._asleep = False
+        self._deaths = 0  # of which metrics have told
         self.metrics: dict[str, float] = {}
 
     def _start(self, directory: Path, cuda: bool) -> Controlled:
@@ -137,6 +142,8 @@ class VllmEngine:
             ValueError: a server refuses the weights, or died too often.
         """
         self._stream, self._step = weights, step
+        if any(place.sleeps for place in self._places):
+            torch.cuda.empty_cache()  # what this process keeps for itself is missing on the shared GPU
         self._version = self._push.push(weights, step)
         self._asleep = False
 
@@ -167,10 +174,9 @@ class VllmEngine:
         """
         check_room(requests, self._spec.max_positions)
         assert self._stream is not None, "there are no weights to sample from"
-        if self._asleep:
-            self._version = self._push.push(self._stream, self._step)
+        self._wake_up()
         kept, results = dict(done or {}), dict[int, Sampled]()
-        deaths, busy = 0, dict[int, float]()
+        busy = dict[int, float]()
         task = Task(
             requests, sampling, self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
         )
@@ -187,14 +193,14 @@ class VllmEngine:
                 raise ServerRefused(errors[0])
             if cancelled:
                 raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
-            deaths += len(died)
+            assert died or any(part.sampled for part in parts), "no server had the weights"
             if died:
                 if self._settings.repeat == "step":
                     results = {}
                 self._push.revive(died)
                 self._version = self._push.push(self._stream, self._step)
         rollouts = {**kept, **self._rollouts(requests, results)}
-        self._finish(requests, results, busy, deaths)
+        self._finish(requests, results, busy)
         return [rollouts[i] for i in range(len(requests))]
 
     def _round(
@@ -253,20 +259,29 @@ class VllmEngine:
             weight_version=self._step,
         )
 
-    def _finish(
-        self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float], deaths: int
-    ) -> None:
+    def _finish(self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float]) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
         self._lengths.learn(requests, {i: len(sampled.ids) for i, sampled in results.items()})
-        self.metrics = {"rollout/server_deaths": float(deaths)}
+        self.metrics = {"rollout/server_deaths": float(self._push.deaths - self._deaths)}
+        self._deaths = self._push.deaths
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
-        sleeping = [server for number, server in self._mine.servers.items() if self._places[number].sleeps]
-        for server in sleeping:
-            assert self._mine.client is not None
-            self._mine.client.run(self._mine.client.post(server, "/sleep?level=1", timeout=CALL_TIMEOUT_S))
-        self._asleep = any(place.sleeps for place in self._places)
+        self._call_sleepers("/sleep?level=1")
+        self._asleep = True
+
+    def _wake_up(self) -> None:
+        """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
+        if self._asleep:
+            self._call_sleepers("/wake_up")
+            self._asleep = False
+
+    def _call_sleepers(self, path: str) -> None:
+        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
+        for number, server in self._mine.servers.items():
+            if self._places[number].sleeps and self._mine.client is not None:
+                with suppress(ServerDied):
+                    self._mine.client.run(self._mine.client.post_watched(server, path, timeout=CALL_TIMEOUT_S))
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""

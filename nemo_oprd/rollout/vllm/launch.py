@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def check_head_size(spec: ModelSpec) -> None:
         )
 
 
+def known_ids(config: Config, student: ModelSpec, teachers: Sequence[ModelSpec]) -> int:
+    """The number of ids that a run of this configuration samples: those that all models that read them know."""
+    reading = teachers if config.teacher.reads == "ids" else []
+    return min(student.vocab_size, *(teacher.vocab_size for teacher in reading), student.vocab_size)
+
+
 def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:
     """The arguments of a server, without host and port.
 
@@ -53,16 +60,15 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         directory: where the model's config.json is; weights are not read from it.
         known_ids: only ids below this one are sampled.
     """
-    rollout, longest = config.rollout, spec.max_positions
-    if config.data.max_prompt_tokens is not None:
-        new = max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
-        longest = min(longest, config.data.max_prompt_tokens + new)
+    rollout = config.rollout
     arguments = [
         *("--model", str(directory), "--served-model-name", "student"),
         # no weights of a file: whatever is sampled before the first update is noise, and cannot pass for the student
         *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
+        # nor sampling parameters of a generation_config.json
+        *("--generation-config", "vllm"),
         *("--dtype", "float32" if config.precision == "fp32" else "bfloat16"),
-        *("--max-model-len", str(longest), "--max-num-seqs", str(rollout.max_batch)),
+        *("--max-model-len", str(spec.max_positions), "--max-num-seqs", str(rollout.max_batch)),
         *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
@@ -78,7 +84,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         arguments += ["--enforce-eager"]
     if rollout.vllm.tensor > 1:
         arguments += ["--distributed-executor-backend", "mp"]
-    return [*arguments, *rollout.vllm.flags]
+    return [*arguments, *map(str, rollout.vllm.flags)]
 
 
 def check_description(config: Config, spec: ModelSpec, known_ids: int, found: dict[str, Any], server: str) -> None:

@@ -75,13 +75,13 @@ class LengthEstimate:
     """Expects a response to be as long as earlier responses to the same prompt, or as all earlier ones on average."""
 
     def __init__(self) -> None:
-        self._of_prompt: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._of_prompt: dict[int, tuple[int, int]] = {}  # by the hash of the ids
         self._tokens, self._responses = 0, 0
 
     def learn(self, requests: Sequence[Request], lengths: dict[int, int]) -> None:
         """Takes up the lengths of responses, by the index of their request."""
         for index, length in lengths.items():
-            key = tuple(requests[index].prompt_ids)
+            key = hash(tuple(requests[index].prompt_ids))
             tokens, responses = self._of_prompt.get(key, (0, 0))
             self._of_prompt[key] = (tokens + length, responses + 1)
             self._tokens, self._responses = self._tokens + length, self._responses + 1
@@ -92,7 +92,7 @@ class LengthEstimate:
 
         def expected(index: int) -> float:
             prompt = requests[index].prompt_ids
-            tokens, responses = self._of_prompt.get(tuple(prompt), (0, 0))
+            tokens, responses = self._of_prompt.get(hash(tuple(prompt)), (0, 0))
             return len(prompt) + (tokens / responses if responses else mean)
 
         return sorted(indices, key=lambda index: (-expected(index), index))

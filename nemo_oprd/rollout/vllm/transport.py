@@ -10,10 +10,11 @@ At most one bucket of whole tensors is in memory beside the model. `worker/nemo_
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import socket
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,11 +22,18 @@ import torch
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
 
 BUCKET_BYTES = 256 << 20
-# between two buckets a worker loads the last one, and the trainer gathers the next one
-BROADCAST_TIMEOUT_S = 600.0
 
 
-def buckets(weights: Iterable[tuple[str, torch.Tensor]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def room(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes with any content."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def buckets(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    size: int = BUCKET_BYTES,
+    allocate: Callable[[int, torch.device], torch.Tensor] = room,
+) -> Iterator[Bucket]:
     """The stream in buckets of at most `size` bytes, or of one tensor that is larger.
 
     Buckets share one buffer, so a bucket is valid until the next one is asked for. The buffer is not cleared: on a CPU
@@ -38,7 +46,7 @@ def buckets(weights: Iterable[tuple[str, torch.Tensor]], size: int = BUCKET_BYTE
             yield bucket.trimmed()
             bucket = Bucket([], bucket.data)
         if bucket is None or needed > len(bucket.data):
-            bucket = Bucket([], torch.empty(max(size, needed), dtype=torch.uint8, device=tensor.device))
+            bucket = Bucket([], allocate(max(size, needed), tensor.device))
         bucket.add(name, tensor)
     if bucket is not None:
         yield bucket.trimmed()
@@ -76,6 +84,16 @@ class SharedFolder:
         for path in self.path.iterdir():
             path.unlink(missing_ok=True)
         self.path.rmdir()
+
+
+def shareable_room(size: int, device: torch.device) -> torch.Tensor:
+    """As `room`, in CUDA memory that another process can open, which it can't in expandable segments (`ipc`)."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        return room(size, device)
+    finally:
+        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def memory_handle(bucket: Bucket) -> tuple[str, str]:

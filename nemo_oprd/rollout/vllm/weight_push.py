@@ -81,6 +81,7 @@ class WeightPush:
         describe: raises ServerRefused unless a server's description is that of a server for this run.
         start_timeout: seconds until a server answers after its start.
         device: of this rank, for collectives over NCCL.
+        students: the ranks that have the stream.
     """
 
     def __init__(
@@ -91,14 +92,18 @@ class WeightPush:
         describe: Callable[[dict[str, Any], str], None],
         start_timeout: float,
         device: torch.device,
+        students: range,
     ) -> None:
         self._places, self._mine, self._names = places, mine, names
         self._describe, self._start_timeout, self._device = describe, start_timeout, device
+        self.deaths = 0  # of all servers, in this run
         self._ready: dict[int, int] = {}  # server -> the generation that was found ready
         self._joined: set[int] = set()  # servers that have a transport
         self._begun: set[int] = set()  # servers with an update that has begun and received nothing
         self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
         self._group = WeightGroup(places, device)
+        any_ipc = any(place.transport == "ipc" for place in places)
+        self._handle_group = dist.new_group(list(students)) if any_ipc else None  # a collective of all ranks
 
     def push(self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int) -> str:
         """Gives the weights to every server that doesn't have them; returns their version.
@@ -119,6 +124,31 @@ class WeightPush:
                 return version
             self.revive(failures.died)
 
+    def settle(self) -> None:
+        """Waits for servers that share GPUs with the trainer, and lets them give the memory back.
+
+        A server measures what is free on its GPU while it starts, so it must have started before models are built.
+        Every rank calls this.
+
+        Raises:
+            ServerRefused: a server is not the right one, or died too often.
+        """
+        sleeping = {place.number for place in self._places if place.sleeps}
+        while sleeping:
+            failures = Failures()
+            self._each([n for n in self._mine.servers if n in sleeping], self._settle, failures)
+            failures = failures.shared()
+            if failures.refused:
+                raise ServerRefused(failures.refused[0])
+            if not failures.died:
+                return
+            self.revive(failures.died)
+
+    async def _settle(self, server: Server) -> None:
+        await self._wait_until_ready(server)
+        self._ready[server.number] = server.generation
+        await self._client.post_watched(server, "/sleep?level=1", timeout=CALL_TIMEOUT_S)
+
     def revive(self, died: dict[int, str]) -> None:
         """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
 
@@ -129,6 +159,7 @@ class WeightPush:
             ServerRefused: a server died too often.
         """
         failures = Failures()
+        self.deaths += len(died)
         for number, why in died.items():
             if number in self._mine.servers:
                 self._revive(self._mine.servers[number], why, failures)
@@ -195,13 +226,13 @@ class WeightPush:
         if server.number in self._begun:
             return
         if self._place(server).sleeps:
-            await client.post(server, "/wake_up", timeout=CALL_TIMEOUT_S)
+            await client.post_watched(server, "/wake_up?tags=weights", timeout=CALL_TIMEOUT_S)
         # "wait" also resets the prefix cache, which holds keys of the old weights
-        await client.post(server, "/pause?mode=wait", timeout=CALL_TIMEOUT_S)
+        await client.post_watched(server, "/pause?mode=wait", timeout=CALL_TIMEOUT_S)
         if self._place(server).transport != "group" and server.number not in self._joined:
-            await client.post(server, "/init_weight_transfer_engine", {"init_info": {}}, timeout=CALL_TIMEOUT_S)
+            await client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}}, timeout=CALL_TIMEOUT_S)
             self._joined.add(server.number)
-        await client.post(server, "/start_weight_update", timeout=CALL_TIMEOUT_S)
+        await client.post_watched(server, "/start_weight_update", timeout=CALL_TIMEOUT_S)
         self._begun.add(server.number)
 
     async def _wait_until_ready(self, server: Server) -> None:
@@ -215,12 +246,14 @@ class WeightPush:
                     f"{server.last_words()}"
                 )
             await asyncio.sleep(READY_EVERY_S)
-        answer = await client.post(server, "/collective_rpc", {"method": "nemo_oprd_describe"}, timeout=CALL_TIMEOUT_S)
+        answer = await client.post_watched(
+            server, "/collective_rpc", {"method": "nemo_oprd_describe"}, timeout=CALL_TIMEOUT_S
+        )
         for found in answer["results"]:
             self._describe(found, server.name)
-        await client.post(server, "/resume", timeout=CALL_TIMEOUT_S)  # an endpoint may have been left paused
+        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)  # an endpoint may have been left paused
         # a server whose kernels don't fit the model is healthy until its first request
-        await client.post(server, "/inference/v1/generate", PROBE, timeout=self._start_timeout)
+        await client.post_watched(server, "/inference/v1/generate", PROBE, timeout=self._start_timeout)
 
     def _join(self, rendezvous: Rendezvous, failures: Failures) -> None:
         """The workers and the first rank open the group; each waits for the others."""
@@ -228,7 +261,7 @@ class WeightPush:
 
         async def join(server: Server) -> None:
             info = {"init_info": rendezvous.init_info(server.number)}
-            await self._client.post(server, "/init_weight_transfer_engine", info, timeout=LOAD_TIMEOUT_S)
+            await self._client.post_watched(server, "/init_weight_transfer_engine", info, timeout=LOAD_TIMEOUT_S)
 
         self._each([n for n in self._mine.servers if n in rendezvous.first_ranks], join, failures)
         for number, why in self._group.opened(opened).items():
@@ -243,16 +276,19 @@ class WeightPush:
         }
         self._begun.clear()
         receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
-        any_ipc = any(place.transport == "ipc" for place in self._places)
-        for bucket in transport.buckets(weights):
+        allocate = transport.shareable_room if self._handle_group is not None else transport.room
+        for bucket in transport.buckets(weights, allocate=allocate):
             digest.add(bucket)
             if of_transport["file"]:
                 self._send_file(bucket, of_transport["file"], failures)
-            if any_ipc:
+            if self._handle_group is not None:
                 self._send_handles(bucket, of_transport["ipc"], failures)
             failures.died = self._group.send(bucket) | failures.died
         failures.died = self._group.send(None) | failures.died
         for number, received in receiving.items():
+            if number in failures.died:  # a member of the group is gone; the others wait for it
+                received.cancel()
+                continue
             try:
                 received.result()
             except (ServerDied, ServerRefused) as error:
@@ -277,31 +313,35 @@ class WeightPush:
         path.unlink()  # the workers have mapped it
 
     def _send_handles(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, transport.memory_handle(bucket))
+        parts: list[Any] = [None] * dist.get_world_size(self._handle_group)
+        dist.all_gather_object(parts, transport.memory_handle(bucket), group=self._handle_group)
         info = {"handles": dict(parts), "entries": bucket.describe(), "bytes": len(bucket.data)}
         self._each([n for n in servers if n not in failures.died], lambda server: self._update(server, info), failures)
-        dist.barrier()  # the bucket's memory is used again
+        dist.barrier(group=self._handle_group)  # the bucket's memory is used again
 
     def _start_receiving(self, number: int) -> Future:
         """The call in which the workers of a server receive all buckets of the group."""
         return self._client.start(self._update(self._mine.servers[number], {}))
 
     async def _update(self, server: Server, info: dict[str, Any]) -> None:
-        await self._client.post(server, "/update_weights", {"update_info": info}, timeout=LOAD_TIMEOUT_S)
+        await self._client.post_watched(server, "/update_weights", {"update_info": info}, timeout=LOAD_TIMEOUT_S)
 
     async def _finish(self, server: Server, digest: str, version: str) -> None:
         """Compares what all workers received, and lets the server sample from it."""
         client = self._client
-        answer = await client.post(server, "/collective_rpc", {"method": "nemo_oprd_received"}, timeout=LOAD_TIMEOUT_S)
+        answer = await client.post_watched(
+            server, "/collective_rpc", {"method": "nemo_oprd_received"}, timeout=LOAD_TIMEOUT_S
+        )
         for worker, found in enumerate(answer["results"]):
             if found != {"digest": digest, "tensors": len(self._names)}:
                 raise ServerRefused(
                     f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
                     f"{found['digest']}, expected {len(self._names)} with {digest}: the weights did not arrive as sent"
                 )
-        await client.post(server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S)
-        await client.post(server, "/resume", timeout=CALL_TIMEOUT_S)
+        await client.post_watched(server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S)
+        if self._place(server).sleeps:
+            await client.post_watched(server, "/wake_up?tags=kv_cache", timeout=CALL_TIMEOUT_S)
+        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)
         server.pushed = version
 
     @property

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,15 @@ rollouts("negative id", "a negative id", "prompt_ids holds id -1 | 0..60", {**RO
 rollouts("mask of another length", "a mask of another length", "response_mask has 1 entries for 2 response tokens | expected one 0 or 1", {**ROLLOUT, "response_mask": [1]})
 rollouts("mask of other values", "a mask of other values", "response_mask=[1, 2] | expected a list of 0 and 1", {**ROLLOUT, "response_mask": [1, 2]})
 rollouts("mask a number", "a mask that is no list", "response_mask=1 | expected a list of 0 and 1", {**ROLLOUT, "response_mask": 1})
+rollouts("logarithms of another length", "log-probabilities of another length", "rollouts.jsonl:1: logprobs has 1 entries for 2 response tokens | expected one per response token", {**ROLLOUT, "logprobs": [-1.0]})
+rollouts("logarithms as text", "log-probabilities that are text", "logprobs=['-1', '-2'] | expected a list of numbers | leave it out", {**ROLLOUT, "logprobs": ["-1", "-2"]})
+rollouts("one logarithm", "log-probabilities that are no list", "logprobs=-1.0 | expected a list of numbers", {**ROLLOUT, "logprobs": -1.0})
+rollouts("probability above 1", "a log-probability above 0", "logprobs holds 0.5 | expected finite numbers of at most 0 | leave logprobs out", {**ROLLOUT, "logprobs": [-1.0, 0.5]})
+rollouts("logarithm of nothing", "a log-probability that is not a number", "rollouts.jsonl:2: logprobs holds nan | expected finite numbers", {**ROLLOUT, "logprobs": [-1.0, 1e-3]}, {**ROLLOUT, "logprobs": [math.nan, -1.0]})
+rollouts("logarithm of zero", "a log-probability of minus infinity", "logprobs holds -inf | expected finite numbers", {**ROLLOUT, "logprobs": [-1.0, -math.inf]})
+rollouts("version of the weights", "weights after a fraction of a step", "weight_version=1.5 | expected a whole number of at least 0 | leave it out", {**ROLLOUT, "weight_version": 1.5})
+rollouts("negative version of the weights", "weights before the first step", "weight_version=-1 | expected a whole number of at least 0", {**ROLLOUT, "weight_version": -1})
+rollouts("nothing to correct by", "rollouts without log-probabilities where they are corrected by them", "rollouts.jsonl:2: no logprobs, by which rollout.correction weighs the tokens | expected one log-probability per response token | set rollout.correction=off", {**ROLLOUT, "logprobs": [-1.0, -2.0]}, ROLLOUT, overrides=("loss.output.kind=sampled_token", "loss.output.weight=1", "rollout.correction=truncate"))
 rollouts("no tokens", "a rollout without tokens", "both empty | remove the line", {"prompt_ids": [], "response_ids": []})
 rollouts("empty responses", "only empty responses", "none of the 2 responses has a supervised token | check response_ids", *[{**ROLLOUT, "response_ids": []}] * 2)
 rollouts("longer than the model", "more tokens than the model has positions", "rollouts.jsonl:1: 70 tokens | 64 positions | remove the line", {"prompt_ids": [5] * 60, "response_ids": [6] * 10})

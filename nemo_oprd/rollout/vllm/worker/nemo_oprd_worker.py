@@ -94,7 +94,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif update_info.handles:
             # vLLM keeps the tensors of a layer until all of them have come; the trainer uses the memory again before
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
-            torch.accelerator.synchronize()  # before the trainer uses the memory again
+            torch.accelerator.synchronize()
         else:
             while (bucket := receive(self.group, self.device)) is not None:
                 self._load(bucket)

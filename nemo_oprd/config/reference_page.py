@@ -1,0 +1,111 @@
+"""docs/configuration.md from the schema: `python -m nemo_oprd.config.reference_page > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from nemo_oprd.config.key_meanings import MEANINGS
+from nemo_oprd.config.loading import default_config_dir
+from nemo_oprd.config.schema import Config
+
+HEADER = """# Configuration keys
+
+Every key of a configuration: its type, its default, its meaning, and the files in `conf/` that set it. This page is
+made from the schema (`nemo_oprd/config/schema.py`) by `python -m nemo_oprd.config.reference_page`, and a test compares
+the two. A key is set in a YAML file or on the command line (`train.lr=1e-4`). Rules between keys are in the class
+docstrings of the schema; a violated one is an error that names the keys ([errors.md](errors.md))."""
+
+
+def keys_of_schema(group: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(Key, type, default) of every key that holds a value, in the order of the schema.
+
+    The default is `dataclasses.MISSING` for the keys of the groups in a list.
+    """
+    hints = typing.get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        hint, key = hints[field.name], prefix + field.name
+        if dataclasses.is_dataclass(hint):
+            yield from keys_of_schema(typing.cast(type, hint), f"{key}.")
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        yield key, hint, default
+        inner = typing.get_args(hint)[:1] if typing.get_origin(hint) is list else ()
+        if inner and dataclasses.is_dataclass(inner[0]):
+            yield from keys_of_schema(typing.cast(type, inner[0]), f"{key}.")
+
+
+def type_name(hint: Any) -> str:
+    """A type in a user's words: `fp32 | bf16`, `number or null`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{argument}`" for argument in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_name(argument) for argument in arguments))
+    if origin is list:
+        return f"list of {type_name(arguments[0])}"
+    if origin is tuple:
+        return "[" + ", ".join(type_name(argument) for argument in arguments) + "]"
+    if origin is dict:
+        return f"{{{type_name(arguments[0])}: {type_name(arguments[1])}}}"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", Any: "anything"}
+    return names.get(hint, "group of keys")
+
+
+def value_name(value: Any) -> str:
+    """A default as YAML writes it."""
+    if value is dataclasses.MISSING:
+        return ""
+    text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True).strip()
+    return f"`{text.removesuffix('...').strip()}`"
+
+
+def meaning(key: str) -> str:
+    """What a key means. Raises KeyError for a key without a meaning."""
+    role, _, rest = key.partition(".")
+    return MEANINGS[key] if key in MEANINGS else MEANINGS[f"{{role}}.{rest}" if role in ("student", "teacher") else key]
+
+
+def set_in(directory: Path) -> dict[str, list[str]]:
+    """Key -> the configurations that set it in their own file, by name."""
+    found: dict[str, list[str]] = {}
+
+    def note(group: dict, name: str, prefix: str = "") -> None:
+        for part, value in group.items():
+            key = f"{prefix}{part}"
+            found.setdefault(key, []).append(name)
+            if isinstance(value, dict):
+                note(value, name, f"{key}.")
+            for item in value if isinstance(value, list) else ():
+                if isinstance(item, dict):
+                    note(item, name, f"{key}.")
+
+    for file in sorted(directory.glob("*.yaml")):
+        note(yaml.safe_load(file.read_text()), file.stem)
+    return {key: list(dict.fromkeys(names)) for key, names in found.items()}
+
+
+def page() -> str:
+    """The page."""
+    lines, setters, group = [HEADER], set_in(default_config_dir()), None
+    for key, hint, default in keys_of_schema():
+        head = key.split(".")[0] if "." in key or key == "teachers" else "run"
+        if head != group:
+            group = head
+            lines.append(f"\n## {group}\n\n| key | type | default | meaning | set in |\n|---|---|---|---|---|")
+        files = ", ".join(f"`{name}`" for name in setters.get(key, []))
+        cells = (f"`{key}`", type_name(hint), value_name(default), meaning(key), files)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,75 @@
+"""A real vLLM on a CPU as the rollout engine: what it samples, and what the run notices when it samples wrongly.
+
+A server takes half a minute to start, so one process per model makes all comparisons, and two of them run at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_environment
+
+ROOT = Path(__file__).parent.parent.parent
+PATIENCE_S = 600
+CASES = [(model, tensor) for model in vllm_environment.MODELS for tensor in (1, 2)]
+# float32 on both sides; log-probabilities of thousands of tokens differed by 2e-5 at most
+LOGPROB_TOLERANCE = 1e-4
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing())),
+]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+
+def agreement(model: str, tensor: int, directory: Path) -> dict[str, Any]:
+    directory.mkdir()
+    command = [sys.executable, str(ROOT / "tests/e2e/vllm_agreement.py"), model, str(tensor), str(directory)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    log = directory / "vllm" / "server_0.log"
+    assert done.returncode == 0, done.stderr[-3000:] + (log.read_text()[-2000:] if log.exists() else "")
+    return json.loads((directory / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def agreements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Future]]:
+    root, before = tmp_path_factory.mktemp("vllm"), vllm_environment.shared_memory()
+    with ThreadPoolExecutor(2) as pool:
+        yield {case: pool.submit(agreement, *case, root / f"{case[0]}-{case[1]}") for case in CASES}
+    assert vllm_environment.shared_memory() <= before, "a server left something in shared memory"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-tp{case[1]}")
+def test_ids_and_logprobs_are_those_of_transformers(case: tuple[str, int], agreements: dict) -> None:
+    """Before and after three updates, greedily and sampled."""
+    found = agreements[case].result()
+    assert len(found["greedy"]) == 4
+    for update, greedy in enumerate(found["greedy"]):
+        assert greedy["transformers"] and greedy["in_process"] and greedy["reasons"], (update, greedy)
+        assert greedy["versions"] == [update] and greedy["distinct"] > 6, (update, greedy)
+    assert max(found["logprob_gap"]) < LOGPROB_TOLERANCE, found["logprob_gap"]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_is_sampled_follows_the_exact_distribution(tensor: int, agreements: dict) -> None:
+    sampling = agreements["qwen2_tied", tensor].result()["sampling"]
+    assert sampling["cells"] > 10 and sampling["outside"] == 0
+    assert sampling["p_value"] > 1e-3  # the seeds are fixed: this fails always or never
+    assert sampling["logprob_gap"] < LOGPROB_TOLERANCE and sampling["repeatable"]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_cancelled_generation_goes_on_with_what_was_complete(tensor: int, agreements: dict) -> None:
+    cancelled = agreements["qwen2_tied", tensor].result()["cancelled"]
+    assert cancelled["completed"] is not None and 0 < cancelled["completed"] < cancelled["of"], cancelled
+    assert cancelled["same_with_done"] and cancelled["same_after"]

@@ -1,0 +1,111 @@
+"""The command line with a planted fault between trainer and vLLM, for test_vllm_faults.py.
+
+python vllm_faults.py FAULT train ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.cli import main
+from nemo_oprd.rollout.vllm import server
+from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.sampling import Task
+from nemo_oprd.rollout.vllm.weight_push import WeightPush
+
+
+def another_temperature() -> None:
+    body = Task.body
+
+    def cooler(task: Task, index: int) -> dict[str, Any]:
+        request = body(task, index)
+        request["sampling_params"]["temperature"] *= 0.8
+        return request
+
+    Task.body = cooler  # type: ignore[method-assign]
+
+
+def stale_prefix_cache() -> None:
+    post = Client.post
+
+    async def keeping(client: Client, to: server.Server, path: str, body: Any = None, *, timeout: float) -> Any:
+        return await post(client, to, path.replace("mode=wait", "mode=keep"), body, timeout=timeout)
+
+    Client.post = keeping  # type: ignore[method-assign]
+
+
+def stale_head() -> None:
+    """A server whose worker does not pack tied heads again."""
+    folder = Path(sys.argv[1])
+    folder.mkdir()
+    for file in server.WORKER_FOLDER.glob("*.py"):
+        (folder / file.name).write_text(file.read_text().replace("        pack_tied_heads(self.model)\n", ""))
+    assert "pack_tied_heads(self.model)" not in (folder / "nemo_oprd_worker.py").read_text()
+    del sys.argv[1]
+    server.WORKER_FOLDER = folder
+
+
+def _change_in_transit(change: Any) -> None:
+    update = WeightPush._update
+
+    async def changed(push: WeightPush, to: server.Server, info: dict[str, Any]) -> None:
+        entries = [dict(entry) for entry in info["entries"]]
+        await update(push, to, {**info, "entries": change(entries)})
+
+    WeightPush._update = changed  # type: ignore[method-assign]
+
+
+def missing_tensor() -> None:
+    _change_in_transit(lambda entries: entries[:-1])
+
+
+def exchanged_tensors() -> None:
+    """Two norms of equal shape change places."""
+
+    def exchange(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        one, other = (entry for entry in entries if entry["name"].endswith("layers.0.input_layernorm.weight")
+                      or entry["name"].endswith("layers.1.input_layernorm.weight"))  # fmt: skip
+        one["name"], other["name"] = other["name"], one["name"]
+        return entries
+
+    _change_in_transit(exchange)
+
+
+def wrong_shape() -> None:
+    def turn(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for entry in entries:
+            if entry["name"].endswith("layers.0.mlp.up_proj.weight"):
+                entry["shape"] = entry["shape"][::-1]
+        return entries
+
+    _change_in_transit(turn)
+
+
+def somebody_else_updates() -> None:
+    """Another user of the server gives its weights another version after every update."""
+    finish = WeightPush._finish
+
+    async def finished(push: WeightPush, to: server.Server, digest: str, version: str) -> None:
+        await finish(push, to, digest, version)
+        await push._client.post(to, "/update_weight_version", {"new_version": "theirs"}, timeout=60)
+
+    WeightPush._finish = finished  # type: ignore[method-assign]
+
+
+def none() -> None:
+    """The run without a fault."""
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        another_temperature, stale_prefix_cache, stale_head, missing_tensor, exchanged_tensors, wrong_shape,
+        somebody_else_updates, none,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    FAULTS[sys.argv.pop(1)]()
+    main()
