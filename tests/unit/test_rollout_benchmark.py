@@ -9,6 +9,7 @@ import pytest
 from benchmarks import rollout
 from benchmarks.rollout_models import MODELS
 
+
 def test_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = rollout.arguments([])
     assert (options.models, options.updates) == (["toy", "smollm2"], ["toy", "smollm2", "qwen2-0.5b"])
