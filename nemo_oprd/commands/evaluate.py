@@ -15,7 +15,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.factory import check_on_device, make_engine
 from nemo_oprd.setup.models import ModelFiles, world_size
-from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, trainer_ranks
+from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, known_ids, trainer_ranks
 
 
 def evaluate(config: Config) -> None:
@@ -36,7 +36,10 @@ def evaluate(config: Config) -> None:
     read = model.read
     init_distributed()
     ranks = Layout(data=trainer_ranks(config, dist.get_world_size()))
-    engine = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids)
+    limit = None
+    if config.rollout.engine == "vllm" and config.rollout.vllm.endpoints:
+        limit = known_ids(config)  # as the endpoint of a training run masks them
+    engine = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids, limit)
     try:
         seed_everything(config.seed)
         engine.load(read, str(model.directory))

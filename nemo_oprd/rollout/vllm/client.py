@@ -4,6 +4,7 @@ meanwhile; every call has a deadline."""
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -18,6 +19,8 @@ T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
+# looks at a server's health between two looks at what it has in shared memory
+MEMORY_EVERY = 15
 
 
 class ConnectionBroken(ServerDied):
@@ -28,6 +31,8 @@ class Client:
     """A connection pool to the servers of one controller, with its event loop in a thread."""
 
     def __init__(self) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every response under way has a connection
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
@@ -101,14 +106,17 @@ class Client:
 
     async def watch(self, server: Server) -> str:
         """Returns why the server counts as dead, once it does."""
+        looks = 0
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
                 server.check_alive()
             except ServerDied as death:
                 return str(death)
-            if isinstance(server, LocalServer):
-                server.remember_shared_memory()
+            if isinstance(server, LocalServer) and looks % MEMORY_EVERY == 0:
+                # it reads about all processes of the machine
+                await asyncio.to_thread(server.remember_shared_memory)
+            looks += 1
             if not await self.is_healthy(server):
                 return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 

@@ -198,10 +198,10 @@ class LocalServer(Server):
     def last_words(self) -> str:
         """The last line of the log that names an error, or the last line."""
         try:
-            lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            text = self.log.read_text(errors="replace").rpartition("\n--- start ")[2]
         except OSError:
             return ""
-        lines = [line.strip() for line in lines if line.strip() and not line.startswith("---")]
+        lines = [line.strip() for line in text.splitlines()[1:][-_LOG_LINES:] if line.strip()]
         errors = [line for line in lines if "Error" in line and "Engine core" not in line]
         return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
 
@@ -225,6 +225,7 @@ def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
         kept |= {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}  # compiling takes 30 s of the first requests
     else:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        kept.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `KnownIds` has the interface of the first runner
     return kept
 
 
