@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
 T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
@@ -107,8 +107,6 @@ class Client:
                 server.check_alive()
             except ServerDied as death:
                 return str(death)
-            if isinstance(server, LocalServer):
-                server.remember_shared_memory()
             if not await self.is_healthy(server):
                 return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 

@@ -152,9 +152,10 @@ class LocalServer(Server):
         return f"{self.directory.name}_{self.number}_{self.generation}_"
 
     def check_alive(self) -> None:
-        """Raises ServerDied if its guard has ended, which ends with the server."""
+        """Raises ServerDied if its guard has ended, which ends with the server; notes what the server has mapped."""
         if self._process is None or self._process.poll() is not None:
             raise ServerDied(f"{self.name} has ended{self.last_words()}")
+        self.remember_shared_memory()
 
     def remember_shared_memory(self) -> None:
         """Notes what the server has mapped, to be removed if the server and its guard are killed."""
