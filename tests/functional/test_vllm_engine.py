@@ -103,6 +103,10 @@ def test_a_server_dies_while_it_samples(run: Any, ranks: int) -> None:
     (said,) = found["said"]
     assert "is restarted (1 of 10): vLLM server" in said
     assert len(requests(found["root"])) <= 2 * COUNT + 2  # what was under way on the one that died
+    if ranks == 1:  # the other server of this machine took over, before the new one was there
+        new = list(dict.fromkeys(line["pid"] for line in lines(found["root"])))[-1]
+        calls = [line["call"] for line in lines(found["root"]) if line["pid"] == new]
+        assert calls.index(GENERATE) > [i for i, call in enumerate(calls) if call == "/finish_weight_update"][1]
 
 
 @pytest.mark.parametrize(("repeat", "asked"), [("responses", COUNT + 1), ("step", 4 + COUNT)])
@@ -113,12 +117,10 @@ def test_what_is_sampled_again(run: Any, repeat: str, asked: int) -> None:
     assert len(requests(found["root"])) == asked
 
 
-@pytest.mark.parametrize(
-    "call", ["/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update"]
-)
+@pytest.mark.parametrize("call", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
 def test_a_server_dies_during_an_update(run: Any, call: str) -> None:
     """In any of its phases; the other server gets the same weights."""
-    at = {"/update_weights": 8, "/collective_rpc": 3}.get(call, 2)  # in the second update
+    at = 8 if call == "/update_weights" else 2  # in the second update
     found = run("load 1, update 2, generate", "rollout.vllm.replicas=2", faults={"die": {"call": call, "at": at}})
     assert found["error"] is None
     assert found["sampled"] == [expected(2, PROMPTS)]
@@ -185,7 +187,6 @@ def test_cancelled_and_resumed(run: Any, ranks: int) -> None:
         ({"digest": True}, "the weights did not arrive as sent"),
         ({"describe": {"hidden_size": 48}}, "serves another model or in another way: hidden_size=48 instead of 32"),
         ({"describe": {"known_ids": 299, "dtype": "bfloat16"}}, "known_ids=299 instead of 300; dtype=bfloat16 instead"),
-        ({"describe": {"workers": 2}}, "workers=2 instead of 1; expected a server for the student"),
         ({"refuse": {"call": GENERATE, "text": "too long"}}, f"refuses {GENERATE} with status 400: "),
         ({"refuse": {"call": "probe", "text": "no kernel"}}, "no kernel"),
         ({"refuse": {"call": "/start_weight_update", "text": "what"}}, "refuses /start_weight_update with status 400"),

@@ -97,8 +97,8 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     from nemo_oprd.layout import Layout
     from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.vllm import client, guard, transport
     from nemo_oprd.rollout.vllm import engine as module
-    from nemo_oprd.rollout.vllm import guard, sampling, transport
 
     init_distributed()
     settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={root}/run", "rollout.engine=vllm"]
@@ -107,7 +107,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     whole = transport.buckets
     with (
         mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
-        mock.patch.object(sampling, "HEALTH_EVERY_S", 0.1),
+        mock.patch.object(client, "HEALTH_EVERY_S", 0.1),
         mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
         made = module.VllmEngine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
@@ -139,7 +139,7 @@ def run(
         nodes: every rank claims to be on a machine of its own.
 
     Returns:
-        "sampled": per "generate", (ids, log-probabilities, finish reason, step of the weights) of each response;
+        "sampled": per "generate", (ids, log-probabilities, finish reason) of each response;
         "metrics" per "generate"; "said"; "completed" by each "cancel"; and the "error" that ended the plan.
     """
     import torch.distributed as dist
@@ -167,7 +167,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 
-    asked, done = [Request(prompt) for prompt in PROMPTS], dict[int, Any]()
+    asked, done, step = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0
     sampling = SamplingParams(0.9, 1.0, 6, (7, 1, 0))
 
     def enough() -> bool:
@@ -179,7 +179,8 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         if kind == "load":
             made.load(weights(int(number)).__getitem__, "a test")
         elif kind == "update":
-            made.update_weights(lambda number=number: weights(int(number)).items(), int(number))
+            step = int(number)
+            made.update_weights(lambda step=step: weights(step).items(), step)
         elif kind == "kill":
             for server in made._mine.servers.values():
                 port = server.base_url.rpartition(":")[2]
@@ -193,5 +194,6 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         else:
             rollouts = made.generate(asked, sampling, lambda: False, done)
             assert [rollout.prompt_ids for rollout in rollouts] == PROMPTS
+            assert {rollout.weight_version for rollout in rollouts} == {step}
             found["sampled"].append([(r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))

@@ -108,8 +108,20 @@ def test_the_digest_is_that_of_the_tensors() -> None:
 def test_steps_of_a_digest_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The positions of words go on from step to step."""
     expected = digest_of(weights())
-    monkeypatch.setattr(nemo_oprd_buckets, "_DIGEST_WORDS", 100)
+    monkeypatch.setattr(nemo_oprd_buckets, "_DIGEST_WORDS_CPU", 100)
     assert digest_of(weights()) == expected
+
+
+def test_what_was_in_the_buffer_before_does_not_matter() -> None:
+    """Buckets share a buffer that is not cleared; the digest reads the padding."""
+    digests = []
+    for content in (0, 255):
+        bucket, digest = Bucket([], torch.full((1 << 16,), content, dtype=torch.uint8)), Digest()
+        for name, tensor in weights().items():
+            bucket.add(name, tensor)
+        digest.add(bucket.trimmed())
+        digests.append(digest.value())
+    assert digests[0] == digests[1] == digest_of(weights())
 
 
 def test_the_digest_by_its_definition() -> None:

@@ -220,6 +220,20 @@ def test_signals_to_the_guard_do_not_end_it(bench: Bench) -> None:
     bench.check_nothing_is_left(removed=True)
 
 
+def test_other_processes_may_have_any_name() -> None:
+    """Bytes that are no text, such as a long name that was cut within a letter."""
+    program = "open('/proc/self/comm', 'wb').write(b'caf\\xc3'); print(flush=True); import time; time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    assert other.stdout is not None
+    try:
+        other.stdout.readline()
+        assert Path(f"/proc/{other.pid}/comm").read_bytes() == b"caf\xc3\n"
+        assert guard.group_members(other.pid) == [other.pid]
+    finally:
+        other.kill()
+        other.communicate()
+
+
 class TestLocalServer:
     @pytest.fixture
     def server(self, bench: Bench) -> Iterator[LocalServer]:

@@ -42,6 +42,7 @@ def short(places: list[Place]) -> list[tuple]:
         ("aabb", range(2), {"replicas": 2}, [(0, "file", None)] * 2),
         # the student is not on the first ranks
         ("aabb", range(2, 4), {}, [(2, "file", None)]),
+        ("aa", range(1, 2), {}, [(1, "file", None)]),
         ("aaaa", range(4), {"transport": "group"}, [(0, "group", None)]),
     ],
 )

@@ -35,7 +35,8 @@ from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
 from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
 from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerDied, ServerRefused, check_url
 from nemo_oprd.rollout.vllm.transport import SharedFolder
-from nemo_oprd.rollout.vllm.weight_push import CALL_TIMEOUT_S, Controlled, WeightPush
+from nemo_oprd.rollout.vllm.update_calls import CALL_TIMEOUT_S, UpdateCalls
+from nemo_oprd.rollout.vllm.weight_push import Controlled, WeightPush
 from nemo_oprd.weights.hf import TensorReader
 
 # how often a rank that waits for responses asks whether it should cancel
@@ -81,9 +82,8 @@ class VllmEngine:
         self._places = place_servers(self._settings, *_machines(cuda), students)
         self._mine = self._start(directory, cuda)
         names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
-        self._push = WeightPush(
-            self._places, self._mine, names, self._describe, self._settings.start_timeout, device(), students
-        )
+        calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, self._settings.start_timeout)
+        self._push = WeightPush(self._places, self._mine, calls, names, device(), students)
         self._push.settle()
         self._queue = RequestQueue(self._mine.client is not None, len({place.controller for place in self._places}))
         self._lengths = LengthEstimate()

@@ -34,7 +34,8 @@ def group_members(group: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                # a process may have any bytes for a name
+                fields = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
             except OSError:  # ended meanwhile
                 continue
             if int(fields[2]) == group and fields[0] not in "ZX":
@@ -47,7 +48,7 @@ def mapped_shared_memory(processes: list[int]) -> set[str]:
     found = set()
     for process in processes:
         try:
-            maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+            maps = os.fsdecode(Path(f"/proc/{process}/maps").read_bytes()).splitlines()
             found |= {line[line.index(SHARED_MEMORY) :] for line in maps if SHARED_MEMORY in line}
         except OSError:
             continue
