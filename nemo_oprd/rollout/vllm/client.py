@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
 T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
-# looks at a server's health between two looks at what it has in shared memory
-MEMORY_EVERY = 15
 
 
 class ConnectionBroken(ServerDied):
@@ -106,17 +104,12 @@ class Client:
 
     async def watch(self, server: Server) -> str:
         """Returns why the server counts as dead, once it does."""
-        looks = 0
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
                 server.check_alive()
             except ServerDied as death:
                 return str(death)
-            if isinstance(server, LocalServer) and looks % MEMORY_EVERY == 0:
-                # it reads about all processes of the machine
-                await asyncio.to_thread(server.remember_shared_memory)
-            looks += 1
             if not await self.is_healthy(server):
                 return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 
