@@ -26,7 +26,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import device, init_distributed
 from nemo_oprd.megatron.param_names import mappings_by_name
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
@@ -165,8 +165,11 @@ class VllmEngine:
         sampling: SamplingParams,
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
     ) -> list[Rollout]:
         """See `RolloutEngine`. Each response is kept by itself, so `done` may hold any of them.
+
+        `keep` is called on the controllers, in the thread of their client.
 
         Raises:
             ValueError: a prompt leaves no room for a response, or a server refuses, answers nonsense or died too often.
@@ -183,7 +186,7 @@ class VllmEngine:
             missing = [i for i in range(len(requests)) if i not in kept and i not in results]
             if not missing:
                 break
-            parts, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel)
+            parts, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel, keep)
             results |= {i: sampled for part in parts for i, sampled in part.sampled.items()}
             busy |= {number: seconds for part in parts for number, seconds in part.busy_s.items()}
             died = {number: why for part in parts for number, why in part.died.items()}
@@ -203,7 +206,7 @@ class VllmEngine:
         return [rollouts[i] for i in range(len(requests))]
 
     def _round(
-        self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None
+        self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None, keep: Keep | None
     ) -> tuple[list[Round], bool]:
         """One round of all controllers: (what each of them brings home, whether it was cancelled)."""
         claim = self._queue.open(order)
@@ -211,9 +214,8 @@ class VllmEngine:
         client = self._mine.client
         if client is not None:
             slots = -(-len(order) // len(self._places))
-            work = client.start(
-                Sampling(client, task, self._version, claim, slots, mine).run([*self._mine.servers.values()])
-            )
+            sampling = Sampling(client, task, self._version, claim, slots, mine, self._keeper(task, keep))
+            work = client.start(sampling.run([*self._mine.servers.values()]))
         cancelled = self._wait(work, mine, should_cancel)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, (mine.portable(), cancelled))
@@ -242,6 +244,10 @@ class VllmEngine:
             if should_cancel is not None and should_cancel():
                 self._queue.cancel()
         return cancelled
+
+    def _keeper(self, task: Task, keep: Keep | None) -> Callable[[int, Sampled], None] | None:
+        """What `Sampling` calls with every response."""
+        return keep and (lambda index, sampled: keep({index: self._rollout(task.requests[index], sampled)}))
 
     def _rollouts(self, requests: list[Request], results: dict[int, Sampled]) -> dict[int, Rollout]:
         return {i: self._rollout(requests[i], sampled) for i, sampled in results.items()}
