@@ -193,13 +193,14 @@ class Bench:
 class Attempt:
     """One start of the run: its forked ranks, and the first rank's messages about its phases."""
 
-    def __init__(self, overrides: list[str], log: Path, target: Target | None) -> None:
+    def __init__(self, overrides: list[str], log: Path, target: Target | None, command: str = "train") -> None:
         self.durations: dict[str, list[float]] = {}
         reader, writer = os.pipe()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.ranks = [_fork_rank(rank, port, overrides, log, target, writer) for rank in range(RANKS)]
+        arguments = [command, "--config-name", "quickstart", *overrides]
+        self.ranks = [_fork_rank(rank, port, arguments, log, target, writer) for rank in range(RANKS)]
         os.close(writer)
         self._pipe, self._unread = reader, b""
 
@@ -279,7 +280,7 @@ def import_everything() -> None:
     gc.freeze()  # Megatron collects garbage before a save; objects shared with this process are excluded
 
 
-def _fork_rank(rank: int, port: int, overrides: list[str], log: Path, target: Target | None, pipe: int) -> int:
+def _fork_rank(rank: int, port: int, arguments: list[str], log: Path, target: Target | None, pipe: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -297,7 +298,7 @@ def _fork_rank(rank: int, port: int, overrides: list[str], log: Path, target: Ta
             Probe(pipe, target).install()
         from nemo_oprd.cli import main
 
-        sys.argv = ["nemo-oprd", "train", "--config-name", "quickstart", *overrides]
+        sys.argv = ["nemo-oprd", *arguments]
         main()
         os._exit(0)
     except SystemExit as end:
