@@ -1,4 +1,4 @@
-"""Random Qwen2 models as Hugging Face directories, and random rollouts for them.
+"""Random models, Qwen2 in general, as Hugging Face directories, and random rollouts for them.
 
 Weights are drawn on the GPU if there is one, tensor by tensor and never in float32, so a 1.5B pair takes seconds.
 """
@@ -19,7 +19,7 @@ from nemo_oprd.rollout.replay import write_rollouts
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a Qwen2 model; the fields are keys of its config.json."""
+    """The shape of a model; the fields are keys of its config.json."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -30,17 +30,32 @@ class Shape:
     max_position_embeddings: int
 
 
-def save_random_model(path: Path, shape: Shape, *, seed: int, std: float, dtype: torch.dtype) -> None:
-    """Writes config.json and a safetensors file: weights and biases of deviation `std`, norms of 1, an untied head."""
+def save_random_model(
+    path: Path,
+    shape: Shape,
+    *,
+    seed: int,
+    std: float,
+    dtype: torch.dtype,
+    model_type: str = "qwen2",
+    tied: bool = False,
+) -> None:
+    """Writes config.json and a safetensors file: weights and biases of deviation `std`, norms of 1."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "qwen2", **asdict(shape), tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        model_type,
+        **asdict(shape),
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )
     config.dtype = dtype
-    config.architectures = ["Qwen2ForCausalLM"]
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config).state_dict()
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    skeleton = model.state_dict()
+    if tied:
+        del skeleton["lm_head.weight"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}

@@ -1,6 +1,7 @@
 """Kills a toy run repeatedly with SIGKILL and restarts it until it ends; then compares it with an uninterrupted run.
 
     python -m benchmarks.sigkill [--kills 20] [--seed 0] [--steps 16]
+    python -m benchmarks.sigkill --engine vllm       kills processes of the vLLM server instead: sigkill_vllm.py
 
 All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
 CPU) are killed at once: at a random moment within a phase of a step, or while the run is held at a point that is too
@@ -8,21 +9,16 @@ short to hit by chance (between the renaming of a checkpoint and its tracker, af
 the end, metrics (except time, timing/ and perf/) and exported weights must equal those of an uninterrupted run bit by
 bit, and no process may be left.
 
-A start costs seconds of imports, so this process imports everything once and forks the ranks, which run the real
-command line. The launcher is not covered (tests/e2e/test_launchers.py uses torchrun), nor is a loss of power.
+The ranks are forked (`forked_run.py`). The launcher is not covered (tests/e2e/test_launchers.py uses torchrun), nor is
+a loss of power.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import json
 import os
 import random
-import select
-import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -32,9 +28,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-RANKS = 2
-ORPHANS_GONE_S = 5.0
-ATTEMPT_S = 120.0
+from benchmarks.forked_run import (
+    ATTEMPT_S,
+    ORPHANS_GONE_S,
+    ForkedRun,
+    differences,
+    find_call,
+    import_everything,
+    metrics,
+    toy_overrides,
+)
 
 
 @dataclass(frozen=True)
@@ -114,17 +117,9 @@ class Bench:
 
         self.directory, self.steps, toy = directory, steps, directory / "toy"
         make_tiny_pair(toy, steps=10, log=lambda _: None)
-        self.overrides = [
-            *(f"{role}.{kind}" for role in ("student", "teacher") for kind in ("checkpoint=null",)),
-            f"student.hf_path={toy / 'student'}", f"teacher.hf_path={toy / 'teacher'}",
-            f"data.train={toy / 'prompts' / 'train.jsonl'}",
-            f"data.validation.heldout={toy / 'prompts' / 'heldout.jsonl'}", f"train.steps={steps}",
-            "train.prompts_per_step=4", "rollout.max_new_tokens=16", "train.save_every=2", "evaluation.every=2",
-            "evaluation.limit=2", "evaluation.teacher=false", "logging.tensorboard=false",
-            "train.keep_best=val/heldout/avg@2", *overrides,
-        ]  # fmt: skip
+        self.overrides = [*toy_overrides(toy, steps), *overrides]
         self.log = directory / "log.txt"
-        import_everything()
+        import_everything(phase.call for phase in PHASES)
 
     def whole(self) -> dict[str, float]:
         """Runs without interruption; returns the median duration of each phase in seconds."""
@@ -178,36 +173,20 @@ class Bench:
 
     def differences(self) -> list[str]:
         """The differences between both runs: in metrics, except for times, and in exported weights."""
-        one, other = (self.directory / name for name in ("whole", "killed"))
-        found = [
-            f"metrics.jsonl: {expected} in one run, {got} in the other"
-            for expected, got in zip(metrics(one), metrics(other), strict=False)
-            if expected != got
-        ]
-        lengths = [len(metrics(run)) for run in (one, other)]
-        found += [f"metrics.jsonl has {lengths} lines"] if lengths[0] != lengths[1] else []
-        files = [(run / "hf" / "model.safetensors").read_bytes() for run in (one, other)]
-        return found + (["the exported weights"] if files[0] != files[1] else [])
+        return differences(self.directory / "whole", self.directory / "killed")
 
 
-class Attempt:
-    """One start of the run: its forked ranks, and the first rank's messages about its phases."""
+class Attempt(ForkedRun):
+    """One start of the run, which is to be killed at `target`; the first rank reports its phases."""
 
-    def __init__(self, overrides: list[str], log: Path, target: Target | None, command: str = "train") -> None:
+    def __init__(self, overrides: list[str], log: Path, target: Target | None) -> None:
         self.durations: dict[str, list[float]] = {}
-        reader, writer = os.pipe()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        arguments = [command, "--config-name", "quickstart", *overrides]
-        self.ranks = [_fork_rank(rank, port, arguments, log, target, writer) for rank in range(RANKS)]
-        os.close(writer)
-        self._pipe, self._unread = reader, b""
+        super().__init__(overrides, log, lambda pipe: Probe(pipe, target).install())
 
     def wait_for_target(self) -> int:
         """Blocks until the target is reached; returns the step. Raises RuntimeError if the run ends earlier."""
         while True:
-            line = self._line()
+            line = self.line()
             if line.startswith("reached"):
                 return int(line.split()[1])
             if not line:
@@ -216,98 +195,11 @@ class Attempt:
 
     def wait(self) -> int:
         """Waits for the run to end; returns the largest exit status of its ranks."""
-        while line := self._line():
+        while line := self.line():
             kind, seconds, name = line.split(" ", 2)
             if kind == "left":
                 self.durations.setdefault(name, []).append(float(seconds))
         return max(self.codes())
-
-    def codes(self) -> list[int]:
-        """Waits for the ranks to end; returns their exit statuses, negative for a signal."""
-        os.close(self._pipe)
-        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.ranks]
-
-    def _line(self) -> str:
-        """The first rank's next message; empty if the rank has ended, or sends nothing for too long."""
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([self._pipe], [], [], ATTEMPT_S)
-            said = os.read(self._pipe, 4096) if ready else b""
-            if not said:
-                return ""
-            self._unread += said
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line.decode()
-
-    def kill(self) -> None:
-        """SIGKILL to every rank."""
-        for pid in self.ranks:
-            os.kill(pid, signal.SIGKILL)
-        self.codes()
-
-    def orphans(self) -> list[str]:
-        """Command lines of this attempt's processes that do not end in time; each rank started its own session."""
-        deadline = time.monotonic() + ORPHANS_GONE_S
-        while (left := _in_sessions(set(self.ranks))) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
-
-
-def _in_sessions(sessions: set[int]) -> list[str]:
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
-            state, session = fields[0], int(fields[3])
-            if session in sessions and state != "Z":
-                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append(f"{directory.name} {command}")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
-
-
-def import_everything() -> None:
-    """Imports all modules that a rank needs, before the fork; starts no thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    modules = "train", "checkpointing.in_process_writer", "megatron.cpu_patches"
-    for name in ("transformers", *(f"nemo_oprd.{module}" for module in modules)):
-        importlib.import_module(name)
-    for phase in PHASES:
-        importlib.import_module(phase.call.split(":")[0])
-    gc.freeze()  # Megatron collects garbage before a save; objects shared with this process are excluded
-
-
-def _fork_rank(rank: int, port: int, arguments: list[str], log: Path, target: Target | None, pipe: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-        if rank == 0:
-            Probe(pipe, target).install()
-        from nemo_oprd.cli import main
-
-        sys.argv = ["nemo-oprd", *arguments]
-        main()
-        os._exit(0)
-    except SystemExit as end:
-        os._exit(end.code if isinstance(end.code, int) else 1)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(1)
 
 
 class Probe:
@@ -319,9 +211,9 @@ class Probe:
     def install(self) -> None:
         """Wraps the calls of all phases, and the call from which the step is known."""
         for phase in PHASES:
-            owner, name = _find(phase.call)
+            owner, name = find_call(phase.call)
             setattr(owner, name, self._watched(phase, getattr(owner, name)))
-        owner, name = _find("nemo_oprd.rollout.sampler:RolloutSampler.rollouts")
+        owner, name = find_call("nemo_oprd.rollout.sampler:RolloutSampler.rollouts")
         setattr(owner, name, self._counting(getattr(owner, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -368,21 +260,6 @@ class Probe:
         os.write(self.pipe, f"{line}\n".encode())
 
 
-def _find(call: str) -> tuple[Any, str]:
-    module, path = call.split(":")
-    owner: Any = importlib.import_module(module)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    return owner, name
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times and measurements of the machine."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "time" and not k.startswith(("timing/", "perf/"))} for line in lines]
-
-
 def choose(kills: int, draw: random.Random) -> list[Phase]:
     """Every phase at least once, if there are enough kills; in random order, with the run's end last."""
     steps = [phase for phase in PHASES if phase.once != "end"]
@@ -406,15 +283,39 @@ def table(result: Result) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Kill a toy run with SIGKILL and compare it with an uninterrupted one")
+    parser.add_argument("--engine", choices=("megatron", "vllm"), default="megatron")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
+    vllm = parser.add_argument_group("with --engine vllm")
+    vllm.add_argument("--repeat", choices=("step", "responses"), default="step", help="rollout.vllm.repeat")
+    vllm.add_argument(
+        "--strike",
+        action="append",
+        default=[],
+        metavar="PROCESS/PHASE",
+        help="this kill, in one run, in place of --kills",
+    )
+    vllm.add_argument("--python", help="rollout.vllm.python")
+    vllm.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    draw = random.Random(options.seed)
+    if options.engine == "megatron":
+        kill_trainers(options.kills, options.seed, options.steps or 16)
+        return
+    from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark
+
+    steps = options.steps or 6
+    runs = [parse_strikes(options.strike)] if options.strike else choose(options.kills, random.Random(options.seed))
+    run_benchmark(runs, steps, options.repeat, options.python, options.json)
+
+
+def kill_trainers(kills: int, seed: int, steps: int) -> None:
+    """Kills all ranks of a run that samples itself; ends the process with a message if the run differs."""
+    draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory), options.steps)
+        bench = Bench(Path(directory), steps)
         durations = bench.whole()
-        result = bench.kill_and_finish(choose(options.kills, draw), durations, draw)
+        result = bench.kill_and_finish(choose(kills, draw), durations, draw)
         print(table(result))
         differences = bench.differences()
         lines = len(metrics(bench.directory / "whole"))

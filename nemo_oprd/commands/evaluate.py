@@ -17,7 +17,7 @@ from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.rollout.factory import make_engine
+from nemo_oprd.rollout.factory import check_on_device, make_engine
 from nemo_oprd.setup.models import ModelFiles, world_size
 from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, trainer_ranks
 
@@ -40,6 +40,7 @@ def evaluate(config: Config) -> None:
     evaluator = Evaluator(config, tokenizer, spec.max_positions)
     spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, trainer_ranks(config, world_size()))
+    check_on_device(config, spec)
     place = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
     place.check()
     read = model.read

@@ -18,7 +18,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.rollout.engine import Request, RolloutEngine
-from nemo_oprd.rollout.factory import make_engine
+from nemo_oprd.rollout.factory import check_on_device, make_engine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.rollout.sampler import training_requests, training_sampling
 from nemo_oprd.setup.data import read_prompts, recorded_rollouts
@@ -56,6 +56,7 @@ class SampledRollouts:
 
     def __init__(self, config: Config, files: RunFiles) -> None:
         self.config, self.student = config, files.student
+        check_on_device(config, files.student.spec)
         self.prompts, (self.teacher_inputs,) = read_prompts(config, files)
         tokenizer = files.student.tokenizer
         self.student_tokenizer = tokenizer.fingerprint()

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.megatron_engine import MegatronEngine
+from nemo_oprd.rollout.vllm.launch import check_head_size
+
+
+def check_on_device(config: Config, spec: ModelSpec) -> None:
+    """Raises ValueError if the engine can't sample from the model on this machine; needs no process group.
+
+    Args:
+        spec: the architecture of the model to sample from.
+    """
+    if config.rollout.engine == "vllm" and not config.rollout.vllm.endpoints and not torch.cuda.is_available():
+        check_head_size(spec)
 
 
 def make_engine(

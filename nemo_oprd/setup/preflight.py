@@ -20,6 +20,7 @@ from nemo_oprd.models import ModelSpec, check_same_shape, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.rollout.vllm.launch import check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
+from nemo_oprd.rollout.vllm.server import check_url
 
 
 def preflight(config: Config, world_size: int, command: str, *, against_reference: bool = False) -> None:
@@ -113,13 +114,15 @@ def trainer_ranks(config: Config, world_size: int) -> int:
 
 
 def check_engine(config: Config, student: ModelSpec) -> None:
-    """Raises ValueError unless the rollout engine is installed and can run the student.
+    """Raises ValueError unless the rollout engine is installed, or addressed, and can run the student.
 
     Args:
         student: the architecture of the model to sample from.
     """
     if config.rollout.engine == "vllm":
         check_model(config, student)
+        for url in config.rollout.vllm.endpoints:
+            check_url(url)
         if not config.rollout.vllm.endpoints:
             find_python(config)
 

@@ -27,7 +27,7 @@ from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.rollout.factory import make_engine
+from nemo_oprd.rollout.factory import check_on_device, make_engine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.sampler import RolloutSampler
@@ -89,6 +89,8 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
     files = RunFiles(config)
     check_sources_stay(config)
     data = read_training_data(config, files)
+    if data.recorded is None:
+        check_on_device(config, files.student.spec)
     plan = make_plan(config, files)
     if data.recorded is None:
         check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)

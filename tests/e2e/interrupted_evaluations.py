@@ -2,7 +2,7 @@
 
     python interrupted_evaluations.py DIRECTORY
 
-The ranks are forked as in benchmarks/sigkill.py, and inherit `generate_batch` as it is here: it notes its calls, one
+The ranks are forked by benchmarks/forked_run.py, and inherit `generate_batch` as it is here: it notes its calls, one
 file per rank, and can hold a rank at one of them.
 """
 
@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sigkill import RANKS, Attempt, Bench, metrics
+from benchmarks.forked_run import RANKS, ForkedRun, metrics
+from benchmarks.sigkill import Bench
 from nemo_oprd.rollout import megatron_engine
 
 generate_batch = megatron_engine.generate_batch
@@ -40,7 +41,7 @@ class Start:
         self.log, self.hold = self.notes / "log.txt", hold
         megatron_engine.generate_batch = self._noting  # type: ignore[assignment]
         arguments = [*bench.overrides, f"output={bench.directory / output}", *overrides]
-        self.attempt = Attempt(arguments, self.log, None, command)
+        self.attempt = ForkedRun(arguments, self.log, lambda _: None, command=command)
         megatron_engine.generate_batch = generate_batch
 
     def _noting(self, *args: Any, **kwargs: Any) -> Any:

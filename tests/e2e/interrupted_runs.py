@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.sigkill import PHASES, Attempt, Bench, Target, metrics
+from benchmarks.forked_run import metrics
+from benchmarks.sigkill import PHASES, Attempt, Bench, Target
 from nemo_oprd.fault_tolerance.signals import Signals
 
 enter = Signals.__enter__

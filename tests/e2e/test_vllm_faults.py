@@ -70,7 +70,7 @@ class Site:
             f"data.train={self.directory / 'prompts.jsonl'}", "evaluation.every=0", "train.steps=2", "train.lr=1e-2",
             "train.warmup_fraction=0", "train.schedule=constant", "train.prompts_per_step=4", "logging.every=1",
             "student.parallel.tensor=1", "logging.tensorboard=false", "train.export_hf=false", "rollout.engine=vllm",
-            "rollout.vllm.flags=[--block-size,16]", *more,
+            "rollout.vllm.flags=[--block-size,32]", *more,
         ]  # fmt: skip
 
     def run(self, fault: str, *more: str, pair: Path | None = None, arguments: tuple[str, ...] = ()) -> tuple[int, str]:

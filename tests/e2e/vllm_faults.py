@@ -13,7 +13,7 @@ from nemo_oprd.cli import main
 from nemo_oprd.rollout.vllm import server
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.sampling import Task
-from nemo_oprd.rollout.vllm.weight_push import WeightPush
+from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 
 
 def another_temperature() -> None:
@@ -48,13 +48,13 @@ def stale_head() -> None:
 
 
 def _change_in_transit(change: Any) -> None:
-    update = WeightPush._update
+    update = UpdateCalls.update
 
-    async def changed(push: WeightPush, to: server.Server, info: dict[str, Any]) -> None:
+    async def changed(calls: UpdateCalls, to: server.Server, info: dict[str, Any]) -> None:
         entries = [dict(entry) for entry in info["entries"]]
-        await update(push, to, {**info, "entries": change(entries)})
+        await update(calls, to, {**info, "entries": change(entries)})
 
-    WeightPush._update = changed  # type: ignore[method-assign]
+    UpdateCalls.update = changed  # type: ignore[method-assign]
 
 
 def missing_tensor() -> None:
@@ -85,13 +85,13 @@ def wrong_shape() -> None:
 
 def somebody_else_updates() -> None:
     """Another user of the server gives its weights another version after every update."""
-    finish = WeightPush._finish
+    finish = UpdateCalls.finish
 
-    async def finished(push: WeightPush, to: server.Server, digest: str, version: str) -> None:
-        await finish(push, to, digest, version)
-        await push._client.post(to, "/update_weight_version", {"new_version": "theirs"}, timeout=60)
+    async def finished(calls: UpdateCalls, to: server.Server, digest: str, version: str) -> None:
+        await finish(calls, to, digest, version)
+        await calls._client.post(to, "/update_weight_version", {"new_version": "theirs"}, timeout=60)
 
-    WeightPush._finish = finished  # type: ignore[method-assign]
+    UpdateCalls.finish = finished  # type: ignore[method-assign]
 
 
 def none() -> None:

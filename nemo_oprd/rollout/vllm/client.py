@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 
 T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
@@ -80,6 +80,37 @@ class Client:
         raise ServerRefused(
             f"{server.name} refuses {path} with status {answer.status_code}: {_short(answer.text)}{server.last_words()}"
         )
+
+    async def post_watched(self, server: Server, path: str, body: Any = None, *, timeout: float) -> Any:
+        """Like `post`, for calls that may take long; ends at once when the server turns out to be dead.
+
+        An API server whose engine dies during a call may never answer it: it waits with its own end until all
+        connections are closed.
+        """
+        call = asyncio.ensure_future(self.post(server, path, body, timeout=timeout))
+        watch = asyncio.ensure_future(self.watch(server))
+        try:
+            await asyncio.wait((call, watch), return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            raise ServerDied(f"{watch.result()}, during {path}")
+        finally:
+            call.cancel()
+            watch.cancel()
+            await asyncio.gather(call, watch, return_exceptions=True)
+
+    async def watch(self, server: Server) -> str:
+        """Returns why the server counts as dead, once it does."""
+        while True:
+            await asyncio.sleep(HEALTH_EVERY_S)
+            try:
+                server.check_alive()
+            except ServerDied as death:
+                return str(death)
+            if isinstance(server, LocalServer):
+                server.remember_shared_memory()
+            if not await self.is_healthy(server):
+                return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 
     async def is_healthy(self, server: Server, timeout: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers within `timeout` that it is well; at once if nobody listens any more."""

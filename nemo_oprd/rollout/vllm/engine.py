@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, ch
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
 from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused, check_url
+from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerDied, ServerRefused, check_url
 from nemo_oprd.rollout.vllm.transport import SharedFolder
-from nemo_oprd.rollout.vllm.weight_push import CALL_TIMEOUT_S, Controlled, WeightPush
+from nemo_oprd.rollout.vllm.update_calls import CALL_TIMEOUT_S, UpdateCalls
+from nemo_oprd.rollout.vllm.weight_push import Controlled, WeightPush
 from nemo_oprd.weights.hf import TensorReader
 
 # how often a rank that waits for responses asks whether it should cancel
@@ -80,9 +82,8 @@ class VllmEngine:
         self._places = place_servers(self._settings, *_machines(cuda), students)
         self._mine = self._start(directory, cuda)
         names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
-        self._push = WeightPush(
-            self._places, self._mine, names, self._describe, self._settings.start_timeout, device(), students
-        )
+        calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, self._settings.start_timeout)
+        self._push = WeightPush(self._places, self._mine, calls, names, device(), students)
         self._push.settle()
         self._queue = RequestQueue(self._mine.client is not None, len({place.controller for place in self._places}))
         self._lengths = LengthEstimate()
@@ -282,11 +283,11 @@ class VllmEngine:
             self._asleep = False
 
     def _call_sleepers(self, path: str) -> None:
-        """Calls the servers of this rank that share GPUs with the trainer (not yet run)."""
+        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
         for number, server in self._mine.servers.items():
-            if self._places[number].sleeps:
-                assert self._mine.client is not None
-                self._mine.client.run(self._mine.client.post(server, path, timeout=CALL_TIMEOUT_S))
+            if self._places[number].sleeps and self._mine.client is not None:
+                with suppress(ServerDied):
+                    self._mine.client.run(self._mine.client.post_watched(server, path, timeout=CALL_TIMEOUT_S))
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""

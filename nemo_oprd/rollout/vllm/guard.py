@@ -6,7 +6,8 @@ command ends or when stdin is closed, which happens however that process ends. `
 process, is removed, too, unless that process has written a byte before: then it lives on and only ends the server.
 
 If this guard is killed, `worker/nemo_oprd_serve.py` ends the group, and the process that wanted the server calls
-`clean_up`.
+`clean_up`. Nobody can ask processes that were all killed at once what they had mapped; the names of the semaphores and
+the shared memory that Python made for them begin with the value of NEMO_OPRD_SHARED_NAMES, and are found by that.
 
 Imports the standard library alone, because it starts before anything else.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 
 GRACE_S = 10.0
 SHARED_MEMORY = "/dev/shm/"
+SHARED_NAMES = "NEMO_OPRD_SHARED_NAMES"
 
 
 def group_members(group: int) -> list[int]:
@@ -32,7 +34,8 @@ def group_members(group: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                # a process may have any bytes for a name
+                fields = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
             except OSError:  # ended meanwhile
                 continue
             if int(fields[2]) == group and fields[0] not in "ZX":
@@ -45,16 +48,29 @@ def mapped_shared_memory(processes: list[int]) -> set[str]:
     found = set()
     for process in processes:
         try:
-            maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+            maps = os.fsdecode(Path(f"/proc/{process}/maps").read_bytes()).splitlines()
             found |= {line[line.index(SHARED_MEMORY) :] for line in maps if SHARED_MEMORY in line}
         except OSError:
             continue
     return {path for path in found if not path.endswith(" (deleted)")}
 
 
-def clean_up(group: int, shared_memory: set[str]) -> None:
-    """Kills what is left of a group, and removes files in shared memory that its processes had mapped."""
+def named_shared_memory(names: str) -> set[str]:
+    """Files in shared memory whose names, as a process gave them, begin with `names`; none if that is empty."""
+    folder = Path(SHARED_MEMORY)
+    return {str(path) for start in ("", "sem.") for path in folder.glob(f"{start}{names}*")} if names else set()
+
+
+def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names: str = "") -> None:
+    """Kills what is left of a group, and removes files in shared memory that its processes had mapped or named.
+
+    Args:
+        keep: a directory whose files stay, because they belong to the process that wanted the server.
+        names: see `named_shared_memory`.
+    """
     shared_memory = shared_memory | mapped_shared_memory(group_members(group))
+    if keep is not None:
+        shared_memory = {path for path in shared_memory if not path.startswith(f"{keep}/")}
     deadline = time.monotonic() + GRACE_S
     while (left := [process for process in group_members(group) if process != os.getpid()]) and (
         time.monotonic() < deadline
@@ -65,7 +81,7 @@ def clean_up(group: int, shared_memory: set[str]) -> None:
             except ProcessLookupError:
                 continue
         time.sleep(0.02)
-    for path in shared_memory:
+    for path in shared_memory | named_shared_memory(names):
         Path(path).unlink(missing_ok=True)
 
 
@@ -98,13 +114,13 @@ def main() -> None:
     shared_memory: set[str] = set()
     while not over.wait(1.0):
         shared_memory |= mapped_shared_memory(group_members(os.getpid()))
+    shared_memory |= mapped_shared_memory(group_members(os.getpid()))  # before a process with some of it ends
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
         while child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-    own = {path for path in shared_memory if directory is None or not path.startswith(directory)}
-    clean_up(os.getpid(), own)
+    clean_up(os.getpid(), shared_memory, directory, os.environ.get(SHARED_NAMES, ""))
     if directory is not None and parent_gone.is_set():
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.vllm.client import HEALTH_EVERY_S, HEALTH_TIMEOUT_S, Client, ConnectionBroken
-from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.client import Client, ConnectionBroken
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
 GENERATE = "/inference/v1/generate"
 # of a request whose connection broke although its server was well
@@ -85,10 +85,20 @@ class Task:
         """The response in a server's answer.
 
         Raises:
-            ServerRefused: it was not sampled from the current weights and the known ids alone.
+            ServerDied: the server gave the response up, as one does that somebody ends.
+            ServerRefused: it was not sampled from the current weights and the known ids alone, or says too little.
         """
-        choice = answer["choices"][0]
-        ids, spans = choice["token_ids"], choice["weight_versions"]
+        try:
+            choice = answer["choices"][0]
+            ids, spans, reason = choice["token_ids"], choice["weight_versions"], choice["finish_reason"]
+            logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ServerRefused(
+                f"{server} answered response {index} in another form ({error!r}); expected ids, their log-"
+                "probabilities and the version of the weights: does it run the vLLM of scripts/setup_vllm.sh?"
+            ) from error
+        if reason not in ("stop", "length"):
+            raise ServerDied(f"{server} gave response {index} up ({reason})")
         if [(span["version"], span["start"], span["end"]) for span in spans] != [(version, 0, len(ids))]:
             found = ", ".join(f"{span['version']} (tokens {span['start']} to {span['end']})" for span in spans)
             raise ServerRefused(
@@ -96,13 +106,12 @@ class Task:
                 "for all tokens: does somebody else use or update this server?"
             )
         outside = [i for i in ids if not 0 <= i < self.known_ids]
-        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         if outside or len(logprobs) != len(ids) or not ids or not all(map(math.isfinite, logprobs)):
             raise ServerRefused(
                 f"{server} answered response {index} with {len(ids)} ids, {len(logprobs)} log-probabilities and the "
                 f"ids {outside[:3]} outside 0..{self.known_ids - 1}; expected ids inside, and for each a finite one"
             )
-        return Sampled(ids, logprobs, choice["finish_reason"] == "stop")
+        return Sampled(ids, logprobs, reason == "stop")
 
 
 def seed_of(sampling: SamplingParams, index: int) -> int:
@@ -151,15 +160,16 @@ class Sampling:
             Exception: what `keep` or our own code raised.
         """
         work = (self._slot(server) for _ in range(min(self._slots, server.in_flight)))
-        watch = asyncio.create_task(_watch(self._client, server))
+        watch = asyncio.create_task(self._client.watch(server))
         stop = asyncio.create_task(self._result.stop.wait())
-        waiting: list[asyncio.Future] = [asyncio.gather(*work), watch, stop]
+        slots = asyncio.gather(*work)
+        waiting: list[asyncio.Future] = [slots, watch, stop]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if slots.done():
+                slots.result()  # raises what went wrong in our own code
             if watch.done():
                 self._result.died.setdefault(server.number, watch.result())
-            if waiting[0].done():
-                waiting[0].result()
         finally:
             for unfinished in waiting:
                 unfinished.cancel()
@@ -198,17 +208,3 @@ class Sampling:
                 if not await self._client.stays_healthy(server):
                     raise
         return await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
-
-
-async def _watch(client: Client, server: Server) -> str:
-    """Returns why the server counts as dead, once it does."""
-    while True:
-        await asyncio.sleep(HEALTH_EVERY_S)
-        try:
-            server.check_alive()
-        except ServerDied as death:
-            return str(death)
-        if isinstance(server, LocalServer):
-            server.remember_shared_memory()
-        if not await client.is_healthy(server):
-            return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"

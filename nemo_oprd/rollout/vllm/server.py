@@ -142,9 +142,14 @@ class LocalServer(Server):
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(self.devices),
+                env=server_environment(self.devices) | {guard.SHARED_NAMES: self._shared_names},
                 start_new_session=True,
             )
+
+    @property
+    def _shared_names(self) -> str:
+        """How the names of this start's files in shared memory begin."""
+        return f"{self.directory.name}_{self.number}_{self.generation}_"
 
     def check_alive(self) -> None:
         """Raises ServerDied if its guard has ended, which ends with the server."""
@@ -154,8 +159,7 @@ class LocalServer(Server):
     def remember_shared_memory(self) -> None:
         """Notes what the server has mapped, to be removed if the server and its guard are killed."""
         if self._process is not None:
-            mapped = guard.mapped_shared_memory(guard.group_members(self._process.pid))
-            self._shared_memory |= {path for path in mapped if not path.startswith(str(self.directory))}
+            self._shared_memory |= guard.mapped_shared_memory(guard.group_members(self._process.pid))
 
     def restart(self, why: str) -> None:
         """Ends what is left of it and starts it again, after a pause that doubles with every restart.
@@ -187,7 +191,8 @@ class LocalServer(Server):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        guard.clean_up(process.pid, self._shared_memory)  # the guard may have been killed
+        # the guard may have been killed
+        guard.clean_up(process.pid, self._shared_memory, str(self.directory), self._shared_names)
         self._shared_memory = set()
 
     def last_words(self) -> str:

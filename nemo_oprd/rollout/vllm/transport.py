@@ -24,24 +24,28 @@ from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
 BUCKET_BYTES = 256 << 20
 
 
-def zeros(size: int, device: torch.device) -> torch.Tensor:
-    """`size` bytes."""
-    return torch.zeros(size, dtype=torch.uint8, device=device)
+def room(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes with any content."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def buckets(
     weights: Iterable[tuple[str, torch.Tensor]],
     size: int = BUCKET_BYTES,
-    allocate: Callable[[int, torch.device], torch.Tensor] = zeros,
+    allocate: Callable[[int, torch.device], torch.Tensor] = room,
 ) -> Iterator[Bucket]:
-    """The stream in buckets of at most `size` bytes, or of one tensor that is larger."""
+    """The stream in buckets of at most `size` bytes, or of one tensor that is larger.
+
+    Buckets share one buffer, so a bucket is valid until the next one is asked for. The buffer is not cleared: on a CPU
+    it then takes memory only as far as it is filled, and a small model does not wait for a whole bucket of pages.
+    """
     bucket: Bucket | None = None
     for name, tensor in weights:
         needed = padded_bytes(tensor)
-        if bucket is not None and bucket.used + needed > len(bucket.data):
+        if bucket is not None and bucket.used + needed > size:
             yield bucket.trimmed()
-            bucket = None
-        if bucket is None:
+            bucket = Bucket([], bucket.data)
+        if bucket is None or needed > len(bucket.data):
             bucket = Bucket([], allocate(max(size, needed), tensor.device))
         bucket.add(name, tensor)
     if bucket is not None:
@@ -82,11 +86,11 @@ class SharedFolder:
         self.path.rmdir()
 
 
-def shareable_zeros(size: int, device: torch.device) -> torch.Tensor:
-    """As `zeros`, in CUDA memory that another process can open, which it can't in expandable segments (`ipc`)."""
+def shareable_room(size: int, device: torch.device) -> torch.Tensor:
+    """As `room`, in CUDA memory that another process can open, which it can't in expandable segments (`ipc`)."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     try:
-        return zeros(size, device)
+        return room(size, device)
     finally:
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -9,7 +9,6 @@ which it failed; a server that failed is restarted by the next attempt.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,18 +22,9 @@ from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.rollout.vllm.transport import SharedFolder
+from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_group import Rendezvous, WeightGroup
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest
-
-# for calls that only start, pause or ask something
-CALL_TIMEOUT_S = 120.0
-# a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
-LOAD_TIMEOUT_S = 900.0
-READY_EVERY_S = 0.25
-PROBE = {
-    "token_ids": [1, 2],
-    "sampling_params": {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False},
-}
 
 
 @dataclass
@@ -77,9 +67,8 @@ class WeightPush:
     Args:
         places: all servers of the run.
         mine: the servers of this rank.
+        calls: the calls to the servers of this rank.
         names: HF names of all tensors of the model.
-        describe: raises ServerRefused unless a server's description is that of a server for this run.
-        start_timeout: seconds until a server answers after its start.
         device: of this rank, for collectives over NCCL.
         students: the ranks that have the stream.
     """
@@ -88,18 +77,13 @@ class WeightPush:
         self,
         places: list[Place],
         mine: Controlled,
+        calls: UpdateCalls,
         names: set[str],
-        describe: Callable[[dict[str, Any], str], None],
-        start_timeout: float,
         device: torch.device,
         students: range,
     ) -> None:
-        self._places, self._mine, self._names = places, mine, names
-        self._describe, self._start_timeout, self._device = describe, start_timeout, device
+        self._places, self._mine, self._calls, self._names = places, mine, calls, names
         self.deaths = 0  # of all servers, in this run
-        self._ready: dict[int, int] = {}  # server -> the generation that was found ready
-        self._joined: set[int] = set()  # servers that have a transport
-        self._begun: set[int] = set()  # servers with an update that has begun and received nothing
         self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
         self._group = WeightGroup(places, device)
         any_ipc = any(place.transport == "ipc" for place in places)
@@ -136,18 +120,13 @@ class WeightPush:
         sleeping = {place.number for place in self._places if place.sleeps}
         while sleeping:
             failures = Failures()
-            self._each([n for n in self._mine.servers if n in sleeping], self._settle, failures)
+            self._each([n for n in self._mine.servers if n in sleeping], self._calls.settle, failures)
             failures = failures.shared()
             if failures.refused:
                 raise ServerRefused(failures.refused[0])
             if not failures.died:
                 return
             self.revive(failures.died)
-
-    async def _settle(self, server: Server) -> None:
-        await self._wait_until_ready(server)
-        self._ready[server.number] = server.generation
-        await self._client.post(server, "/sleep?level=1", timeout=CALL_TIMEOUT_S)
 
     def revive(self, died: dict[int, str]) -> None:
         """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
@@ -170,10 +149,8 @@ class WeightPush:
     def _revive(self, server: Server, why: str, failures: Failures) -> None:
         """Restarts a server; an endpoint is waited for."""
         number, server.pushed = server.number, None
-        was_ready = self._ready.pop(number, None) is not None
+        was_ready = self._calls.forget(server)
         self._false_starts[number] = 0 if was_ready else self._false_starts.get(number, 0) + 1
-        self._joined.discard(number)
-        self._begun.discard(number)
         try:
             if self._false_starts[number] > 1:
                 raise ServerRefused(f"{why}; it died twice before it was ready")
@@ -183,7 +160,7 @@ class WeightPush:
 
     def _attempt(self, stream: Callable[[], Iterable], step: int) -> tuple[Failures, str | None]:
         failures = Failures()
-        self._each(list(self._mine.servers), self._prepare, failures)
+        self._each(list(self._mine.servers), self._calls.prepare, failures)
         failures = failures.shared()
         if failures.died or failures.refused:
             return failures, None
@@ -199,7 +176,7 @@ class WeightPush:
         version = f"{step}-{digests[0]}"
         self._each(
             [number for number in self._mine.servers if number not in failures.died],
-            lambda server: self._finish(server, str(digests[0]), version),
+            lambda server: self._calls.finish(server, str(digests[0]), version),
             failures,
         )
         return failures.shared(), version
@@ -217,51 +194,14 @@ class WeightPush:
             if isinstance(result, BaseException):
                 failures.note(number, result)
 
-    async def _prepare(self, server: Server) -> None:
-        """Waits until the server is there, pauses it, and begins an update."""
-        client = self._client
-        if self._ready.get(server.number) != server.generation:
-            await self._wait_until_ready(server)
-            self._ready[server.number] = server.generation
-        if server.number in self._begun:
-            return
-        if self._place(server).sleeps:
-            await client.post(server, "/wake_up?tags=weights", timeout=CALL_TIMEOUT_S)
-        # "wait" also resets the prefix cache, which holds keys of the old weights
-        await client.post(server, "/pause?mode=wait", timeout=CALL_TIMEOUT_S)
-        if self._place(server).transport != "group" and server.number not in self._joined:
-            await client.post(server, "/init_weight_transfer_engine", {"init_info": {}}, timeout=CALL_TIMEOUT_S)
-            self._joined.add(server.number)
-        await client.post(server, "/start_weight_update", timeout=CALL_TIMEOUT_S)
-        self._begun.add(server.number)
-
-    async def _wait_until_ready(self, server: Server) -> None:
-        """Waits until the server is healthy, is the right one and survives a request."""
-        client, deadline = self._client, time.monotonic() + self._start_timeout
-        while not await client.is_healthy(server, timeout=CALL_TIMEOUT_S):
-            server.check_alive()
-            if time.monotonic() > deadline:
-                raise ServerRefused(
-                    f"{server.name} was not ready after {self._start_timeout:.0f} s (rollout.vllm.start_timeout)"
-                    f"{server.last_words()}"
-                )
-            await asyncio.sleep(READY_EVERY_S)
-        answer = await client.post(server, "/collective_rpc", {"method": "nemo_oprd_describe"}, timeout=CALL_TIMEOUT_S)
-        for found in answer["results"]:
-            self._describe(found, server.name)
-        await client.post(server, "/resume", timeout=CALL_TIMEOUT_S)  # an endpoint may have been left paused
-        # a server whose kernels don't fit the model is healthy until its first request
-        await client.post(server, "/inference/v1/generate", PROBE, timeout=self._start_timeout)
-
     def _join(self, rendezvous: Rendezvous, failures: Failures) -> None:
         """The workers and the first rank open the group; each waits for the others."""
         opened = self._group.open(rendezvous)
-
-        async def join(server: Server) -> None:
-            info = {"init_info": rendezvous.init_info(server.number)}
-            await self._client.post(server, "/init_weight_transfer_engine", info, timeout=LOAD_TIMEOUT_S)
-
-        self._each([n for n in self._mine.servers if n in rendezvous.first_ranks], join, failures)
+        self._each(
+            [number for number in self._mine.servers if number in rendezvous.first_ranks],
+            lambda server: self._calls.join(server, rendezvous.init_info(server.number)),
+            failures,
+        )
         for number, why in self._group.opened(opened).items():
             failures.died.setdefault(number, why)
 
@@ -269,12 +209,12 @@ class WeightPush:
         """Sends the stream; returns its digest on the ranks that have the stream."""
         digest = Digest()
         of_transport = {
-            kind: [n for n, server in self._mine.servers.items() if self._place(server).transport == kind]
+            kind: [n for n, server in self._mine.servers.items() if self._places[server.number].transport == kind]
             for kind in ("file", "group", "ipc")
         }
-        self._begun.clear()
+        self._calls.updates_begin()
         receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
-        allocate = transport.shareable_zeros if self._handle_group is not None else transport.zeros
+        allocate = transport.shareable_room if self._handle_group is not None else transport.room
         for bucket in transport.buckets(weights, allocate=allocate):
             digest.add(bucket)
             if of_transport["file"]:
@@ -307,43 +247,21 @@ class WeightPush:
             failures.refused.append(str(error))
             return
         info = {"path": str(path), "entries": bucket.describe(), "bytes": len(bucket.data)}
-        self._each([n for n in servers if n not in failures.died], lambda server: self._update(server, info), failures)
+        self._update(servers, info, failures)
         path.unlink()  # the workers have mapped it
 
     def _send_handles(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
         parts: list[Any] = [None] * dist.get_world_size(self._handle_group)
         dist.all_gather_object(parts, transport.memory_handle(bucket), group=self._handle_group)
         info = {"handles": dict(parts), "entries": bucket.describe(), "bytes": len(bucket.data)}
-        self._each([n for n in servers if n not in failures.died], lambda server: self._update(server, info), failures)
-        dist.barrier(group=self._handle_group)  # the bucket's memory is freed
+        self._update(servers, info, failures)
+        dist.barrier(group=self._handle_group)  # the bucket's memory is used again
+
+    def _update(self, servers: list[int], info: dict[str, Any], failures: Failures) -> None:
+        alive = [number for number in servers if number not in failures.died]
+        self._each(alive, lambda server: self._calls.update(server, info), failures)
 
     def _start_receiving(self, number: int) -> Future:
         """The call in which the workers of a server receive all buckets of the group."""
-        return self._client.start(self._update(self._mine.servers[number], {}))
-
-    async def _update(self, server: Server, info: dict[str, Any]) -> None:
-        await self._client.post(server, "/update_weights", {"update_info": info}, timeout=LOAD_TIMEOUT_S)
-
-    async def _finish(self, server: Server, digest: str, version: str) -> None:
-        """Compares what all workers received, and lets the server sample from it."""
-        client = self._client
-        answer = await client.post(server, "/collective_rpc", {"method": "nemo_oprd_received"}, timeout=LOAD_TIMEOUT_S)
-        for worker, found in enumerate(answer["results"]):
-            if found != {"digest": digest, "tensors": len(self._names)}:
-                raise ServerRefused(
-                    f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
-                    f"{found['digest']}, expected {len(self._names)} with {digest}: the weights did not arrive as sent"
-                )
-        await client.post(server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S)
-        if self._place(server).sleeps:
-            await client.post(server, "/wake_up?tags=kv_cache", timeout=CALL_TIMEOUT_S)
-        await client.post(server, "/resume", timeout=CALL_TIMEOUT_S)
-        server.pushed = version
-
-    @property
-    def _client(self) -> Client:
         assert self._mine.client is not None
-        return self._mine.client
-
-    def _place(self, server: Server) -> Place:
-        return self._places[server.number]
+        return self._mine.client.start(self._calls.update(self._mine.servers[number], {}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from bad_input_case import GOLDEN, TEXT, Category, Place, cut
 from safetensors.torch import load_file
@@ -28,6 +29,10 @@ case("first stage", "a first stage that leaves nothing", "3 layers cannot be spl
 case("first and last stage", "first and last stage that don't add up", "first_stage_layers=1, last_stage_layers=1 | choose", "student.parallel.pipeline=2", "student.parallel.first_stage_layers=1", "student.parallel.last_stage_layers=1", ranks=2)
 case("virtual stages", "virtual stages that don't divide", "virtual_pipeline=2 does not divide the [2, 1] layers | choose", "student.parallel.pipeline=2", "student.parallel.virtual_pipeline=2", ranks=2)
 case("virtual without stages", "virtual stages without stages", "student.parallel.virtual_pipeline=2 needs student.parallel.pipeline > 1", "student.parallel.virtual_pipeline=2")
+VLLM = ("rollout.engine=vllm", "rollout.vllm.python={root}/python")
+case("servers take all", "dedicated vLLM servers on all ranks", "rollout.vllm.placement=dedicated with 2 rank(s) of servers leaves none of the 2 rank(s) for the student | start more ranks", *VLLM, "rollout.vllm.placement=dedicated", "rollout.vllm.replicas=2", ranks=2, prepare=lambda p: (p.root / "python").touch())
+case("tensor of vLLM", "workers of a vLLM server that do not divide the heads", "rollout.vllm.tensor=3 does not divide the model's 4 attention heads | choose a divisor", *VLLM, "rollout.vllm.tensor=3")
+case("head size of vLLM", "heads that vLLM has no attention for on a CPU", "heads have size 16 | knows 32, 64 | use rollout.engine=megatron", *VLLM, prepare=lambda p: (p.root / "python").touch(), wrap=lambda: mock.patch("torch.cuda.is_available", return_value=False))
 case("size of zero", "a parallel size of 0", "student.parallel.tensor=0 | expected at least 1", "student.parallel.tensor=0")
 
 case = Category("Models")

@@ -14,8 +14,8 @@ import torch
 
 # every tensor starts at a multiple of this many bytes, so that its part of the bucket is aligned for any dtype
 ALIGNMENT = 64
-# words per step of a digest; bounds the memory of the positions by which words are multiplied
-_DIGEST_WORDS = 1 << 20
+# words per step of a digest: on a CPU what a step makes fits into the cache, elsewhere few kernels are started
+_DIGEST_WORDS, _DIGEST_WORDS_CPU = 1 << 20, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ class Bucket:
         return self.entries[-1].start + self.entries[-1].padded if self.entries else 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a tensor behind the last one; `data` must have room for it and be zero there."""
+        """Copies a tensor behind the last one, and clears its padding; `data` must have room for it."""
         entry = Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used)
         part = self.data[entry.start : entry.start + entry.size]
         part.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        self.data[entry.start + entry.size : entry.start + entry.padded].zero_()
         self.entries.append(entry)
 
     def trimmed(self) -> Bucket:
@@ -113,8 +114,9 @@ class Digest:
 def _sums(words: torch.Tensor) -> tuple[int, int]:
     plain = torch.zeros((), dtype=torch.int64, device=words.device)
     weighted = torch.zeros_like(plain)
-    for start in range(0, len(words), _DIGEST_WORDS):
-        part = words[start : start + _DIGEST_WORDS].long()
+    step = _DIGEST_WORDS_CPU if words.device.type == "cpu" else _DIGEST_WORDS
+    for start in range(0, len(words), step):
+        part = words[start : start + step].long()
         plain += part.sum()
         weighted += (part * torch.arange(start + 1, start + 1 + len(part), device=words.device)).sum()
     return int(plain), int(weighted)

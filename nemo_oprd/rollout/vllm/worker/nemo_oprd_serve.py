@@ -3,24 +3,47 @@
 `python nemo_oprd_serve.py ARGUMENTS` is `python -m vllm.entrypoints.openai.api_server ARGUMENTS`. Every process of the
 server runs the lines below: those that multiprocessing spawns import this file as their main module, and those that it
 forks inherit the hook. A thread then ends the process group once the guard (`guard.py`), whose process id is in
-NEMO_OPRD_GUARD, is gone: a guard that was killed could not do it.
+NEMO_OPRD_GUARD, is gone: a guard that was killed could not do it. Before that it removes their shared memory, which is
+found by its names: they begin with NEMO_OPRD_SHARED_NAMES.
 """
 
 import os
 import select
 import signal
 import threading
+from contextlib import suppress
+from multiprocessing import process, shared_memory
+from pathlib import Path
+
+
+def _name_shared_memory(names: str) -> None:
+    """Lets the names of Python's semaphores and shared memory begin with `names`.
+
+    These are private settings of Python's modules. Without them, guard.py finds only what it has seen mapped.
+    """
+    process.current_process()._config["semprefix"] = f"/{names}"  # type: ignore[attr-defined]
+    shared_memory._SHM_NAME_PREFIX = f"/{names}"  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(f"/{names}") + 8  # type: ignore[attr-defined] # 8 random digits
+
+
+def _end_group() -> None:
+    names = os.environ.get("NEMO_OPRD_SHARED_NAMES")
+    for start in ("", "sem.") if names else ():
+        for path in Path("/dev/shm").glob(f"{start}{names}*"):
+            with suppress(OSError):  # another process of the group was faster
+                path.unlink()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _watch() -> None:
     try:
         guard = os.pidfd_open(int(os.environ["NEMO_OPRD_GUARD"]))
     except ProcessLookupError:
-        os.killpg(0, signal.SIGKILL)
+        _end_group()
     poll = select.poll()
     poll.register(guard, select.POLLIN)
     poll.poll()
-    os.killpg(0, signal.SIGKILL)
+    _end_group()
 
 
 def _start() -> None:
@@ -28,6 +51,8 @@ def _start() -> None:
 
 
 if "NEMO_OPRD_GUARD" in os.environ:
+    if os.environ.get("NEMO_OPRD_SHARED_NAMES"):
+        _name_shared_memory(os.environ["NEMO_OPRD_SHARED_NAMES"])
     os.register_at_fork(after_in_child=_start)
     _start()
 

@@ -92,7 +92,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
             )
         elif update_info.handles:
-            # a copy: a layer keeps its tensors until all of them have come, and the trainer frees the memory before
+            # vLLM keeps the tensors of a layer until all of them have come; the trainer uses the memory again before
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
             torch.accelerator.synchronize()
         else:

@@ -1,0 +1,134 @@
+"""The calls of a weight update to one server: wait until it is there, begin, receive, compare, sample again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.placement import Place
+from nemo_oprd.rollout.vllm.server import Server, ServerRefused
+
+# for calls that only start, pause or ask something
+CALL_TIMEOUT_S = 120.0
+# a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
+LOAD_TIMEOUT_S = 900.0
+READY_EVERY_S = 0.25
+PROBE = {
+    "token_ids": [1, 2],
+    "sampling_params": {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False},
+}
+
+
+class UpdateCalls:
+    """The calls of one controller, and how far each of its servers is. All calls raise ServerDied and ServerRefused.
+
+    Args:
+        client: None on ranks that control no server; no call is made there.
+        places: all servers of the run.
+        tensors: number of tensors of the model.
+        describe: raises ServerRefused unless a server's description is that of a server for this run.
+        start_timeout: seconds until a server answers after its start.
+    """
+
+    def __init__(
+        self,
+        client: Client | None,
+        places: list[Place],
+        tensors: int,
+        describe: Callable[[dict[str, Any], str], None],
+        start_timeout: float,
+    ) -> None:
+        self._maybe_client, self._places, self._tensors = client, places, tensors
+        self._describe, self._start_timeout = describe, start_timeout
+        self._ready: dict[int, int] = {}  # server -> the generation that was found ready
+        self._joined: set[int] = set()  # servers that have a transport
+        self._begun: set[int] = set()  # servers with an update that has begun and received nothing
+
+    @property
+    def _client(self) -> Client:
+        assert self._maybe_client is not None
+        return self._maybe_client
+
+    def forget(self, server: Server) -> bool:
+        """Forgets a server that died; whether it had been ready."""
+        self._joined.discard(server.number)
+        self._begun.discard(server.number)
+        return self._ready.pop(server.number, None) is not None
+
+    def updates_begin(self) -> None:
+        """From here on the servers receive something: an update that is given up can't be begun again."""
+        self._begun.clear()
+
+    async def prepare(self, server: Server) -> None:
+        """Waits until the server is there, pauses it, and begins an update."""
+        client = self._client
+        if self._ready.get(server.number) != server.generation:
+            await self._wait_until_ready(server)
+            self._ready[server.number] = server.generation
+        if server.number in self._begun:
+            return
+        if self._places[server.number].sleeps:
+            await client.post_watched(server, "/wake_up?tags=weights", timeout=CALL_TIMEOUT_S)
+        # "wait" also resets the prefix cache, which holds keys of the old weights
+        await client.post_watched(server, "/pause?mode=wait", timeout=CALL_TIMEOUT_S)
+        if self._places[server.number].transport != "group" and server.number not in self._joined:
+            await client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}}, timeout=CALL_TIMEOUT_S)
+            self._joined.add(server.number)
+        await client.post_watched(server, "/start_weight_update", timeout=CALL_TIMEOUT_S)
+        self._begun.add(server.number)
+
+    async def _wait_until_ready(self, server: Server) -> None:
+        """Waits until the server is healthy, is the right one and survives a request."""
+        client, deadline = self._client, time.monotonic() + self._start_timeout
+        while not await client.is_healthy(server, timeout=CALL_TIMEOUT_S):
+            server.check_alive()
+            if time.monotonic() > deadline:
+                raise ServerRefused(
+                    f"{server.name} was not ready after {self._start_timeout:.0f} s (rollout.vllm.start_timeout)"
+                    f"{server.last_words()}"
+                )
+            await asyncio.sleep(READY_EVERY_S)
+        answer = await client.post_watched(
+            server, "/collective_rpc", {"method": "nemo_oprd_describe"}, timeout=CALL_TIMEOUT_S
+        )
+        for found in answer["results"]:
+            self._describe(found, server.name)
+        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)  # an endpoint may have been left paused
+        # a server whose kernels don't fit the model is healthy until its first request
+        await client.post_watched(server, "/inference/v1/generate", PROBE, timeout=self._start_timeout)
+
+    async def settle(self, server: Server) -> None:
+        """Waits until the server is there, and lets it give the memory of its GPUs back."""
+        await self._wait_until_ready(server)
+        self._ready[server.number] = server.generation
+        await self._client.post_watched(server, "/sleep?level=1", timeout=CALL_TIMEOUT_S)
+
+    async def join(self, server: Server, init_info: dict[str, Any]) -> None:
+        """Lets the workers join the process group of the weights; returns once all members have joined."""
+        info = {"init_info": init_info}
+        await self._client.post_watched(server, "/init_weight_transfer_engine", info, timeout=LOAD_TIMEOUT_S)
+
+    async def update(self, server: Server, info: dict[str, Any]) -> None:
+        """Lets the workers receive one bucket, or all buckets of the group; see `nemo_oprd_worker.UpdateInfo`."""
+        await self._client.post_watched(server, "/update_weights", {"update_info": info}, timeout=LOAD_TIMEOUT_S)
+
+    async def finish(self, server: Server, digest: str, version: str) -> None:
+        """Compares what all workers received, and lets the server sample from it."""
+        client = self._client
+        answer = await client.post_watched(
+            server, "/collective_rpc", {"method": "nemo_oprd_received"}, timeout=LOAD_TIMEOUT_S
+        )
+        for worker, found in enumerate(answer["results"]):
+            if found != {"digest": digest, "tensors": self._tensors}:
+                raise ServerRefused(
+                    f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
+                    f"{found['digest']}, expected {self._tensors} with {digest}: the weights did not arrive as sent"
+                )
+        await client.post_watched(server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S)
+        if self._places[server.number].sleeps:
+            await client.post_watched(server, "/wake_up?tags=kv_cache", timeout=CALL_TIMEOUT_S)
+        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)
+        server.pushed = version

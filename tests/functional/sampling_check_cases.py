@@ -1,0 +1,51 @@
+"""What the pool's workers run: the student's log-probabilities of sampled tokens, at a layout."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def student_logprobs(overrides: list[str], count: int, vocab_limit: int | None) -> tuple[np.ndarray, ...]:
+    """(response, token, log-probability) of `count` tokens, the same on every rank."""
+    import cases
+    import torch.distributed as dist
+
+    from nemo_oprd.batch.types import Rollout
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.distillation import sampling_check
+
+    distiller, rollouts = cases.models_and_rollouts(overrides)
+    whole = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
+    table = sampling_check._draw(whole, count, (0, 3, 1))
+    config = load_config("verify", overrides)
+    found = sampling_check.student_logprobs(distiller.student, whole, table, config, vocab_limit)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found.tobytes())
+    assert set(everyone) == {found.tobytes()}
+    return table.response, table.token, found
+
+
+def check(overrides: list[str], change: dict[str, float]) -> tuple[dict[str, float], str | None]:
+    """(Metrics, message) of the check of an engine that samples from the student, but with `change` in its settings."""
+    from dataclasses import replace
+
+    import cases
+
+    from nemo_oprd.batch.types import Rollout
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.distillation import sampling_check
+
+    distiller, rollouts = cases.models_and_rollouts(overrides)
+    config = load_config("verify", overrides)
+    sampled = [Rollout(r.prompt_ids, r.response_ids, finish_reason="stop") for r in rollouts if r.response_ids]
+    table = sampling_check._draw(sampled, sum(len(r.response_ids) for r in sampled), (0,))
+    settings = load_config("verify", [*overrides, *(f"{key}={value}" for key, value in change.items())])
+    values = sampling_check.student_logprobs(distiller.student, sampled, table, settings, None)
+    parts = [values[table.response == i].tolist() for i in range(len(sampled))]
+    sampled = [replace(rollout, logprobs=part) for rollout, part in zip(sampled, parts, strict=True)]
+    # recorded rollouts are not checked, so the setting that names them goes
+    config = replace(config, rollout=replace(config.rollout, replay=None))
+    try:
+        return sampling_check.SamplingCheck(config, None)(distiller.student, sampled, 1), None
+    except ValueError as error:
+        return {}, str(error)

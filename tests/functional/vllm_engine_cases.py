@@ -1,0 +1,199 @@
+"""What the pool's workers run: the engine of `rollout.engine=vllm` with the servers of `vllm_stand_in.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import vllm_stand_in
+from tiny_models import SIZES
+
+EOS = (1, 3)
+MODEL = SIZES | {
+    "model_type": "qwen3",
+    "tie_word_embeddings": False,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "dtype": "float32",
+}
+PROMPTS = [[5, 6, length] for length in (3, 10, 4, 9, 9, 2, 6, 13, 5)]
+
+
+def make_bench(root: Path, **faults: Any) -> Path:
+    """A directory with a model's config.json, faults, and an interpreter whose `vllm` is the stand-in."""
+    root.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps(MODEL))
+    (root / "faults.json").write_text(json.dumps(faults))
+    package = root / "path" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(
+        f"import runpy\nrunpy.run_path({vllm_stand_in.__file__!r}, run_name='__main__')\n"
+    )
+    python = root / "python"
+    python.write_text(f'#!/bin/sh\nSTAND_IN={root} PYTHONPATH={root}/path exec {sys.executable} -S "$@"\n')
+    python.chmod(0o700)
+    return root
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Random tensors by all HF names of the model; the servers look at names and bytes only."""
+    from nemo_oprd.megatron.param_names import mappings_by_name
+    from nemo_oprd.models import parse_model_spec
+
+    generator = torch.Generator().manual_seed(seed)
+    names = [name for mapping in mappings_by_name(parse_model_spec(MODEL)).values() for name in mapping.hf]
+    return {name: torch.randn(5, 1 + i % 3, generator=generator) for i, name in enumerate(names)}
+
+
+def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 0), known: int = 300) -> list[tuple]:
+    """(ids, log-probabilities, finish reason) of a call, computed without a server."""
+    from nemo_oprd.rollout.engine import SamplingParams
+    from nemo_oprd.rollout.vllm.sampling import seed_of
+
+    tensors = {name: ("float32", tuple(tensor.shape), *_sums(tensor)) for name, tensor in weights(seed).items()}
+    digest, sampling = vllm_stand_in.digest_of(tensors), SamplingParams(0.9, 1.0, 6, key)
+    found = []
+    for i, prompt in enumerate(prompts):
+        one = vllm_stand_in.sample(digest, seed_of(sampling, i), prompt, 6, known, list(EOS))
+        found.append((one["ids"], one["logprobs"], "stop" if one["stopped"] else "length"))
+    return found
+
+
+def _sums(tensor: torch.Tensor) -> tuple[int, int]:
+    words = tensor.contiguous().view(-1).view(torch.int32).tolist()
+    return vllm_stand_in.sums(words)  # type: ignore[arg-type]
+
+
+def lines(root: str | Path) -> list[dict[str, Any]]:
+    """All calls to the servers, in order."""
+    file = Path(root) / "requests.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def requests(root: str | Path) -> list[dict[str, Any]]:
+    """The calls that sample responses, in order."""
+    return [line for line in lines(root) if line["call"] == "/inference/v1/generate"]
+
+
+@contextmanager
+def engine(root: str, overrides: list[str], students: int | None, vocab_limit: int | None) -> Iterator[Any]:
+    """An engine on the world's first `students` ranks; None: on all.
+
+    It asks often whether it should cancel and whether its servers are well, and sends weights in small buckets.
+    """
+    import torch.distributed as dist
+
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.vllm import client, guard, transport
+    from nemo_oprd.rollout.vllm import engine as module
+
+    init_distributed()
+    settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={root}/run", "rollout.engine=vllm"]
+    settings += [f"rollout.vllm.python={root}/python", "rollout.vllm.start_timeout=30", *overrides]
+    config, ranks = load_config("verify", settings), Layout(data=students or dist.get_world_size())
+    whole = transport.buckets
+    with (
+        mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
+        mock.patch.object(client, "HEALTH_EVERY_S", 0.1),
+        mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
+    ):
+        made = module.VllmEngine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
+        folder = made._mine.folder
+        try:
+            yield made
+        finally:
+            made.close()
+            dist.barrier()
+        assert folder is None or not folder.path.exists()
+        alive = [line["pid"] for line in lines(root) if guard.group_members(line["group"])]
+        assert not alive
+
+
+def run(
+    root: str,
+    overrides: list[str],
+    plan: list[str],
+    *,
+    students: int | None = None,
+    vocab_limit: int | None = None,
+    nodes: bool = False,
+) -> dict[str, Any]:
+    """Carries out a plan: "load 1", "update 2", "generate", "cancel", "kill" (all servers).
+
+    "generate" samples a response to each prompt, with what an earlier "cancel" has completed as `done`.
+
+    Args:
+        nodes: every rank claims to be on a machine of its own.
+
+    Returns:
+        "sampled": per "generate", (ids, log-probabilities, finish reason) of each response;
+        "metrics" per "generate"; "said"; "completed" by each "cancel"; and the "error" that ended the plan.
+    """
+    import torch.distributed as dist
+
+    from nemo_oprd.rollout.vllm.engine import VllmEngine
+
+    found: dict[str, Any] = {"sampled": [], "metrics": [], "said": [], "completed": [], "error": None}
+    say = staticmethod(found["said"].append)
+    node = {"SLURMD_NODENAME": f"node{os.environ.get('RANK', '0')}"} if nodes else {}
+    with mock.patch.object(VllmEngine, "_say", say), mock.patch.dict(os.environ, node):
+        try:
+            with engine(root, overrides, students, vocab_limit) as made:
+                _carry_out(plan, made, found, root)
+        except ValueError as error:
+            found["error"] = str(error)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, found)
+    for part in parts:
+        assert (part["sampled"], part["error"]) == (found["sampled"], found["error"])
+    return {**found, "said": [line for part in parts for line in part["said"]]}
+
+
+def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> None:
+    import torch.distributed as dist
+
+    from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
+
+    asked, done, step = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0
+    sampling = SamplingParams(0.9, 1.0, 6, (7, 1, 0))
+
+    def enough() -> bool:
+        """Asked for by the last rank alone."""
+        return dist.get_rank() == dist.get_world_size() - 1 and len(requests(root)) >= 5
+
+    for what in plan:
+        kind, _, number = what.partition(" ")
+        if kind == "load":
+            made.load(weights(int(number)).__getitem__, "a test")
+        elif kind == "update":
+            step = int(number)
+            made.update_weights(lambda step=step: weights(step).items(), step)
+        elif kind == "kill":
+            for server in made._mine.servers.values():
+                port = server.base_url.rpartition(":")[2]
+                os.kill(next(line["pid"] for line in lines(root) if line["port"] == port), signal.SIGKILL)
+        elif kind == "cancel":
+            try:
+                made.generate(asked, sampling, enough)
+            except GenerationCancelled as cancelled:
+                done = cancelled.completed
+            found["completed"].append(len(done))
+        else:
+            rollouts = made.generate(asked, sampling, lambda: False, done)
+            assert [rollout.prompt_ids for rollout in rollouts] == PROMPTS
+            assert {rollout.weight_version for rollout in rollouts} == {step}
+            found["sampled"].append([(r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
+            found["metrics"].append(dict(made.metrics))

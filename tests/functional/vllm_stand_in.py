@@ -1,0 +1,230 @@
+"""A stand-in for a vLLM server: the calls that the engine makes, without a model and with the standard library alone.
+
+What it "samples" is a function of the digest of the weights, the seed and the prompt, so that equal weights give equal
+responses on any server. It refuses calls in an order that vLLM would refuse, and computes the digest of the weights by
+its definition, with code of its own.
+
+`STAND_IN` in the environment is a directory. `faults.json` there says what the servers do wrong, each server appends
+its requests to `requests.jsonl`, and faults that happen `times` times leave a file for each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from array import array
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+ITEM_SIZES = {"float32": 4, "bfloat16": 2}
+HERE = Path(os.environ.get("STAND_IN", "."))
+
+
+class Refusal(Exception):  # noqa: N818 - not an error
+    """An answer with status 400."""
+
+
+def digest_of(tensors: dict[str, tuple]) -> str:
+    """The digest of (dtype, shape, sum of words, sum of (i + 1) * word) by name."""
+    return hashlib.blake2b(repr(sorted(tensors.items())).encode(), digest_size=16).hexdigest()
+
+
+def sums(words: array) -> tuple[int, int]:
+    """Both sums modulo 2^64, as signed numbers."""
+    exact = sum(words), sum((i + 1) * word for i, word in enumerate(words))
+    return tuple((value + (1 << 63)) % (1 << 64) - (1 << 63) for value in exact)  # type: ignore[return-value]
+
+
+def length_of(prompt: list[int], most: int) -> int:
+    """The tokens of a response, the same for all responses to a prompt."""
+    return min(most, 1 + prompt[-1] % 7)
+
+
+def sample(digest: str, seed: int | None, prompt: list[int], most: int, known: int, stop: list[int]) -> dict[str, Any]:
+    """{"ids", "logprobs", "stopped"}; a response with room left ends with a stop id."""
+    draw = random.Random(f"{digest} {seed} {prompt}")
+    length = length_of(prompt, most)
+    ids = [draw.choice([i for i in range(known) if i not in stop]) for _ in range(length)]
+    stopped = length < most and bool(stop)
+    if stopped:
+        ids[-1] = stop[0]
+    return {"ids": ids, "logprobs": [-draw.random() for _ in ids], "stopped": stopped}
+
+
+class Model:
+    """The state of a server."""
+
+    def __init__(self, options: argparse.Namespace, faults: dict[str, Any]) -> None:
+        self.options, self.faults = options, faults
+        self.known = json.loads(options.additional_config)["nemo_oprd_known_ids"]
+        self.tensors: dict[str, tuple] = {}
+        self.digest, self.version = "none", None
+        self.paused = self.joined = self.updating = False
+        self.counts: dict[str, int] = {}
+        self.lock = threading.Lock()
+
+    def note(self, path: str, body: dict[str, Any]) -> None:
+        """Records a call; dies or refuses if that is the fault."""
+        sampling = body.get("sampling_params", {})
+        kind = "probe" if "seed" not in sampling and sampling else path.split("?")[0]
+        with self.lock:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            line = {"pid": os.getpid(), "group": os.getpgid(0), "port": self.options.port, "call": kind, "path": path}
+            line |= {"prompt": body.get("token_ids"), **sampling}
+            with (HERE / "requests.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            die = self.faults.get("die", {})
+            if die.get("call") == kind and self.counts[kind] == die.get("at", 1) and happens("die", die):
+                os.kill(os.getpid(), signal.SIGKILL)
+        refuse = self.faults.get("refuse", {})
+        if refuse.get("call") == kind and happens("refuse", refuse):
+            raise Refusal(refuse["text"])
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """What a call returns."""
+        self.note(path, body)
+        call = path.split("?")[0]
+        if call == "/inference/v1/generate":
+            return self.generate(body)
+        if call == "/collective_rpc":
+            return {"results": [getattr(self, body["method"])()] * int(self.options.tensor_parallel_size)}
+        with self.lock:
+            return getattr(self, call[1:])(body)
+
+    def pause(self, body: dict[str, Any]) -> None:
+        self.paused = True
+
+    def resume(self, body: dict[str, Any]) -> None:
+        self.require(not self.updating, "resumed during an update")
+        self.paused = False
+
+    def init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
+        self.require(not self.joined and body == {"init_info": {}}, f"a second or wrong start: {body}")
+        self.joined = True
+
+    def start_weight_update(self, body: dict[str, Any]) -> None:
+        self.require(self.joined and self.paused and not self.updating, "not joined, not paused, or begun before")
+        self.updating, self.tensors = True, {}
+
+    def update_weights(self, body: dict[str, Any]) -> None:
+        """One bucket in a file."""
+        info = body["update_info"]
+        self.require(self.updating, "no update has begun")
+        data = Path(info["path"]).read_bytes()
+        self.require(len(data) == info["bytes"], "a file of another size")
+        for entry in info["entries"]:
+            size = math.prod(entry["shape"]) * ITEM_SIZES[entry["dtype"]]
+            raw = data[entry["start"] : entry["start"] + size]
+            words = array("i", raw + bytes(-size % 4))
+            self.tensors[entry["name"]] = (entry["dtype"], tuple(entry["shape"]), *sums(words))
+
+    def finish_weight_update(self, body: dict[str, Any]) -> None:
+        self.require(self.updating, "no update has begun")
+        self.updating, self.version, self.digest = False, body["weight_version"], digest_of(self.tensors)
+
+    def nemo_oprd_received(self) -> dict[str, Any]:
+        digest = digest_of(self.tensors)
+        return {"digest": digest[::-1] if "digest" in self.faults else digest, "tensors": len(self.tensors)}
+
+    def nemo_oprd_describe(self) -> dict[str, Any]:
+        model = json.loads((Path(self.options.model) / "config.json").read_text())
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        found = {key: model[key] for key in (*keys, "tie_word_embeddings", "model_type", "vocab_size")}
+        found |= {"known_ids": self.known, "dtype": self.options.dtype, "logprobs_mode": self.options.logprobs_mode}
+        return found | {"workers": int(self.options.tensor_parallel_size), **self.faults.get("describe", {})}
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.require(not self.paused, "paused")
+        sampling, faults = body["sampling_params"], self.faults
+        if "seed" in sampling:
+            time.sleep(faults.get("delay_s", 0.0))
+        stop = sampling.get("stop_token_ids", [])
+        most, seed = sampling["max_tokens"], sampling.get("seed")
+        found = sample(self.digest, seed, body["token_ids"], most, self.known, stop)
+        ids, logprobs = found["ids"], found["logprobs"]
+        if "seed" in sampling and faults.get("outside"):
+            ids[-1] = self.known
+        version = "1-of-somebody-else" if "seed" in sampling and faults.get("version") else self.version
+        if "seed" in sampling:
+            logprobs = logprobs[: faults.get("logprobs")]
+        content: Any = {"content": [{"logprob": value} for value in logprobs]}
+        if "seed" in sampling and faults.get("no_logprobs"):
+            content = None
+        choice = {
+            "token_ids": ids,
+            "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+            "logprobs": content,
+            "finish_reason": "stop" if found["stopped"] else "length",
+        }
+        return {"choices": [choice]}
+
+    def require(self, true: bool, what: str) -> None:
+        if not true:
+            raise Refusal(what)
+
+
+def happens(name: str, fault: dict[str, Any]) -> bool:
+    """Whether a fault that happens `times` times, over all servers, happens once more."""
+    for time_ in range(fault.get("times", 1)):
+        try:
+            (HERE / f"{name}.{time_}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return True
+    return False
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    model: Model
+
+    def do_GET(self) -> None:
+        self._send(200, None)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        try:
+            self._send(200, self.model.answer(self.path, body))
+        except Refusal as refusal:
+            self._send(400, {"error": str(refusal)})
+
+    def _send(self, status: int, answer: Any) -> None:
+        content = b"" if answer is None else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("host", "port", "model", "dtype", "tensor-parallel-size", "additional-config", "logprobs-mode"):
+        parser.add_argument(f"--{name}", required=True)
+    options, _ = parser.parse_known_args()
+    faults = json.loads((HERE / "faults.json").read_text())
+    if "start" in faults and happens("start", faults["start"]):
+        print("Traceback of something")
+        print(f"RuntimeError: {faults['start']['text']}")
+        print("and something after it")
+        sys.exit(1)
+    Handler.model = Model(options, faults)
+    server = ThreadingHTTPServer((options.host, int(options.port)), Handler)
+    server.daemon_threads = True
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
