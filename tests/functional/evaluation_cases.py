@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
@@ -67,11 +69,12 @@ def evaluate(directory: str, texts: list[str], untils: list[int | None]) -> dict
     """One evaluation per entry of `untils`, cancelled after that many responses per rank; None: not cancelled.
 
     Returns:
-        Per evaluation, the metrics or None and all requests that were answered; and whether the last one, without an
-        engine, has the same metrics.
+        Per evaluation, the metrics or None, all requests that were answered, and what the first rank said, with a line
+        of progress per response; and the metrics of one more evaluation, which has no engine.
     """
     import torch.distributed as dist
 
+    from nemo_oprd.evaluation import progress
     from nemo_oprd.evaluation.sample import Evaluator
     from nemo_oprd.megatron.parallel import init_distributed
 
@@ -85,11 +88,16 @@ def evaluate(directory: str, texts: list[str], untils: list[int | None]) -> dict
         engine, metrics = Answers(texts, until), None
         if dist.get_rank() == 0:
             place.begin(afresh=False)
-        with contextlib.suppress(GenerationCancelled):
+        said = io.StringIO()
+        with (
+            mock.patch.object(progress, "EVERY_S", 0.0),
+            contextlib.redirect_stderr(said),
+            contextlib.suppress(GenerationCancelled),
+        ):
             metrics = evaluator.evaluate(lambda engine=engine: engine, place)  # type: ignore[misc]
         asked: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(asked, engine.asked)
-        found.append({"metrics": metrics, "asked": sorted(sum(asked, []))})
+        found.append({"metrics": metrics, "asked": sorted(sum(asked, [])), "said": said.getvalue().splitlines()})
 
     def none() -> Any:
         raise AssertionError("nothing is missing")
@@ -100,8 +108,6 @@ def evaluate(directory: str, texts: list[str], untils: list[int | None]) -> dict
 
 def cache_budgets(hf_path: str, tensor: int, free: list[int]) -> list[int]:
     """What `auto` chooses on each rank, if ranks have `free` bytes."""
-    from unittest import mock
-
     import torch
     import torch.distributed as dist
 

@@ -31,6 +31,12 @@ def test_cancelled_twice_it_samples_what_is_missing(pools: Pools, tmp_path: Path
     assert (first["metrics"], second["metrics"]) == (None, None)
     assert (first["asked"], second["asked"]) == (([0], [1]) if ranks == 1 else ([0, 1], [2, 3]))
     assert last["asked"] == (list(range(2, 6)) if ranks == 1 else [4, 5])
+    kept = f"evaluating sums: {2 * ranks} of 6 responses are kept from an earlier start"
+    lines_of_progress = [f"evaluating sums: {done}/6 responses  left 0:00" for done in range(2 * ranks + 1, 7)]
+    if ranks == 1:
+        assert last["said"] == [kept, *lines_of_progress]
+    else:  # the first rank speaks when responses of its own are complete
+        assert len(last["said"]) == 2 and last["said"][0] == kept and last["said"][1] in lines_of_progress
     metrics = last["metrics"]
     lengths = [len(text) + 1 for text in TEXTS]
     assert metrics["val/sums/avg@2"] == pytest.approx(4 / 6) and metrics["val/sums/best@2"] == 1
