@@ -46,16 +46,23 @@ class ForkedRun:
         log: what the ranks print is appended to this file.
         install: called in the first rank before the command, with the descriptor of the pipe for messages.
         patience: seconds without a message after which the run counts as hung.
+        command: of `nemo-oprd`.
     """
 
     def __init__(
-        self, overrides: list[str], log: Path, install: Callable[[int], None], patience: float = ATTEMPT_S
+        self,
+        overrides: list[str],
+        log: Path,
+        install: Callable[[int], None],
+        patience: float = ATTEMPT_S,
+        command: str = "train",
     ) -> None:
         reader, writer = os.pipe()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.ranks = [_fork_rank(rank, port, overrides, log, install, writer) for rank in range(RANKS)]
+        arguments = [command, "--config-name", "quickstart", *overrides]
+        self.ranks = [_fork_rank(rank, port, arguments, log, install, writer) for rank in range(RANKS)]
         os.close(writer)
         self._pipe, self._unread, self._patience = reader, b"", patience
 
@@ -125,7 +132,7 @@ def import_everything(calls: Iterable[str]) -> None:
     gc.freeze()  # Megatron collects garbage before a save; objects shared with this process are excluded
 
 
-def _fork_rank(rank: int, port: int, overrides: list[str], log: Path, install: Callable[[int], None], pipe: int) -> int:
+def _fork_rank(rank: int, port: int, arguments: list[str], log: Path, install: Callable[[int], None], pipe: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -143,7 +150,7 @@ def _fork_rank(rank: int, port: int, overrides: list[str], log: Path, install: C
             install(pipe)
         from nemo_oprd.cli import main
 
-        sys.argv = ["nemo-oprd", "train", "--config-name", "quickstart", *overrides]
+        sys.argv = ["nemo-oprd", *arguments]
         main()
         os._exit(0)
     except SystemExit as end:

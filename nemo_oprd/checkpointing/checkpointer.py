@@ -13,7 +13,8 @@ from nemo_oprd.distillation.student import Student, Update
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
 
-# key in the state.json of a checkpoint after which the next start has to make an evaluation
+# Key in the state.json of a checkpoint after which the next start has to make an evaluation. Its value is what names
+# the weights in the responses that are kept already; `true`, which earlier versions wrote: there are none.
 EVALUATION_DEFERRED = "evaluation_deferred"
 
 
@@ -23,11 +24,12 @@ class EvaluationOutcome:
 
     Attributes:
         best: on the first rank, the content of best.json if this is the best evaluation so far; else None.
-        deferred: whether a signal interrupted the evaluation, so that the next start has to make it.
+        deferred: set if a signal interrupted the evaluation, so that the next start has to make it: what names the
+            weights in the responses that are kept.
     """
 
     best: dict[str, Any] | None = None
-    deferred: bool = False
+    deferred: str | None = None
 
 
 class Checkpointer:
@@ -84,7 +86,7 @@ class Checkpointer:
             self._save(done, evaluation)
             if not stop:  # a signal may have arrived while saving, and the next step may be long
                 (stop,) = agree(device(), self.asked_to_stop())
-        if stop and (evaluation.deferred or not last):
+        if stop and (evaluation.deferred is not None or not last):
             raise Stopped(
                 f"stopped by {self._signals.received or 'a signal to another rank'} after step {done} of "
                 f"{train.steps}, and saved; the same command resumes from there"
@@ -123,7 +125,7 @@ class Checkpointer:
             self._source,
             self._train.keep_checkpoints,
             best=evaluation.best,
-            more={EVALUATION_DEFERRED: True} if evaluation.deferred else None,
+            more=None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred},
         )
         self._saved, self._saved_at = done, time.monotonic()
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import os
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config
+from nemo_oprd.evaluation.generations import model_identity
 from nemo_oprd.evaluation.sample import Evaluator, table
 from nemo_oprd.fault_tolerance.disk import check_output
-from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
+from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.factory import check_on_device, make_engine
 from nemo_oprd.setup.models import ModelFiles, world_size
 from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, known_ids, trainer_ranks
@@ -21,8 +25,12 @@ from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, know
 def evaluate(config: Config) -> None:
     """Writes `output/evaluation.json` and prints the table. The layout is `rollout.tensor` times data parallelism.
 
+    Responses are kept in `output/generations` as they come, and their grades in `output/grades`. The same command
+    started again samples only the responses that are missing; without any, it makes no engine.
+
     Raises:
-        ValueError: there is no validation set, or the model or the data are wrong.
+        ValueError: there is no validation set, the model or the data are wrong, another process uses the directory, or
+            it holds the responses of another evaluation.
     """
     check_evaluates(config)
     model = ModelFiles(config.student)
@@ -33,21 +41,29 @@ def evaluate(config: Config) -> None:
     spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, trainer_ranks(config, world_size()))
     check_on_device(config, spec)
+    place = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
+    place.check()
     read = model.read
-    init_distributed()
-    ranks = Layout(data=trainer_ranks(config, dist.get_world_size()))
-    limit = None
-    if config.rollout.engine == "vllm" and config.rollout.vllm.endpoints:
-        limit = known_ids(config)  # as the endpoint of a training run masks them
-    engine = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids, limit)
-    try:
+    with ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":
+            stack.callback(RunLock(Path(config.output)).undo)
+            place.check()  # again under the lock: another process may have used the directory until here
+        init_distributed()
+        ranks = Layout(data=trainer_ranks(config, dist.get_world_size()))
+
+        @cache
+        def engine() -> RolloutEngine:
+            limit = None
+            if config.rollout.engine == "vllm" and config.rollout.vllm.endpoints:
+                limit = known_ids(config)  # as the endpoint of a training run masks them
+            made = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids, limit)
+            stack.callback(made.close)
+            made.load(read, str(model.directory))
+            return made
+
         seed_everything(config.seed)
-        engine.load(read, str(model.directory))
-        metrics = evaluator.evaluate(engine)
-    finally:
-        engine.close()
+        if dist.get_rank() == 0:
+            place.begin(afresh=False)
+        metrics = evaluator.evaluate(engine, place)
     if dist.get_rank() == 0:
-        output = Path(config.output)
-        output.mkdir(parents=True, exist_ok=True)
-        write_atomically(output / "evaluation.json", json.dumps(metrics, indent=1) + "\n")
         print(table({model.directory.name: metrics}, config.evaluation.samples))

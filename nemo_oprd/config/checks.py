@@ -6,6 +6,8 @@ range, sizes that divide) are in `setup/preflight.py`. Every message names the k
 
 from __future__ import annotations
 
+import re
+
 from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
 from nemo_oprd.config.weight_schedule import vanishes, weight_at
 
@@ -233,6 +235,12 @@ def _check_evaluation(config: Config) -> None:
             raise ValueError(
                 f"train.keep_best={best}: expected null, or one of {known} together with evaluation.every > 0"
             )
+    wrong = [name for name in config.data.validation if not re.fullmatch(r"\w[\w.-]*", name)]
+    if wrong:
+        raise ValueError(
+            f"data.validation has a set {wrong[0]!r}, whose name becomes part of file names; expected letters, digits, "
+            "'_', '-' and '.', and no '.' or '-' at the start: rename the set"
+        )
     if evaluation.every and not config.data.validation:
         raise ValueError(
             f"evaluation.every={evaluation.every} needs at least one set in data.validation; "

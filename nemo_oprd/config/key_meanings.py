@@ -81,7 +81,7 @@ MEANINGS = {
     "rollout.save": "write the rollouts of every step to OUTPUT/rollouts",
     "rollout.tensor": "tensor-parallel size of the in-process engine",
     "rollout.max_batch": "responses that one data-parallel rank, or one vLLM server, works on at a time",
-    "rollout.max_cache_tokens": "tokens in the KV cache of one data-parallel rank of the in-process engine",
+    "rollout.max_cache_tokens": "tokens in the in-process engine's KV cache, per data-parallel rank; auto: what fits",
     "rollout.correction": "weigh the tokens of sampled_token by the ratio of the trainer's to the engine's probability",
     "rollout.correction_range": "bounds [low, high] of that ratio",
     "rollout.vllm.python": "interpreter of vLLM's environment; null: the project's `.venv-vllm`",

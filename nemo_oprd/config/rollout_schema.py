@@ -70,7 +70,8 @@ class RolloutConfig:
 
     `tensor` is the tensor-parallel size of the in-process engine. `max_batch` and `max_cache_tokens` are the largest
     number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
-    `max_batch` is also the number of responses that one vLLM server works on at a time.
+    `max_batch` is also the number of responses that one vLLM server works on at a time. `max_cache_tokens: auto` takes
+    what memory allows (`nemo_oprd/rollout/cache_budget.py`).
 
     `correction` belongs to sampled_token and to an engine that computes slightly other probabilities than the trainer.
     It weighs every token by the ratio of the trainer's probability to the engine's (docs/losses.md): `truncate` moves a
@@ -86,7 +87,7 @@ class RolloutConfig:
     save: bool = False
     tensor: PositiveInt = 1
     max_batch: PositiveInt = 256
-    max_cache_tokens: PositiveInt = 524288
+    max_cache_tokens: Literal["auto"] | PositiveInt = 524288
     correction: CorrectionMode = "off"
     correction_range: tuple[float, float] = (0.0, 2.0)
     vllm: VllmConfig = field(default_factory=VllmConfig)

@@ -26,6 +26,8 @@ import subprocess
 import sys
 import threading
 
+# name of this way of grading in the files of grades
+GRADER = "boxed"
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_S = 10  # the slowest pair of MATH-500 takes well under one second
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge integer must exhaust the child's limit, not the machine's memory

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import Prompt, load_prompts
-from nemo_oprd.evaluation.grade import is_correct
+from nemo_oprd.evaluation.generations import Generations, SetKey, digest
+from nemo_oprd.evaluation.grade import GRADER, extract_boxed, is_correct
 from nemo_oprd.evaluation.metrics import Sample, summarize
+from nemo_oprd.evaluation.progress import Progress, say
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
@@ -48,44 +52,125 @@ class Evaluator:
                     f"{max_positions} positions; expected shorter ones: remove it"
                 )
 
+    def generations(self, directory: Path, model: dict[str, Any]) -> Generations:
+        """The directory of an evaluation of `model`, an identity that `evaluation/generations.py` made."""
+        settings = self.config.evaluation
+        sets = {
+            name: {"number": number, "problems": len(problems), "prompts": digest(self.ids[name])}
+            for number, (name, problems) in enumerate(self.sets.items())
+        }
+        about = {
+            "model": model,
+            "engine": self.config.rollout.engine,
+            "precision": self.config.precision,
+            "seed": self.config.seed,
+            "samples": settings.samples,
+            "sampling": {
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "max_new_tokens": self._max_new_tokens,
+                "stop_ids": list(self.tokenizer.eos_ids),
+            },
+            "sets": sets,
+        }
+        return Generations(directory, about)
+
     def evaluate(
-        self, engine: RolloutEngine, prefix: str = "", should_cancel: Callable[[], bool] | None = None
+        self,
+        engine: Callable[[], RolloutEngine],
+        place: Generations,
+        prefix: str = "",
+        should_cancel: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
         """The metrics `val/<set>/<prefix>avg@k` etc., the same on every rank. Every rank calls this; rank 0 grades.
 
+        Responses that `place` has are not sampled again, and those that are sampled are kept there at once.
+
         Args:
-            prefix: inserted between the set and the metric.
+            engine: returns the engine with the weights to evaluate; called on every rank, if responses are missing.
+            place: the evaluation's directory, after `begin`.
+            prefix: inserted between the set and the metric, but not in the files.
             should_cancel: see `RolloutEngine.generate`.
 
         Raises:
-            GenerationCancelled: see `RolloutEngine.generate`.
+            GenerationCancelled: see `RolloutEngine.generate`; the complete responses are kept.
         """
-        settings, metrics = self.config.evaluation, {}
-        for number, (name, problems) in enumerate(self.sets.items()):
-            requests = [
-                Request(ids, answer=p.answer)
-                for p, ids in zip(problems, self.ids[name], strict=True)
-                for _ in range(settings.samples)
-            ]
-            sampling = SamplingParams(
-                settings.temperature,
-                settings.top_p,
-                settings.max_new_tokens or self.config.rollout.max_new_tokens,
-                (self.config.seed, EVALUATION_STREAM, number),
-            )
-            rollouts = engine.generate(requests, sampling, should_cancel)
+        samples, metrics = self.config.evaluation.samples, dict[str, dict[str, float]]()
+        for number, name in enumerate(self.sets):
+            key = (self.config.seed, EVALUATION_STREAM, number)
+            of = SetKey(name, samples, key, place.about["model"]["name"])
+            rollouts, sampled = self._responses(engine, place, of, prefix, should_cancel)
             summary: list[dict[str, float] | None] = [None]
             if dist.get_rank() == 0:
-                samples = []
-                for i, rollout in enumerate(rollouts):
-                    text = self.tokenizer.decode(rollout.response_ids)
-                    correct = is_correct(text, rollout.answer or "")
-                    samples.append(Sample(i // settings.samples, text, correct, len(rollout.response_ids)))
-                summary = [summarize(samples, settings.samples)]
+                texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
+                if sampled or place.has_parts(name):
+                    place.finish(of, rollouts, texts)
+                summary = [self._grade(place, of, rollouts, texts)]
             dist.broadcast_object_list(summary, src=0)
             assert summary[0] is not None
-            metrics.update({f"val/{name}/{prefix}{key}": value for key, value in summary[0].items()})
-        return metrics
+            metrics[name] = summary[0]
+        if dist.get_rank() == 0:
+            place.write_metrics(
+                {f"val/{name}/{key}": value for name, of in metrics.items() for key, value in of.items()}
+            )
+        return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
+
+    def _responses(
+        self,
+        engine: Callable[[], RolloutEngine],
+        place: Generations,
+        of: SetKey,
+        prefix: str,
+        should_cancel: Callable[[], bool] | None,
+    ) -> tuple[list[Rollout], bool]:
+        """(The responses to a set in order, whether any was sampled now).
+
+        If none was sampled, the responses are empty on other ranks than the first.
+        """
+        problems = zip(self.sets[of.name], self.ids[of.name], strict=True)
+        requests = [Request(ids, answer=p.answer) for p, ids in problems for _ in range(of.samples)]
+        kept = place.kept(of, requests) if dist.get_rank() == 0 else {}
+        # the other ranks need no responses of a set that is complete
+        answer: list[dict[int, Rollout] | None] = [None if len(kept) == len(requests) else kept]
+        dist.broadcast_object_list(answer, src=0)
+        if kept:
+            say(
+                f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses are kept from an earlier start"
+            )
+        if answer[0] is None:
+            return [kept[i] for i in range(len(kept))], False
+        done, limit, settings = answer[0], self._max_new_tokens, self.config.evaluation
+        progress = Progress(f"{prefix}{of.name}", len(done), len(requests))
+
+        def keep(rollouts: dict[int, Rollout]) -> None:
+            texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts.values()]
+            place.keep(of, dist.get_rank(), zip(rollouts, rollouts.values(), texts, strict=True))
+            progress.add(len(rollouts.keys() - done.keys()))
+
+        sampling = SamplingParams(settings.temperature, settings.top_p, limit, of.key)
+        try:
+            return engine().generate(requests, sampling, should_cancel, done, keep), True
+        finally:
+            progress.close()
+
+    @staticmethod
+    def _grade(place: Generations, of: SetKey, rollouts: list[Rollout], texts: list[str]) -> dict[str, float]:
+        """The summary of a set; writes its grades."""
+        samples, grades = [], []
+        for i, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
+            problem, sample = divmod(i, of.samples)
+            correct = is_correct(text, rollout.answer or "")
+            samples.append(Sample(problem, text, correct, len(rollout.response_ids)))
+            extracted = extract_boxed(text)
+            grades.append(
+                {"problem": problem, "sample": sample, "extracted": extracted, "correct": correct, "grader": GRADER}
+            )
+        place.write_grades(of.name, grades)
+        return summarize(samples, of.samples)
+
+    @property
+    def _max_new_tokens(self) -> int:
+        return self.config.evaluation.max_new_tokens or self.config.rollout.max_new_tokens
 
 
 def before_and_after(metrics_file: Path) -> dict[str, dict[str, float]]:

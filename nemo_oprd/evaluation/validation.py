@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from nemo_oprd.checkpointing.checkpointer import EVALUATION_DEFERRED, Evaluation
 from nemo_oprd.checkpointing.directory import iteration_directory, mark_best, prune, read_state
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.student import Student
+from nemo_oprd.evaluation.generations import Generations, model_identity, trained_identity
 from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
@@ -19,13 +22,31 @@ from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
 from nemo_oprd.weights.hf import TensorReader
 
+# directory of a run's evaluations, one per step and one for the teacher
+EVALUATIONS = "evaluations"
+
+
+@dataclass(frozen=True)
+class SourceModels:
+    """The models on disk that a run begins with.
+
+    Attributes:
+        student: directory of the student's weights.
+        teacher: directory of the weights of the teacher that `evaluation.teacher` samples.
+        open_teacher: opens those weights; called only for that.
+    """
+
+    student: Path
+    teacher: Path
+    open_teacher: Callable[[], TensorReader]
+
 
 class Validation:
     """Evaluates the validation sets when they are due. Every rank has one and takes part in its calls.
 
     Args:
         evaluator: None if the run does not evaluate.
-        open_teacher: opens the weights of the teacher that `evaluation.teacher` samples; called only for that.
+        models: what the run begins with.
         checkpoints: the run's directory of checkpoints.
         first_step: the step that the run begins with; above 0 in a resumed run.
         signals: a received signal defers the current evaluation to the next start.
@@ -36,13 +57,13 @@ class Validation:
         config: Config,
         evaluator: Evaluator | None,
         engine: RolloutEngine,
-        open_teacher: Callable[[], TensorReader],
+        models: SourceModels,
         log: MetricsLog,
         checkpoints: Path,
         first_step: int,
         signals: Signals,
     ) -> None:
-        self._config, self._evaluator, self._engine, self._open_teacher = config, evaluator, engine, open_teacher
+        self._config, self._evaluator, self._engine, self._models = config, evaluator, engine, models
         self._log, self._checkpoints, self._first_step, self._signals = log, checkpoints, first_step, signals
 
     def before_training(self, student: Student) -> None:
@@ -73,34 +94,57 @@ class Validation:
         due = done == self._config.train.steps or done % max(1, self._config.evaluation.every) == 0
         if self._evaluator is None or not due:
             return EvaluationOutcome()
+        # an interrupted run that reaches this step again from an earlier checkpoint has other weights
+        weights = _new_name()
+        place = self._place(self._evaluator, _of_step(done), self._trained(done, weights), afresh=True)
         try:
-            metrics = self._evaluator.evaluate(self._engine, should_cancel=self._asked_to_stop)
+            metrics = self._evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         except GenerationCancelled:
             self._log.say(f"step {done}: the evaluation is deferred to the next start: asked to stop")
-            return EvaluationOutcome(deferred=True)
+            return EvaluationOutcome(deferred=weights)
         best = self._if_best(done, metrics)
         self._write(done, metrics)
         return EvaluationOutcome(best=best)
 
     def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
         self._log.say("evaluating the student before training")
-        metrics = evaluator.evaluate(self._engine, should_cancel=self._asked_to_stop)
+        place = self._place(evaluator, _of_step(0), model_identity(self._models.student))
+        metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         if self._config.evaluation.teacher:
             self._log.say("evaluating the teacher")
-            self._engine.load(self._open_teacher(), "teacher")
-            metrics.update(evaluator.evaluate(self._engine, prefix="teacher/", should_cancel=self._asked_to_stop))
-            self._engine.update_weights(student.hf_weights, 0)
+            metrics |= self._evaluate_teacher(evaluator, student)
         self._log.write(0, metrics)
+
+    def _evaluate_teacher(self, evaluator: Evaluator, student: Student) -> dict[str, float]:
+        """The teacher's metrics; the engine has the student's weights again afterwards."""
+        loaded = False
+
+        def engine() -> RolloutEngine:
+            nonlocal loaded
+            if not loaded:
+                self._engine.load(self._models.open_teacher(), "teacher")
+                loaded = True
+            return self._engine
+
+        place = self._place(evaluator, "teacher", model_identity(self._models.teacher))
+        metrics = evaluator.evaluate(engine, place, prefix="teacher/", should_cancel=self._asked_to_stop)
+        if loaded:
+            self._engine.update_weights(student.hf_weights, 0)
+        return metrics
 
     def _evaluate_deferred(self, evaluator: Evaluator, done: int) -> None:
         """Makes the evaluation that was deferred after step `done`, unless it has been made since."""
-        if not read_state(iteration_directory(self._checkpoints, done)).get(EVALUATION_DEFERRED, False):
+        weights = read_state(iteration_directory(self._checkpoints, done)).get(EVALUATION_DEFERRED, False)
+        if not weights:
             return
         (is_due,) = agree(device(), dist.get_rank() == 0 and not self._log.evaluated(done))
         if not is_due:
             return
         self._log.say(f"step {done}: the evaluation that was deferred")
-        metrics = evaluator.evaluate(self._engine, should_cancel=self._asked_to_stop)
+        # a checkpoint of an earlier version does not name its weights: nothing that is kept can be theirs
+        named = self._trained(done, weights if isinstance(weights, str) else _new_name())
+        place = self._place(evaluator, _of_step(done), named)
+        metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         best = self._if_best(done, metrics)
         if (
             best is not None
@@ -108,6 +152,22 @@ class Validation:
             mark_best(self._checkpoints, best)
             prune(self._checkpoints, self._config.train.keep_checkpoints, done)
         self._write(done, metrics)
+
+    def _place(self, evaluator: Evaluator, name: str, model: dict[str, Any], *, afresh: bool = False) -> Generations:
+        """The directory of an evaluation; every rank calls this.
+
+        What it holds of another evaluation is removed: the run has other settings or other weights now.
+
+        Args:
+            afresh: also removes what it holds of this evaluation.
+        """
+        place = evaluator.generations(Path(self._config.output) / EVALUATIONS / name, model)
+        if dist.get_rank() == 0:
+            place.begin(afresh=afresh or place.difference() is not None)
+        return place
+
+    def _trained(self, step: int, weights: str) -> dict[str, Any]:
+        return trained_identity(self._models.student, step, weights)
 
     @property
     def _signal(self) -> str:
@@ -132,3 +192,14 @@ class Validation:
         self._log.write(done, metrics)
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
         self._log.say(f"step {done}/{self._config.train.steps}  " + "  ".join(shown))
+
+
+def _of_step(done: int) -> str:
+    return f"step_{done:07d}"
+
+
+def _new_name() -> str:
+    """A random name for weights, the same on every rank."""
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]

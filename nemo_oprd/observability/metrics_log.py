@@ -103,7 +103,7 @@ class MetricsLog:
         shown = [f"{label} {form.format(metrics[name])}" for name, label, form in _PROGRESS_METRICS if name in metrics]
         elapsed = time.monotonic() - self.started
         remaining = elapsed / max(1, done - self.first_step) * (self.steps - done)
-        self.say(f"step {done}/{self.steps}  " + "  ".join(shown) + f"  left {_hours_minutes_seconds(remaining)}")
+        self.say(f"step {done}/{self.steps}  " + "  ".join(shown) + f"  left {hours_minutes_seconds(remaining)}")
 
     def say(self, text: str) -> None:
         """Prints one line to stderr, on the first rank only."""
@@ -137,7 +137,7 @@ class MetricsLog:
         write_atomically(self.path, "".join(line + "\n" for line in kept))
 
 
-def _hours_minutes_seconds(seconds: float) -> str:
+def hours_minutes_seconds(seconds: float) -> str:
     """Example: 3725.0 -> "1:02:05"; 65.0 -> "1:05"."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)

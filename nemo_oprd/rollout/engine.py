@@ -13,6 +13,8 @@ from nemo_oprd.weights.hf import TensorReader
 
 # makes the stream of (HF name, whole tensor) of a model, each tensor once; see `RolloutEngine.update_weights`
 WeightStream: TypeAlias = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+# takes complete responses by the index of their request; see `RolloutEngine.generate`
+Keep: TypeAlias = Callable[[dict[int, Rollout]], None]
 
 # the first number of a sampling key, so that training and evaluation never share random numbers
 TRAINING_STREAM, EVALUATION_STREAM = 1, 2
@@ -80,12 +82,16 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
     ) -> list[Rollout]:
         """One rollout per request, in order, the same on every rank.
 
         Args:
             should_cancel: called repeatedly on every rank; True asks to stop. The ranks' answers may differ.
-            done: rollouts that a cancelled call with the same arguments completed, by the index of their request.
+            done: rollouts that an interrupted call with the same arguments completed, by the index of their request.
+            keep: called with responses as soon as they are complete, by the index of their request, so that they
+                outlive this process. It is called on the one rank that has them, perhaps from another thread, and not
+                for `done` unless the engine samples these again. What it raises ends the call.
 
         Raises:
             GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +16,8 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import device, make_role, wait_for_all
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.cache_budget import cache_budget
+from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.generation import Generated, generate_batch
 from nemo_oprd.weights.hf import TensorReader, load_hf, load_stream
 
@@ -49,13 +51,13 @@ class MegatronEngine:
         layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=student_layout.first_rank)
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
         self.vocab_limit = vocab_limit or spec.vocab_size
-        self.max_cache_tokens = config.rollout.max_cache_tokens
+        self._cache_setting, self._said_budget = config.rollout.max_cache_tokens, False
         self.metrics: dict[str, float] = {}
         self.role = make_role("rollout", layout)
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.model = None
         if self.role.is_member:
-            self.model = build_chunks(spec, self.role, dtype, local_layers=True)[0]
+            self.model = build_chunks(spec, self.role, self._dtype, local_layers=True)[0]
             self.model.eval().requires_grad_(False)
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
@@ -74,13 +76,18 @@ class MegatronEngine:
         sampling: SamplingParams,
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
     ) -> list[Rollout]:
-        """See `RolloutEngine`. Raises ValueError if a prompt leaves no room for a response."""
+        """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response.
+        """
         check_room(requests, self.spec.max_positions)
         own_part: dict[int, Generated] = {}
         completed, done = True, done or {}
         if self.model is not None:
-            own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done))
+            own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done), keep)
         # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
         # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
         wait_for_all()
@@ -102,6 +109,7 @@ class MegatronEngine:
         sampling: SamplingParams,
         should_cancel: Callable[[], bool] | None,
         done: set[int],
+        keep: Keep | None,
     ) -> tuple[dict[int, Generated], bool]:
         """(Index of a request -> its response, for this data-parallel rank's requests; whether they are complete).
 
@@ -115,7 +123,7 @@ class MegatronEngine:
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[coords.data :: data]
         results: dict[int, Generated] = {}
         is_cancelled = None if should_cancel is None else lambda: self._agree_over_tensor_ranks(should_cancel())
-        for batch in self._batches(order, requests, sampling.max_new_tokens):
+        for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
             if done.issuperset(batch):
                 continue
             if is_cancelled is not None and is_cancelled():
@@ -139,7 +147,20 @@ class MegatronEngine:
             if generated is None:
                 return self._own(results), False
             results.update(zip(batch, generated, strict=True))
+            if keep is not None and coords.tensor == 0:
+                keep({i: _rollout(requests[i], results[i]) for i in batch})
         return self._own(results), True
+
+    def _cache_budget(self) -> int:
+        """The most cached tokens of a batch. Every rank of the role calls this; says once what `auto` chose."""
+        if self._cache_setting != "auto":
+            return int(self._cache_setting)
+        # for every call anew: optimizer states, for instance, take memory only from the first update on
+        budget = cache_budget(self.spec, self.role, self._dtype)
+        if not self._said_budget and dist.get_rank() == self.role.layout.first_rank:
+            print(f"rollout.max_cache_tokens=auto: {budget} tokens", file=sys.stderr, flush=True)
+        self._said_budget = True
+        return budget
 
     def _own(self, results: dict[int, Generated]) -> dict[int, Generated]:
         return results if self.role.member_coords.tensor == 0 else {}
@@ -148,15 +169,15 @@ class MegatronEngine:
         """Whether the flag is set on any tensor rank; tensor ranks sample together, so they must stop together."""
         return agree(device(), flag, group=self.role.member_groups.tp)[0]
 
-    def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int) -> list[list[int]]:
-        """Batches within `rollout.max_batch` and, with their KV cache at full length, `rollout.max_cache_tokens`."""
+    def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int, budget: int) -> list[list[int]]:
+        """Batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""
         batches: list[list[int]] = []
         longest = 0
         for i in order:
             length = min(len(requests[i].prompt_ids) + max_new_tokens, self.spec.max_positions)
             longest = max(longest, length)
             full = not batches or len(batches[-1]) >= self.max_batch
-            if full or (len(batches[-1]) + 1) * longest > self.max_cache_tokens:
+            if full or (len(batches[-1]) + 1) * longest > budget:
                 batches.append([])
                 longest = length
             batches[-1].append(i)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
 from nemo_oprd.fault_tolerance.files import parse_json, replacing
-from nemo_oprd.rollout.engine import Request, SamplingParams, WeightStream
+from nemo_oprd.rollout.engine import Keep, Request, SamplingParams, WeightStream
 from nemo_oprd.weights.hf import TensorReader
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
@@ -230,6 +230,7 @@ class ReplayEngine:
         sampling: SamplingParams,
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
     ) -> list[Rollout]:
         """All recorded rollouts."""
         return self.rollouts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -59,6 +60,11 @@ class ModelFiles:
             ValueError: as `open`.
         """
         return self.open()
+
+    @property
+    def weights_directory(self) -> Path:
+        """The HF directory or the Megatron checkpoint that holds the weights."""
+        return Path(str(self.source.hf_path or self.source.checkpoint))
 
     def close(self) -> None:
         """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""

@@ -19,7 +19,7 @@ from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.sampling_check import SamplingCheck
 from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.sample import Evaluator, before_and_after, table
-from nemo_oprd.evaluation.validation import Validation
+from nemo_oprd.evaluation.validation import SourceModels, Validation
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.fault_tolerance.signals import Signals
@@ -144,6 +144,8 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
     cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
     checkpointer = Checkpointer(config.train, checkpoints, student, directory, signals, skipped, first_step)
+    teacher = files.teachers[0]
+    models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
     run = TrainingRun(
         config,
         distiller,
@@ -161,7 +163,7 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
         ),
         SamplingCheck(config, plan.objective.vocab_limit),
         StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
-        Validation(config, data.evaluator, engine, files.teachers[0].open, log, checkpoints, first_step, signals),
+        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals),
         checkpointer,
         log,
         first_step,

@@ -167,8 +167,11 @@ def test_evaluate_and_fit_bridge_sample_with_the_same_engine(site: Site) -> None
     metrics = json.loads((evaluated / "evaluation.json").read_text())
     in_process = site.directory / "evaluated_in_process"
     site.command("evaluate", f"output={in_process}", "rollout.engine=megatron", validation, "evaluation.temperature=0")
-    site.command("evaluate", f"output={evaluated}", endpoint, validation, "evaluation.temperature=0")
-    greedy = [json.loads((output / "evaluation.json").read_text()) for output in (evaluated, in_process)]
+    kept = [json.loads(line) for line in (evaluated / "generations" / "heldout.jsonl").open()]
+    assert len(kept) > 8 and all(len(line["logprobs"]) == len(line["response_ids"]) for line in kept)
+    greedily = site.directory / "evaluated_greedily"
+    site.command("evaluate", f"output={greedily}", endpoint, validation, "evaluation.temperature=0")
+    greedy = [json.loads((output / "evaluation.json").read_text()) for output in (greedily, in_process)]
     assert metrics["val/heldout/avg_len"] > 0 and greedy[0] == greedy[1]
     site.command("fit-bridge", f"output={fitted}", endpoint, "bridge.prompts=16", "bridge.rank=2")
     rollouts = [json.loads(line) for file in (fitted / "rollouts").glob("*.jsonl") for line in file.open()]

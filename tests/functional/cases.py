@@ -55,8 +55,8 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
     """Sampling that `rank` cancels when it is asked the `asked`-th time, then resumed, then once more without a break.
 
     Returns:
-        Per rank, whether it was cancelled and how often it was asked; how many responses were complete then; and
-        whether the resumed responses are those of the last call.
+        Per rank, whether it was cancelled and how often it was asked; how many responses were complete then; whether
+        the resumed responses are those of the last call; and per rank, which responses it kept in the first two calls.
     """
     from unittest import mock
 
@@ -74,18 +74,26 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
         times += 1
         return dist.get_rank() == rank and times >= asked
 
-    given_up, completed = False, {}
+    given_up, completed, kept = False, {}, list[dict]()
     with mock.patch.object(generation, "CANCEL_CHECK_EVERY", 4):
         try:
-            engine.generate(requests, sampling, give_up)
+            engine.generate(requests, sampling, give_up, None, kept.append)
         except GenerationCancelled as cancelled:
             given_up, completed = True, cancelled.completed
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (given_up, times))
-        resumed = engine.generate(requests, sampling, lambda: False, completed)
+        kept.append({})  # between the two calls
+        resumed = engine.generate(requests, sampling, lambda: False, completed, kept.append)
         whole = engine.generate(requests, sampling, lambda: False)
     assert all(completed[i] is resumed[i] for i in completed)  # not sampled again
-    return [*found, len(completed), resumed == whole and len(whole) == len(requests)]
+    assert all(whole[i] == rollout for batch in kept for i, rollout in batch.items())
+    first = sorted(i for batch in kept[: kept.index({})] for i in batch)
+    second = sorted(i for batch in kept[kept.index({}) :] for i in batch)
+    keepers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keepers, (first, second))
+    if given_up:
+        assert sorted(sum((first for first, _ in keepers), [])) == sorted(completed)
+    return [*found, len(completed), resumed == whole and len(whole) == len(requests), keepers]
 
 
 def teacher_products_of_verify(overrides: list[str]) -> int:

@@ -86,7 +86,7 @@ def test_bf16_logits_are_not_rounded(pools: Pools, ranks: int) -> None:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_all_ranks_give_up_where_one_does(pools: Pools, prompts: list[list[int]], tensor: int, asked: int) -> None:
     """Asked before every batch and within; tensor ranks stop together, others do their part. It can sample again."""
-    *ranks, completed, resumed = pools[2].run(
+    *ranks, completed, resumed, keepers = pools[2].run(
         "cases:generate_until_given_up", hf_path=str(MODEL), tensor=tensor, prompts=prompts, asked=asked, rank=1
     )
     assert [given_up for given_up, _ in ranks] == [True, True]
@@ -97,10 +97,13 @@ def test_all_ranks_give_up_where_one_does(pools: Pools, prompts: list[list[int]]
     assert completed % 3 == 0 and completed < len(prompts)
     assert completed >= (0 if tensor == 2 else len(prompts) // 2)
     assert resumed
+    # each response was kept once, by one rank, in the call that sampled it; of tensor ranks the first one keeps
+    assert sorted(sum((first + second for first, second in keepers), [])) == list(range(len(prompts)))
+    assert tensor == 1 or keepers[1] == ([], [])
 
 
 def test_who_is_not_given_up_on_samples_to_the_end(pools: Pools, prompts: list[list[int]]) -> None:
-    *ranks, _, _ = pools[2].run(
+    *ranks, _, _, _ = pools[2].run(
         "cases:generate_until_given_up", hf_path=str(MODEL), tensor=2, prompts=prompts, asked=1000, rank=1
     )
     assert [given_up for given_up, _ in ranks] == [False, False]

@@ -175,6 +175,14 @@ def test_cancelled_and_resumed(run: Any, ranks: int) -> None:
     times = Counter(line["seed"] for line in requests(found["root"]))
     assert len(times) == COUNT
     assert sum(count == 1 for count in times.values()) == completed
+    # each response was kept as it is, by one controller, in the call that sampled it
+    first, second, third = found["kept"]
+    everything = [(i, ids, logprobs) for i, (ids, logprobs, _) in enumerate(expected(1, PROMPTS))]
+    assert len(first) == completed and sorted(first + second) == everything and second == third
+
+
+def test_responses_that_cannot_be_kept_end_the_call(run: Any) -> None:
+    assert refused(run("load 1, full")) == "the disk is full"
 
 
 @pytest.mark.parametrize(

@@ -131,22 +131,24 @@ def run(
     vocab_limit: int | None = None,
     nodes: bool = False,
 ) -> dict[str, Any]:
-    """Carries out a plan: "load 1", "update 2", "generate", "cancel", "kill" (all servers).
+    """Carries out a plan: "load 1", "update 2", "generate", "cancel", "kill" (all servers), "full" (of the disk).
 
-    "generate" samples a response to each prompt, with what an earlier "cancel" has completed as `done`.
+    "full" samples while responses can't be kept. "generate" samples a response to each prompt, with what an earlier
+    "cancel" has completed as `done`.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
 
     Returns:
         "sampled": per "generate", (ids, log-probabilities, finish reason) of each response;
-        "metrics" per "generate"; "said"; "completed" by each "cancel"; and the "error" that ended the plan.
+        "metrics" per "generate"; "said"; "completed" by each "cancel"; "kept" per call, (index, ids, log-probabilities)
+        of every response that a rank kept, by index; and the "error" that ended the plan.
     """
     import torch.distributed as dist
 
     from nemo_oprd.rollout.vllm.engine import VllmEngine
 
-    found: dict[str, Any] = {"sampled": [], "metrics": [], "said": [], "completed": [], "error": None}
+    found: dict[str, Any] = {"sampled": [], "metrics": [], "said": [], "completed": [], "kept": [], "error": None}
     say = staticmethod(found["said"].append)
     node = {"SLURMD_NODENAME": f"node{os.environ.get('RANK', '0')}"} if nodes else {}
     with mock.patch.object(VllmEngine, "_say", say), mock.patch.dict(os.environ, node):
@@ -159,7 +161,8 @@ def run(
     dist.all_gather_object(parts, found)
     for part in parts:
         assert (part["sampled"], part["error"]) == (found["sampled"], found["error"])
-    return {**found, "said": [line for part in parts for line in part["said"]]}
+    kept = [sorted(one for part in calls for one in part) for calls in zip(*(p["kept"] for p in parts), strict=True)]
+    return {**found, "kept": kept, "said": [line for part in parts for line in part["said"]]}
 
 
 def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> None:
@@ -174,8 +177,16 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         """Asked for by the last rank alone."""
         return dist.get_rank() == dist.get_world_size() - 1 and len(requests(root)) >= 5
 
+    def keep(rollouts: dict[int, Any]) -> None:
+        found["kept"][-1] += [(i, rollout.response_ids, rollout.logprobs) for i, rollout in rollouts.items()]
+
+    def full(_: dict[int, Any]) -> None:
+        raise ValueError("the disk is full")
+
     for what in plan:
         kind, _, number = what.partition(" ")
+        if kind in ("generate", "cancel"):
+            found["kept"].append([])
         if kind == "load":
             made.load(weights(int(number)).__getitem__, "a test")
         elif kind == "update":
@@ -187,12 +198,14 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
                 os.kill(next(line["pid"] for line in lines(root) if line["port"] == port), signal.SIGKILL)
         elif kind == "cancel":
             try:
-                made.generate(asked, sampling, enough)
+                made.generate(asked, sampling, enough, None, keep)
             except GenerationCancelled as cancelled:
                 done = cancelled.completed
             found["completed"].append(len(done))
+        elif kind == "full":
+            made.generate(asked, sampling, keep=full)
         else:
-            rollouts = made.generate(asked, sampling, lambda: False, done)
+            rollouts = made.generate(asked, sampling, lambda: False, done, keep)
             assert [rollout.prompt_ids for rollout in rollouts] == PROMPTS
             assert {rollout.weight_version for rollout in rollouts} == {step}
             found["sampled"].append([(r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +14,23 @@ import torch.distributed as dist
 
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.placement import Place
-from nemo_oprd.rollout.vllm.server import LocalServer, Server
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied
 from nemo_oprd.rollout.vllm.transport import SharedFolder
+
+SLEEP_TIMEOUT_S = 120.0
 
 
 @dataclass
 class Controlled:
-    """The servers of this rank, by number; everything is empty on ranks that control none."""
+    """The servers of this rank, by number; everything is empty on ranks that control none.
+
+    `sleepers` are those that share GPUs with the trainer and sleep while nothing is sampled.
+    """
 
     servers: dict[int, Server] = field(default_factory=dict)
     client: Client | None = None
     folder: SharedFolder | None = None
+    sleepers: list[int] = field(default_factory=list)
 
     def start(self, places: list[Place], make_server: Callable[[Place], Server]) -> None:
         """Starts servers, without waiting for them.
@@ -37,10 +44,19 @@ class Controlled:
         self.client, self.folder = Client(), SharedFolder()
         for place in places:
             server = self.servers[place.number] = make_server(place)
+            if place.sleeps:
+                self.sleepers.append(place.number)
             if isinstance(server, LocalServer):
                 server.start()
             else:
                 self.folder.guard()
+
+    def call_sleepers(self, path: str) -> None:
+        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
+        for number in self.sleepers:
+            assert self.client is not None
+            with suppress(ServerDied):
+                self.client.run(self.client.post_watched(self.servers[number], path, timeout=SLEEP_TIMEOUT_S))
 
     def close(self) -> None:
         """Ends the servers of this run and removes what they left in shared memory."""

@@ -12,7 +12,6 @@ import datetime
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,14 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import device, init_distributed
 from nemo_oprd.megatron.param_names import mappings_by_name
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
 from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
 from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerDied, ServerRefused, check_url
-from nemo_oprd.rollout.vllm.update_calls import CALL_TIMEOUT_S, UpdateCalls
+from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused, check_url
+from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
 from nemo_oprd.weights.hf import TensorReader
 
@@ -159,8 +158,11 @@ class VllmEngine:
         sampling: SamplingParams,
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
     ) -> list[Rollout]:
         """See `RolloutEngine`. Each response is kept by itself, so `done` may hold any of them.
+
+        `keep` is called on the controllers, in the thread of their client.
 
         Raises:
             ValueError: a prompt leaves no room for a response, or a server refuses, answers nonsense or died too often.
@@ -177,7 +179,7 @@ class VllmEngine:
             missing = [i for i in range(len(requests)) if i not in kept and i not in results]
             if not missing:
                 break
-            parts, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel)
+            parts, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel, keep)
             results |= {i: sampled for part in parts for i, sampled in part.sampled.items()}
             busy |= {number: seconds for part in parts for number, seconds in part.busy_s.items()}
             died = {number: why for part in parts for number, why in part.died.items()}
@@ -199,7 +201,7 @@ class VllmEngine:
         return [rollouts[i] for i in range(len(requests))]
 
     def _round(
-        self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None
+        self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None, keep: Keep | None
     ) -> tuple[list[Round], bool]:
         """One round of all controllers: (what each of them brings home, whether it was cancelled)."""
         claim = self._queue.open(order)
@@ -207,9 +209,8 @@ class VllmEngine:
         client = self._mine.client
         if client is not None:
             slots = -(-len(order) // len(self._places))
-            work = client.start(
-                Sampling(client, task, self._version, claim, slots, mine).run([*self._mine.servers.values()])
-            )
+            sampling = Sampling(client, task, self._version, claim, slots, mine, self._keeper(task, keep))
+            work = client.start(sampling.run([*self._mine.servers.values()]))
         cancelled = self._wait(work, mine, should_cancel)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, (mine.portable(), cancelled))
@@ -239,6 +240,10 @@ class VllmEngine:
                 self._queue.cancel()
         return cancelled
 
+    def _keeper(self, task: Task, keep: Keep | None) -> Callable[[int, Sampled], None] | None:
+        """What `Sampling` calls with every response."""
+        return keep and (lambda index, sampled: keep({index: self._rollout(task.requests[index], sampled)}))
+
     def _rollouts(self, requests: list[Request], results: dict[int, Sampled]) -> dict[int, Rollout]:
         return {i: self._rollout(requests[i], sampled) for i, sampled in results.items()}
 
@@ -261,7 +266,7 @@ class VllmEngine:
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
-        self._call_sleepers("/sleep?level=1")
+        self._mine.call_sleepers("/sleep?level=1")
         self._asleep = True
         if self._any_sleeps:
             dist.barrier()  # no rank computes before the memory of its GPU is free
@@ -270,7 +275,7 @@ class VllmEngine:
         """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
         if self._asleep:
             self._release_memory()
-            self._call_sleepers("/wake_up")
+            self._mine.call_sleepers("/wake_up")
             self._asleep = False
 
     def _release_memory(self) -> None:
@@ -278,13 +283,6 @@ class VllmEngine:
         if self._any_sleeps:
             torch.cuda.empty_cache()
             dist.barrier()
-
-    def _call_sleepers(self, path: str) -> None:
-        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
-        for number, server in self._mine.servers.items():
-            if self._places[number].sleeps and self._mine.client is not None:
-                with suppress(ServerDied):
-                    self._mine.client.run(self._mine.client.post_watched(server, path, timeout=CALL_TIMEOUT_S))
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""

@@ -132,13 +132,21 @@ class Sampling:
         claim: the index of the next request; None if there are no more. Other controllers claim from the same queue.
         slots: the most requests that a server gets at a time, so that no server takes what another one has room for.
         result: where the responses go.
+        keep: called with every response, by the index of its request.
     """
 
     def __init__(
-        self, client: Client, task: Task, version: str, claim: Callable[[], int | None], slots: int, result: Round
+        self,
+        client: Client,
+        task: Task,
+        version: str,
+        claim: Callable[[], int | None],
+        slots: int,
+        result: Round,
+        keep: Callable[[int, Sampled], None] | None = None,
     ) -> None:
         self._client, self._task, self._version = client, task, version
-        self._claim, self._slots, self._result = claim, slots, result
+        self._claim, self._slots, self._result, self._keep = claim, slots, result, keep
         self._again: list[int] = []  # claimed by a server that died
         self._started = time.monotonic()
 
@@ -152,7 +160,11 @@ class Sampling:
                 return
 
     async def _serve(self, server: Server) -> None:
-        """Keeps a server busy until there is nothing left to claim, it dies, or the round is stopped."""
+        """Keeps a server busy until there is nothing left to claim, it dies, or the round is stopped.
+
+        Raises:
+            Exception: what `keep` or our own code raised.
+        """
         work = (self._slot(server) for _ in range(min(self._slots, server.in_flight)))
         watch = asyncio.create_task(self._client.watch(server))
         stop = asyncio.create_task(self._result.stop.wait())
@@ -178,7 +190,10 @@ class Sampling:
                 return
             try:
                 answer = await self._ask(server, self._task.body(index))
-                result.sampled[index] = self._task.check(index, answer, self._version, server.name)
+                sampled = self._task.check(index, answer, self._version, server.name)
+                if self._keep is not None:
+                    self._keep(index, sampled)
+                result.sampled[index] = sampled
                 result.busy_s[server.number] = time.monotonic() - self._started
             except ServerDied as death:
                 self._again.append(index)

@@ -38,6 +38,7 @@ case("infinite rate", "an infinite learning rate", "train.lr=inf | expected a fi
 case("lowest above highest rate", "a final learning rate above the first", "train.min_lr=1.0 is above train.lr=1e-05 | lower it", "train.min_lr=1")
 case("betas", "an Adam beta of more than 1", "train.betas[1]=1.5 | expected a number in [0, 1)", "train.betas=[0.9,1.5]")
 case("top-p", "a sampling mass of 0", "rollout.top_p=0.0 | expected a number in (0, 1]", "rollout.top_p=0")
+case("cache size", "a size of the KV cache in words", "rollout.max_cache_tokens='lots': expected auto | an integer", "rollout.max_cache_tokens=lots")
 case("negative temperature", "a negative temperature", "rollout.temperature=-1.0 | expected 0 or more", "rollout.temperature=-1")
 case("warm-up", "a warm-up longer than the run", "train.warmup_fraction=2.0 | expected a number in [0, 1]", "train.warmup_fraction=2")
 case("zero response tokens", "evaluation with no response tokens", "evaluation.max_new_tokens=0 | expected more than 0", "evaluation.max_new_tokens=0")

@@ -44,12 +44,22 @@ def earlier_result(place: Place) -> None:
     (place.output / "precious").write_text("kept")
 
 
+def other_evaluation(place: Place) -> None:
+    from nemo_oprd.evaluation.generations import Generations, model_identity
+
+    about = {"model": model_identity(place.student), "engine": "megatron", "precision": "fp32", "seed": 0, "samples": 16}
+    Generations(place.output, about).begin(afresh=False)
+    (place.output / "generations" / "held.jsonl").write_text("{}\n")
+
+
 case("output a file", "an output that is a file", "output={root}/prompts.jsonl | is a file, expected a directory | choose another output", "output={root}/prompts.jsonl")
 case("output below a file", "an output below a file", "prompts.jsonl is a file, expected a directory", "output={root}/prompts.jsonl/run", command="verify")
 case("no output", "an empty output", "output='' | expected a directory | name one", "output=''")
 case("unwritable", "an output that may not be written", "output={root}/run | Permission denied | change its permissions", wrap=no_permission)
 case("full disk", "a disk that is full", "output={root}/run | No space left on device | free some space", wrap=full_disk, command="evaluate")
 case("output of something else", "`verify` into a directory of something else", "output={root}/run exists and is not a verify result | choose another", prepare=earlier_result, command="verify")
+case("other responses", "`evaluate` into a directory of another evaluation", "run/generations holds responses with samples=16, expected 2 | remove that directory, or choose another output", "evaluation.samples=2", prepare=other_evaluation, command="evaluate")
+case("responses of unknown origin", "`evaluate` into a directory with responses that nothing describes", "about.json: no such file, expected how the responses beside it were sampled | remove that directory", prepare=lambda p: [other_evaluation(p), (p.output / "generations" / "about.json").unlink()], command="evaluate")
 case("output over a source", "an export that would replace its source", "student.hf_path={root}/run/hf | choose another output", "student.hf_path={root}/run/hf", prepare=lambda p: shutil.copytree(p.student, p.output / "hf"))
 
 case = Category("Checkpoints")

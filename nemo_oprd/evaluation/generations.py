@@ -1,0 +1,271 @@
+"""The responses of one evaluation on disk: kept while they are sampled, and read again after an interruption.
+
+    generations/about.json            how the responses were sampled
+    generations/SET.jsonl             the responses of a set, whole, in the order of (problem, sample)
+    generations/.SET.part_RANK.jsonl  those that a rank has so far, in the order in which they became complete
+    grades/SET.jsonl                  one grade per response, in the same order
+    evaluation.json                   metric -> value
+
+A part is appended to and given to the operating system after every call, so it outlives a killed process. Its last line
+may be damaged and is then sampled again. The other files appear whole or not at all. Nothing here samples or grades.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.fault_tolerance.disk import naming
+from nemo_oprd.fault_tolerance.files import read_json, replacing, write_atomically
+from nemo_oprd.rollout.engine import Request
+
+# of about.json and the lines of SET.jsonl
+FORMAT = 1
+GENERATIONS, GRADES, ABOUT, METRICS = "generations", "grades", "about.json", "evaluation.json"
+_FIX = "remove that directory, or choose another output"
+_SHOWN = 120  # characters of a value in a message
+
+
+def model_identity(directory: Path) -> dict[str, Any]:
+    """What tells the weights of a model on disk from all others, for `about.json`.
+
+    Holds the directory, and the size and the modification time of its weights and of what says how they are used. The
+    weights themselves are not read, because that takes minutes for a large model.
+
+    Args:
+        directory: of a Hugging Face model or a Megatron checkpoint.
+    """
+    names = ("config.json", "hf/config.json", "common.pt", ".metadata", "metadata.json")
+    files = [*directory.glob("*.safetensors"), *directory.glob("*.distcp"), *(directory / name for name in names)]
+    stats = {str(file.relative_to(directory)): file.stat() for file in sorted(files) if file.is_file()}
+    described = {name: f"{stat.st_size} bytes of {_time(stat.st_mtime_ns)}" for name, stat in stats.items()}
+    return _named(directory, {"directory": str(directory.resolve()), "files": described})
+
+
+def trained_identity(directory: Path, step: int, weights: str) -> dict[str, Any]:
+    """The identity of a student after `step` steps of a run.
+
+    Args:
+        directory: of the model that the run began with.
+        weights: tells these weights from those of the same step that the run reaches again from an earlier checkpoint.
+    """
+    return _named(directory, {"directory": str(directory.resolve()), "step": step, "weights": weights})
+
+
+def _time(ns: int) -> str:
+    """Example: 1000000001 -> "1970-01-01T00:00:01.000000001Z"."""
+    return f"{datetime.fromtimestamp(ns // 10**9, UTC):%Y-%m-%dT%H:%M:%S}.{ns % 10**9:09d}Z"
+
+
+def _named(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Adds the short name that the lines of SET.jsonl carry: the directory's name, and a digest of all values."""
+    return {**identity, "name": f"{directory.resolve().name}@{digest(identity)[:12]}"}
+
+
+def digest(value: Any) -> str:
+    """sha256 (hex) of a value's JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class SetKey:
+    """What the lines of a set share.
+
+    Attributes:
+        name: of the set.
+        samples: responses per problem; response i is sample i % samples of problem i // samples.
+        key: of the sampling; response i draws from (*key, i).
+        model: name of the model's identity.
+    """
+
+    name: str
+    samples: int
+    key: tuple[int, ...]
+    model: str
+
+    def record(self, index: int, rollout: Rollout, text: str) -> dict[str, Any]:
+        """The line of response `index`."""
+        record = {
+            "problem": index // self.samples,
+            "sample": index % self.samples,
+            "prompt_ids": rollout.prompt_ids,
+            "response_ids": rollout.response_ids,
+            "response": text,
+            "finish_reason": rollout.finish_reason,
+            "seed": [*self.key, index],
+            "model": self.model,
+        }
+        return record if rollout.logprobs is None else {**record, "logprobs": rollout.logprobs}
+
+    def index_of(self, record: dict[str, Any]) -> int:
+        """The inverse of `record` for the index."""
+        return int(record["problem"]) * self.samples + int(record["sample"])
+
+
+class Generations:
+    """The directory of one evaluation. Every rank has one; the first rank writes everything but the other ranks' parts.
+
+    Args:
+        directory: holds `generations/`, `grades/` and `evaluation.json`.
+        about: how the responses are sampled: plain values that JSON returns unchanged, "model" with a "name".
+    """
+
+    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
+        self.directory, self._responses = directory, directory / GENERATIONS
+        self.about = {"format": FORMAT, **json.loads(json.dumps(about))}
+
+    def difference(self) -> str | None:
+        """Why the responses in the directory are not of this evaluation, one line; None if they are, or if none are."""
+        file = self._responses / ABOUT
+        if not file.exists():
+            kept = self._responses.exists() and any(self._responses.glob("*.jsonl"))
+            return f"{file}: no such file, expected how the responses beside it were sampled; {_FIX}" if kept else None
+        try:
+            existing = read_json(file, "how these responses were sampled", _FIX)
+        except ValueError as error:
+            return str(error)
+        old, new = _flat(existing), _flat(self.about)
+        for name in [*new, *(name for name in old if name not in new)]:
+            if old.get(name) != new.get(name):
+                return (
+                    f"{self._responses} holds responses with {name}={_shown(old.get(name))}, expected "
+                    f"{_shown(new.get(name))}; {_FIX}"
+                )
+        return None
+
+    def check(self) -> None:
+        """Raises ValueError if the directory holds responses of another evaluation; writes nothing."""
+        difference = self.difference()
+        if difference is not None:
+            raise ValueError(difference)
+
+    def begin(self, *, afresh: bool) -> None:
+        """Makes the directory on the first rank, before any rank keeps responses.
+
+        Args:
+            afresh: removes all results in the directory, also those of this evaluation.
+        """
+        if afresh:
+            # first, so that a killed process leaves no description of responses that are half removed
+            (self._responses / ABOUT).unlink(missing_ok=True)
+            for directory in (self._responses, self.directory / GRADES):
+                shutil.rmtree(directory, ignore_errors=True)
+            (self.directory / METRICS).unlink(missing_ok=True)
+        for directory in (self._responses, self.directory / GRADES):
+            with naming(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._responses / ABOUT, json.dumps(self.about, indent=1) + "\n")
+
+    def keep(self, of: SetKey, rank: int, responses: Iterable[tuple[int, Rollout, str]]) -> None:
+        """Appends responses, each with its index and text, to the part of `rank`.
+
+        Raises:
+            OSError: the disk is full or the file can't be written; the error names the file.
+        """
+        path = self._part(of.name, rank)
+        lines = [json.dumps(of.record(*each), ensure_ascii=False) + "\n" for each in responses]
+        with naming(path), path.open("a+b") as file:
+            # a process that was killed while it wrote left half a line, which must not swallow the next one
+            if file.seek(0, 2) and not _ends_a_line(path):
+                file.write(b"\n")
+            file.write("".join(lines).encode())
+
+    def kept(self, of: SetKey, requests: Sequence[Request]) -> dict[int, Rollout]:
+        """The responses on disk by the index of their request; a later line replaces an earlier one."""
+        found: dict[int, Rollout] = {}
+        for path in (self._whole(of.name), *self._parts(of.name)):
+            if path.exists():
+                found |= dict(_read(path, of, requests))
+        return found
+
+    def has_parts(self, name: str) -> bool:
+        """Whether responses to a set are in parts, so that `finish` has something to do."""
+        return bool(self._parts(name))
+
+    def finish(self, of: SetKey, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
+        """Writes the whole SET.jsonl on the first rank, and removes the parts; no rank may keep responses any more.
+
+        Raises:
+            OSError: as `keep`.
+        """
+        indexed = zip(range(len(rollouts)), rollouts, texts, strict=True)
+        write_lines(self._whole(of.name), (of.record(*each) for each in indexed))
+        for part in self._parts(of.name):
+            part.unlink()
+
+    def write_grades(self, name: str, grades: Iterable[dict[str, Any]]) -> None:
+        """Writes the grades of a set. Raises OSError as `keep`."""
+        write_lines(self.directory / GRADES / f"{name}.jsonl", grades)
+
+    def write_metrics(self, metrics: dict[str, float]) -> None:
+        """Writes evaluation.json. Raises OSError as `keep`."""
+        write_atomically(self.directory / METRICS, json.dumps(metrics, indent=1) + "\n")
+
+    def _whole(self, name: str) -> Path:
+        return self._responses / f"{name}.jsonl"
+
+    def _part(self, name: str, rank: int) -> Path:
+        return self._responses / f".{name}.part_{rank}.jsonl"
+
+    def _parts(self, name: str) -> list[Path]:
+        """The parts of all ranks, also of an earlier start with more ranks."""
+        pattern = re.compile(rf"\.{re.escape(name)}\.part_\d+\.jsonl")
+        return sorted(path for path in self._responses.glob(".*.jsonl") if pattern.fullmatch(path.name))
+
+
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object per line; the file appears whole, flushed to the disk. Raises OSError as `replacing`."""
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() == b"\n"
+
+
+def _read(path: Path, of: SetKey, requests: Sequence[Request]) -> Iterable[tuple[int, Rollout]]:
+    """(Index, rollout) of each line that is undamaged and answers its request."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                index = of.index_of(record)
+                request, ids, finish = requests[index], record["response_ids"], record["finish_reason"]
+                if index < 0 or record["prompt_ids"] != request.prompt_ids or not isinstance(ids, list):
+                    continue
+            except (ValueError, TypeError, KeyError, IndexError):  # damaged; its response is sampled again
+                continue
+            yield (
+                index,
+                Rollout(
+                    prompt_ids=request.prompt_ids,
+                    response_ids=ids,
+                    answer=request.answer,
+                    finish_reason=finish,
+                    logprobs=record.get("logprobs"),
+                ),
+            )
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested objects as one, with keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        flat |= _flat(item, f"{prefix}{name}.") if isinstance(item, dict) else {prefix + name: item}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,130 @@
+"""Evaluations with an engine that answers from a list; run in the workers of `pool.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams
+
+MODEL = {"directory": "somewhere", "name": "somewhere@0"}
+
+
+class Characters:
+    """A tokenizer with one id per character."""
+
+    eos_ids = (0,)
+
+    def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) for i in ids if i)
+
+
+class Answers:
+    """Answers request i with `texts[i]`, ranks in turn; cancelled after `until` responses of a rank.
+
+    Attributes:
+        asked: the requests that this rank answered.
+    """
+
+    def __init__(self, texts: list[str], until: int | None = None) -> None:
+        self.texts, self.until, self.asked = texts, until, list[int]()
+
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None = None,
+        done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
+    ) -> list[Rollout]:
+        import torch.distributed as dist
+
+        assert keep is not None and done is not None
+        own = [i for i in range(dist.get_rank(), len(requests), dist.get_world_size()) if i not in done]
+        for i in own[: self.until]:
+            keep({i: self.rollout(i, requests[i])})
+            self.asked.append(i)
+        dist.barrier()
+        if self.until is not None:
+            raise GenerationCancelled
+        return [done.get(i) or self.rollout(i, request) for i, request in enumerate(requests)]
+
+    def rollout(self, index: int, request: Request) -> Rollout:
+        ids = [*map(ord, self.texts[index]), 0]
+        logprobs = [-0.5] * len(ids)
+        return Rollout(request.prompt_ids, ids, answer=request.answer, finish_reason="stop", logprobs=logprobs)
+
+
+def evaluate(directory: str, texts: list[str], untils: list[int | None]) -> dict[str, Any]:
+    """One evaluation per entry of `untils`, cancelled after that many responses per rank; None: not cancelled.
+
+    Returns:
+        Per evaluation, the metrics or None, all requests that were answered, and what the first rank said, with a line
+        of progress per response; and the metrics of one more evaluation, which has no engine.
+    """
+    import torch.distributed as dist
+
+    from nemo_oprd.evaluation import progress
+    from nemo_oprd.evaluation.sample import Evaluator
+    from nemo_oprd.megatron.parallel import init_distributed
+
+    init_distributed()
+    problems = Path(directory) / "problems.jsonl"
+    overrides = ["student.hf_path=a", "teacher.hf_path=b", f"data.validation.sums={problems}", "evaluation.samples=2"]
+    evaluator = Evaluator(load_config("verify", overrides), Characters(), 100)  # type: ignore[arg-type]
+    place = evaluator.generations(Path(directory) / "run", MODEL)
+    found: list[Any] = []
+    for until in untils:
+        engine, metrics = Answers(texts, until), None
+        if dist.get_rank() == 0:
+            place.begin(afresh=False)
+        said = io.StringIO()
+        with (
+            mock.patch.object(progress, "EVERY_S", 0.0),
+            contextlib.redirect_stderr(said),
+            contextlib.suppress(GenerationCancelled),
+        ):
+            metrics = evaluator.evaluate(lambda engine=engine: engine, place)  # type: ignore[misc]
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, engine.asked)
+        found.append({"metrics": metrics, "asked": sorted(sum(asked, [])), "said": said.getvalue().splitlines()})
+
+    def none() -> Any:
+        raise AssertionError("nothing is missing")
+
+    again = evaluator.evaluate(none, place, prefix="teacher/")
+    return {"evaluations": found, "again": again}
+
+
+def cache_budgets(hf_path: str, tensor: int, free: list[int]) -> list[int]:
+    """What `auto` chooses on each rank, if ranks have `free` bytes."""
+    import torch
+    import torch.distributed as dist
+
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout import cache_budget
+
+    init_distributed()
+    role = make_role("rollout", Layout(tensor=tensor, data=dist.get_world_size() // tensor))
+    with mock.patch.object(cache_budget, "free_bytes", return_value=free[dist.get_rank()]):
+        own = cache_budget.cache_budget(read_model_spec(hf_path), role, torch.float32)
+    budgets: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(budgets, own)
+    return budgets
+
+
+def write_problems(directory: Path, answers: list[str]) -> None:
+    rows = [{"prompt": f"{number}?", "answer": answer} for number, answer in enumerate(answers)]
+    (directory / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
