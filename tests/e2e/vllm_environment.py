@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +75,11 @@ def shared_memory() -> set[str]:
                     used += (process / file).read_text()
                 except OSError:  # ended meanwhile
                     continue
-    return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}" not in used}
+    names = set(os.listdir("/dev/shm"))
+    # a server's files are named after the folder of the process that started it, which its guard is told to remove
+    folders = {name: re.search(r"nemo_oprd_.+?_[0-9a-f]{12}", name) for name in names}
+    return {
+        name
+        for name, folder in folders.items()
+        if f"/dev/shm/{name}" not in used and not (folder and f"/dev/shm/{folder[0]}" in used)
+    }

@@ -31,7 +31,7 @@ def stale_prefix_cache() -> None:
     post = Client.post
 
     async def keeping(client: Client, to: server.Server, path: str, body: Any = None, *, timeout: float) -> Any:
-        return await post(client, to, path.replace("mode=wait", "mode=keep"), body, timeout=timeout)
+        return await post(client, to, path.replace("mode=wait", "mode=wait&clear_cache=false"), body, timeout=timeout)
 
     Client.post = keeping  # type: ignore[method-assign]
 
