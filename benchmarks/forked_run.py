@@ -71,6 +71,10 @@ class ForkedRun:
         os.close(self._pipe)
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.ranks]
 
+    def has_said(self, seconds: float) -> bool:
+        """Whether there is a message, or the first rank has ended; waits for it for `seconds`."""
+        return b"\n" in self._unread or bool(select.select([self._pipe], [], [], seconds)[0])
+
     def line(self) -> str:
         """The first rank's next message; empty if the rank has ended, or sends nothing for too long."""
         while b"\n" not in self._unread:

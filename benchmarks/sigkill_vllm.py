@@ -45,6 +45,7 @@ from nemo_oprd.rollout.vllm.guard import group_members
 PER_RUN = 5
 PATIENCE_S = 900.0
 CLEAN_S = 40.0
+LOOK_EVERY_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
 # rounding of the engine, which depends on the requests that it computes at the same time, and the deaths themselves
 OF_THE_SERVER = (
@@ -120,7 +121,7 @@ class VllmBench:
         self.directory, self.log, self.report = directory, directory / "log.txt", Report(repeat)
         settings = (*SETTINGS, f"rollout.vllm.repeat={repeat}", *overrides)
         self.overrides = [*toy_overrides(directory / "toy", steps), *settings]
-        self.before = set(os.listdir(SHARED_MEMORY))
+        self.before, self.foreign = set(os.listdir(SHARED_MEMORY)), set[str]()
         import_everything(CALLS.values())
 
     def whole(self, tensor: int) -> Path:
@@ -157,7 +158,7 @@ class VllmBench:
             killer = partial(_install, strikes[done:], done, since)
             run = ForkedRun(overrides, self.log, killer, PATIENCE_S)
             since = None
-            while since is None and (line := run.line()):
+            while since is None and (line := self._line(run, groups)):
                 message = json.loads(line)
                 if "server" in message:
                     groups.append(message["server"])
@@ -179,13 +180,21 @@ class VllmBench:
                 f"{self.log.read_text()[-6000:]}"
             )
 
+    def _line(self, run: ForkedRun, groups: list[int]) -> str:
+        """The next message; notes meanwhile what the servers of other runs on this machine have in shared memory."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not run.has_said(LOOK_EVERY_S) and time.monotonic() < deadline:
+            self.foreign |= _in_use(set(os.listdir(SHARED_MEMORY)) - self.before, without=groups)
+        return run.line()
+
     def leftovers(self, groups: list[int], when: str) -> list[str]:
-        """Processes of these groups, and files in shared memory that are new and of no living process."""
+        """Processes of these groups, and files in shared memory that are new and not of another run."""
         deadline = time.monotonic() + CLEAN_S
         while True:
             found = [f"{when}: process {pid} of group {group}" for group in groups for pid in group_members(group)]
             files = set(os.listdir(SHARED_MEMORY)) - self.before
-            found += [f"{when}: {SHARED_MEMORY / name}" for name in sorted(files - _in_use(files))]
+            self.foreign |= _in_use(files, without=groups)
+            found += [f"{when}: {SHARED_MEMORY / name}" for name in sorted(files - self.foreign)]
             if not found or time.monotonic() > deadline:
                 self.before |= files  # named once
                 return found
@@ -211,15 +220,16 @@ def _end(run: ForkedRun) -> list[int]:
     return run.codes()
 
 
-def _in_use(files: set[str]) -> set[str]:
-    """Those of `files` that a living process has mapped or names in its command: of other runs on this machine."""
+def _in_use(files: set[str], without: list[int]) -> set[str]:
+    """Those of `files` that a process outside the groups `without` has mapped or names in its command."""
     used: set[str] = set()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*") if files else ():
         try:
-            text = (entry / "maps").read_text() + (entry / "cmdline").read_text()
-        except (OSError, UnicodeDecodeError):
+            if os.getpgid(int(entry.name)) not in without:
+                text = (entry / "maps").read_text() + (entry / "cmdline").read_bytes().decode(errors="replace")
+                used |= {name for name in files if name in text}
+        except OSError:  # ended meanwhile
             continue
-        used |= {name for name in files if name in text}
     return used
 
 

@@ -5,16 +5,18 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
-output=runs/quickstart
+default=runs/quickstart output=
 for argument in "$@"; do
   case "$argument" in
     rollout.engine=vllm)
       bash scripts/setup_vllm.sh
-      output=runs/quickstart_vllm
+      default=runs/quickstart_vllm
       ;;
     output=*) output=${argument#output=} ;;
   esac
 done
+output=${output:-$default}
+
 echo "1/4 making a small student-teacher pair (addition with scratch digits)" >&2
 OMP_NUM_THREADS=2 nemo-oprd toy --output runs/toy --seed 0 || {
   status=$?

@@ -21,10 +21,15 @@ case "$target" in cpu | cuda) ;; *)
   ;;
 esac
 ready=.venv-vllm/ready
-if [ "$(cat "$ready" 2>/dev/null)" = "$target $(cksum <"requirements-vllm-$target.txt")" ]; then
-  echo ".venv-vllm is complete ($target)" >&2
-  exit 0
-fi
+# a login node without a GPU must not replace the CUDA environment that the compute nodes use
+for there in ${VLLM_TARGET:-cuda cpu}; do
+  if [ "$(cat "$ready" 2>/dev/null)" = "$there $(cksum <"requirements-vllm-$there.txt")" ]; then
+    if [ "$there" = "$target" ] || [ "$there" = cuda ]; then
+      echo ".venv-vllm is complete ($there)" >&2
+      exit 0
+    fi
+  fi
+done
 echo "installing vLLM ($target) into .venv-vllm (only once; takes some minutes)" >&2
 rm -rf .venv-vllm
 "${PYTHON_FOR_VLLM:-python3.11}" -m venv .venv-vllm
@@ -38,9 +43,11 @@ else
   "${pip[@]}" --requirement requirements-vllm-cuda.txt
 fi
 # what the servers of a run import; TORCH_COMPILE_DISABLE as in the servers
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
 TORCH_COMPILE_DISABLE=1 VLLM_PLUGINS= PYTHONPATH=nemo_oprd/rollout/vllm/worker .venv-vllm/bin/python -c \
-  'import nemo_oprd_worker, torch, vllm; print("vLLM", vllm.__version__, "torch", torch.__version__)' 2>/tmp/vllm-setup.log || {
-  cat /tmp/vllm-setup.log >&2
+  'import nemo_oprd_worker, torch, vllm; print("vLLM", vllm.__version__, "torch", torch.__version__)' 2>"$log" || {
+  cat "$log" >&2
   exit 1
 }
 echo "$target $(cksum <"requirements-vllm-$target.txt")" >"$ready"

@@ -19,7 +19,7 @@ from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.factory import check_on_device, make_engine
 from nemo_oprd.setup.models import ModelFiles, world_size
-from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, trainer_ranks
+from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, known_ids, trainer_ranks
 
 
 def evaluate(config: Config) -> None:
@@ -53,7 +53,10 @@ def evaluate(config: Config) -> None:
 
         @cache
         def engine() -> RolloutEngine:
-            made = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids)
+            limit = None
+            if config.rollout.engine == "vllm" and config.rollout.vllm.endpoints:
+                limit = known_ids(config)  # as the endpoint of a training run masks them
+            made = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids, limit)
             stack.callback(made.close)
             made.load(read, str(model.directory))
             return made

@@ -6,9 +6,9 @@ import os
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, known_ids, server_arguments
+from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.server import WORKER_FOLDER, server_environment
-from nemo_oprd.setup.preflight import model_directory
+from nemo_oprd.setup.preflight import known_ids, model_directory
 
 
 def serve(config: Config, host: str, port: int) -> None:
@@ -28,9 +28,8 @@ def serve(config: Config, host: str, port: int) -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         check_head_size(spec)
-    teachers = [read_model_spec(model_directory(source)) for source in config.teacher_sources if source.path != "None"]
     python = find_python(config)
-    arguments = server_arguments(config, spec, directory, known_ids(config, spec, teachers), cuda=cuda)
+    arguments = server_arguments(config, spec, directory, known_ids(config), cuda=cuda)
     devices = None
     if cuda:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

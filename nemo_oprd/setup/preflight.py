@@ -113,6 +113,20 @@ def trainer_ranks(config: Config, world_size: int) -> int:
     return world_size - servers
 
 
+def known_ids(config: Config) -> int:
+    """The number of ids that a run of this configuration samples: those that the student and its teachers know.
+
+    Teachers without a path are left out, and so are teachers that read text.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
+    reading = sources if config.teacher.reads == "ids" else []
+    models = [config.student, *reading]
+    return min(read_model_spec(model_directory(model)).vocab_size for model in models)
+
+
 def check_engine(config: Config, student: ModelSpec) -> None:
     """Raises ValueError unless the rollout engine is installed, or addressed, and can run the student.
 

@@ -99,7 +99,7 @@ def test_a_server_dies_while_it_samples(run: Any, ranks: int) -> None:
     )
     assert found["error"] is None
     assert found["sampled"] == [expected(1, PROMPTS), expected(2, PROMPTS)]
-    assert [metrics["rollout/server_deaths"] for metrics in found["metrics"]] == [1, 0]
+    assert [metrics["rollout/server_deaths"] for metrics in found["metrics"]] == [1, 1]
     (said,) = found["said"]
     assert "is restarted (1 of 10): vLLM server" in said
     assert len(requests(found["root"])) <= 2 * COUNT + 2  # what was under way on the one that died

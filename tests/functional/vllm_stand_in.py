@@ -135,6 +135,9 @@ class Model:
         digest = digest_of(self.tensors)
         return {"digest": digest[::-1] if "digest" in self.faults else digest, "tensors": len(self.tensors)}
 
+    def nemo_oprd_give_up(self) -> None:
+        self.updating = False
+
     def nemo_oprd_describe(self) -> dict[str, Any]:
         model = json.loads((Path(self.options.model) / "config.json").read_text())
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

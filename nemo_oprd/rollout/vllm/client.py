@@ -4,6 +4,7 @@ meanwhile; every call has a deadline."""
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
 T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
@@ -28,6 +29,8 @@ class Client:
     """A connection pool to the servers of one controller, with its event loop in a thread."""
 
     def __init__(self) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every response under way has a connection
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
@@ -107,8 +110,6 @@ class Client:
                 server.check_alive()
             except ServerDied as death:
                 return str(death)
-            if isinstance(server, LocalServer):
-                server.remember_shared_memory()
             if not await self.is_healthy(server):
                 return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 

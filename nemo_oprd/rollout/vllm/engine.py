@@ -9,12 +9,9 @@ restarted, gets the current weights again, and the next round samples what is mi
 from __future__ import annotations
 
 import datetime
-import os
-import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +20,20 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.fault_tolerance.signals import agree
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import device, init_distributed
 from nemo_oprd.megatron.param_names import mappings_by_name
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
-from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
 from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
 from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerDied, ServerRefused, check_url
-from nemo_oprd.rollout.vllm.transport import SharedFolder
-from nemo_oprd.rollout.vllm.update_calls import CALL_TIMEOUT_S, UpdateCalls
-from nemo_oprd.rollout.vllm.weight_push import Controlled, WeightPush
+from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused, check_url
+from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
+from nemo_oprd.rollout.vllm.weight_push import WeightPush
 from nemo_oprd.weights.hf import TensorReader
 
 # how often a rank that waits for responses asks whether it should cancel
@@ -79,49 +76,45 @@ class VllmEngine:
             check_head_size(spec)
         students = range(ranks.first_rank, ranks.first_rank + ranks.size)
         self._has_stream = dist.get_rank() in students
-        self._places = place_servers(self._settings, *_machines(cuda), students)
-        self._mine = self._start(directory, cuda)
-        names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
-        calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, self._settings.start_timeout)
-        self._push = WeightPush(self._places, self._mine, calls, names, device(), students)
-        self._push.settle()
+        self._places = place_servers(self._settings, *machines_and_devices(cuda), students)
+        self._any_sleeps = any(place.sleeps for place in self._places)
+        self._mine = Controlled()
+        try:
+            own = [place for place in self._places if place.controller == dist.get_rank()]
+            self._mine.start(own, lambda place: self._make_server(place, directory, cuda))
+            self._push = self._weight_push(students)
+            self._push.settle()
+        except BaseException:
+            self.close()
+            raise
         self._queue = RequestQueue(self._mine.client is not None, len({place.controller for place in self._places}))
         self._lengths = LengthEstimate()
         self._stream: WeightStream | None = None
         self._step, self._version = 0, ""
         self._asleep = False
-        self._deaths = 0  # of which metrics have told
         self.metrics: dict[str, float] = {}
 
-    def _start(self, directory: Path, cuda: bool) -> Controlled:
-        """Starts the servers of this rank."""
-        mine = [place for place in self._places if place.controller == dist.get_rank()]
-        if not mine:
-            return Controlled({}, None, None)
-        folder, servers = SharedFolder(), {}
-        for place in mine:
-            if place.url is not None:
-                servers[place.number] = self._endpoint(place)
-                continue
-            server = self._local_server(place, directory, folder, cuda)
-            server.start()
-            servers[place.number] = server
-        return Controlled(servers, Client(), folder)
+    def _weight_push(self, students: range) -> WeightPush:
+        names = {name for mapping in mappings_by_name(self._spec).values() for name in mapping.hf}
+        calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, self._settings.start_timeout)
+        return WeightPush(self._places, self._mine, calls, names, device(), students)
 
-    def _endpoint(self, place: Place) -> Server:
-        settings, url = self._settings, str(place.url).rstrip("/")
-        return Endpoint(place.number, self._config.rollout.max_batch, 1, None, url, settings.max_restarts, self._say)
-
-    def _local_server(self, place: Place, directory: Path, folder: SharedFolder, cuda: bool) -> LocalServer:
+    def _make_server(self, place: Place, directory: Path, cuda: bool) -> Server:
+        """A server of this rank, not yet started."""
+        settings, in_flight = self._settings, self._config.rollout.max_batch
+        if place.url is not None:
+            url = place.url.rstrip("/")
+            return Endpoint(place.number, in_flight, 1, None, url, settings.max_restarts, self._say)
+        assert self._mine.folder is not None
         return LocalServer(
             place.number,
-            self._config.rollout.max_batch,
+            in_flight,
             python=find_python(self._config),
             flags=server_arguments(self._config, self._spec, directory, self._known_ids, cuda=cuda),
             devices=place.devices,
             log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
-            directory=folder.path,
-            max_restarts=self._settings.max_restarts,
+            directory=self._mine.folder.path,
+            max_restarts=settings.max_restarts,
             say=self._say,
         )
 
@@ -142,8 +135,7 @@ class VllmEngine:
             ValueError: a server refuses the weights, or died too often.
         """
         self._stream, self._step = weights, step
-        if any(place.sleeps for place in self._places):
-            torch.cuda.empty_cache()  # what this process keeps for itself is missing on the shared GPU
+        self._release_memory()
         self._version = self._push.push(weights, step)
         self._asleep = False
 
@@ -156,7 +148,7 @@ class VllmEngine:
             dtype = torch.float32 if self._config.precision == "fp32" else torch.bfloat16
             for mapping in mappings_by_name(self._spec).values():
                 for name in mapping.hf:
-                    yield name, read(name).to(dtype)
+                    yield name, read(name).to(device(), dtype)
 
         self.update_weights(weights, 0)
 
@@ -198,6 +190,8 @@ class VllmEngine:
                 raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
             assert died or any(part.sampled for part in parts), "no server had the weights"
             if died:
+                if should_cancel is not None and agree(device(), should_cancel())[0]:  # a server takes long to restart
+                    raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
                 if self._settings.repeat == "step":
                     results = {}
                 self._push.revive(died)
@@ -252,36 +246,32 @@ class VllmEngine:
     def _finish(self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float]) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
         self._lengths.learn(requests, {i: len(sampled.ids) for i, sampled in results.items()})
-        self.metrics = {"rollout/server_deaths": float(self._push.deaths - self._deaths)}
-        self._deaths = self._push.deaths
+        self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
-        self._call_sleepers("/sleep?level=1")
+        self._mine.call_sleepers("/sleep?level=1")
         self._asleep = True
+        if self._any_sleeps:
+            dist.barrier()  # no rank computes before the memory of its GPU is free
 
     def _wake_up(self) -> None:
         """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
         if self._asleep:
-            self._call_sleepers("/wake_up")
+            self._release_memory()
+            self._mine.call_sleepers("/wake_up")
             self._asleep = False
 
-    def _call_sleepers(self, path: str) -> None:
-        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
-        for number, server in self._mine.servers.items():
-            if self._places[number].sleeps and self._mine.client is not None:
-                with suppress(ServerDied):
-                    self._mine.client.run(self._mine.client.post_watched(server, path, timeout=CALL_TIMEOUT_S))
+    def _release_memory(self) -> None:
+        """Before servers wake up on the GPUs of the trainer: every rank gives back what it keeps for itself."""
+        if self._any_sleeps:
+            torch.cuda.empty_cache()
+            dist.barrier()
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
-        for server in self._mine.servers.values():
-            server.close()
-        if self._mine.client is not None:
-            self._mine.client.close()
-        if self._mine.folder is not None:
-            self._mine.folder.close()
-        self._mine = Controlled({}, None, None)
+        self._mine.close()
+        self._mine = Controlled()
 
 
 def _rollout(request: Request, sampled: Sampled, step: int) -> Rollout:
@@ -300,17 +290,3 @@ def _rollout(request: Request, sampled: Sampled, step: int) -> Rollout:
 def _keeper(task: Task, keep: Keep | None, step: int) -> Callable[[int, Sampled], None] | None:
     """What `Sampling` calls with every response."""
     return keep and (lambda index, sampled: keep({index: _rollout(task.requests[index], sampled, step)}))
-
-
-def _machines(cuda: bool) -> tuple[list[str], list[str | None]]:
-    """(Name of the machine, CUDA device) of every rank."""
-    own = None
-    if cuda:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        index = torch.cuda.current_device()
-        own = visible.split(",")[index] if visible else str(index)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    # nodes of a test cluster share one host name
-    machine = f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
-    dist.all_gather_object(everyone, (machine, own))
-    return [name for name, _ in everyone], [gpu for _, gpu in everyone]

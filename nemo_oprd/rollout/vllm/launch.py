@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,6 @@ def check_head_size(spec: ModelSpec) -> None:
             f"rollout.engine=vllm without CUDA: the model's heads have size {spec.head_dim}, but vLLM's attention on "
             f"CPU knows {', '.join(map(str, CPU_HEAD_SIZES))} only; use rollout.engine=megatron or another model"
         )
-
-
-def known_ids(config: Config, student: ModelSpec, teachers: Sequence[ModelSpec]) -> int:
-    """The number of ids that a run of this configuration samples: those that all models that read them know."""
-    reading = teachers if config.teacher.reads == "ids" else []
-    return min(student.vocab_size, *(teacher.vocab_size for teacher in reading), student.vocab_size)
 
 
 def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:

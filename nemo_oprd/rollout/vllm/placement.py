@@ -50,6 +50,12 @@ def place_servers(
     if config.endpoints:
         return [_endpoint(config, number, url) for number, url in enumerate(config.endpoints)]
     cuda = devices[students[0]] is not None
+    if cuda and len(set(zip(machines, devices, strict=True))) < len(machines):
+        raise ValueError(
+            f"rollout.engine=vllm: ranks of one machine name the same CUDA device ({', '.join(map(str, devices))}); "
+            "expected a different one for each: make all GPUs of a machine visible to every rank (--gpus-per-node "
+            "without --gpus-per-task)"
+        )
     groups = _rank_groups(config, machines, students, cuda)
     places = []
     for number, group in enumerate(groups):
@@ -107,6 +113,11 @@ def _transport(config: VllmConfig, number: int, *, has_weights: bool, ipc: bool,
         if ipc:
             return "ipc"
         return "file" if has_weights and not cuda else "group"
+    if ipc and config.transport == "group":
+        raise ValueError(
+            f"rollout.vllm.transport=group for server {number}, which shares GPUs with the student: NCCL has no two "
+            "members on one GPU; expected ipc, file or auto: set it"
+        )
     if (config.transport == "file" and not has_weights) or (config.transport == "ipc" and not ipc):
         needs = "the student on the server's machine" if config.transport == "file" else "the student on the same GPUs"
         raise ValueError(

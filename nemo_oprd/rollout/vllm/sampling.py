@@ -105,6 +105,12 @@ class Task:
                 f"{server} sampled response {index} from the weights {found or 'of no version'}, expected {version} "
                 "for all tokens: does somebody else use or update this server?"
             )
+        most = self.body(index)["sampling_params"]["max_tokens"]
+        if reason == "length" and len(ids) < most:
+            raise ServerRefused(
+                f"{server} ended response {index} after {len(ids)} tokens, expected up to {most}: remove "
+                "--max-model-len from its flags, or lower rollout.max_new_tokens"
+            )
         outside = [i for i in ids if not 0 <= i < self.known_ids]
         if outside or len(logprobs) != len(ids) or not ids or not all(map(math.isfinite, logprobs)):
             raise ServerRefused(

@@ -32,6 +32,8 @@ _PRIVATE = (
     "VLLM_",
 )
 _LOG_LINES = 400
+# seconds between two looks at what a server has in shared memory
+NOTE_EVERY_S = 5.0
 
 
 class ServerDied(Exception):  # noqa: N818 - not an error of this program
@@ -124,6 +126,7 @@ class LocalServer(Server):
     say: Callable[[str], None] = print
     _process: subprocess.Popen | None = None
     _shared_memory: set[str] = field(default_factory=set)
+    _noted_at: float = -NOTE_EVERY_S
 
     def start(self) -> None:
         """Starts the process; it answers half a minute to minutes later."""
@@ -152,13 +155,18 @@ class LocalServer(Server):
         return f"{self.directory.name}_{self.number}_{self.generation}_"
 
     def check_alive(self) -> None:
-        """Raises ServerDied if its guard has ended, which ends with the server."""
+        """Raises ServerDied if its guard has ended, which ends with the server; notes what the server has mapped."""
         if self._process is None or self._process.poll() is not None:
             raise ServerDied(f"{self.name} has ended{self.last_words()}")
+        self.remember_shared_memory()
 
     def remember_shared_memory(self) -> None:
-        """Notes what the server has mapped, to be removed if the server and its guard are killed."""
-        if self._process is not None:
+        """Notes what the server has mapped, to be removed if the server and its guard are killed.
+
+        It reads about all processes of the machine, so it does nothing within some seconds after the last time.
+        """
+        if self._process is not None and time.monotonic() >= self._noted_at + NOTE_EVERY_S:
+            self._noted_at = time.monotonic()
             self._shared_memory |= guard.mapped_shared_memory(guard.group_members(self._process.pid))
 
     def restart(self, why: str) -> None:
@@ -198,10 +206,10 @@ class LocalServer(Server):
     def last_words(self) -> str:
         """The last line of the log that names an error, or the last line."""
         try:
-            lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            text = self.log.read_text(errors="replace").rpartition("\n--- start ")[2]
         except OSError:
             return ""
-        lines = [line.strip() for line in lines if line.strip() and not line.startswith("---")]
+        lines = [line.strip() for line in text.splitlines()[1:][-_LOG_LINES:] if line.strip()]
         errors = [line for line in lines if "Error" in line and "Engine core" not in line]
         return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
 
@@ -225,6 +233,7 @@ def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
         kept |= {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}  # compiling takes 30 s of the first requests
     else:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        kept.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `KnownIds` has the interface of the first runner
     return kept
 
 

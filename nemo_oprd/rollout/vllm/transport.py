@@ -12,13 +12,17 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import shutil
 import socket
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
 
 BUCKET_BYTES = 256 << 20
@@ -59,6 +63,13 @@ class SharedFolder:
         self.path = Path("/dev/shm") / f"nemo_oprd_{socket.gethostname()}_{uuid.uuid4().hex[:12]}"
         self.path.mkdir(mode=0o700)
         self._count = 0
+        self._guard: subprocess.Popen | None = None
+
+    def guard(self) -> None:
+        """Starts a guard of its own, for servers without one: endpoints."""
+        if self._guard is None:
+            command = [sys.executable, guard.__file__, "--remove", str(self.path), "--", "sleep", "infinity"]
+            self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def write(self, bucket: Bucket) -> Path:
         """Writes the bytes of a bucket to a new file.
@@ -81,9 +92,11 @@ class SharedFolder:
 
     def close(self) -> None:
         """Removes the folder."""
-        for path in self.path.iterdir():
-            path.unlink(missing_ok=True)
-        self.path.rmdir()
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait()
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def shareable_room(size: int, device: torch.device) -> torch.Tensor:
@@ -92,7 +105,8 @@ def shareable_room(size: int, device: torch.device) -> torch.Tensor:
     try:
         return room(size, device)
     finally:
-        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        given = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+        if any("expandable_segments:True" in value for value in given):
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 

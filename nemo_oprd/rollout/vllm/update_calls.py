@@ -87,16 +87,19 @@ class UpdateCalls:
             server.check_alive()
             if time.monotonic() > deadline:
                 raise ServerRefused(
-                    f"{server.name} was not ready after {self._start_timeout:.0f} s (rollout.vllm.start_timeout)"
-                    f"{server.last_words()}"
+                    f"{server.name} was not ready after {self._start_timeout:.0f} s, expected it to be within rollout."
+                    f"vllm.start_timeout: raise that if the server needs longer{server.last_words()}"
                 )
             await asyncio.sleep(READY_EVERY_S)
+        server.check_alive()  # somebody else's server may have taken the port
         answer = await client.post_watched(
             server, "/collective_rpc", {"method": "nemo_oprd_describe"}, timeout=CALL_TIMEOUT_S
         )
         for found in answer["results"]:
             self._describe(found, server.name)
-        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)  # an endpoint may have been left paused
+        # an endpoint may have been left in the middle of an update, and paused
+        await client.post_watched(server, "/collective_rpc", {"method": "nemo_oprd_give_up"}, timeout=CALL_TIMEOUT_S)
+        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)
         # a server whose kernels don't fit the model is healthy until its first request
         await client.post_watched(server, "/inference/v1/generate", PROBE, timeout=self._start_timeout)
 
@@ -125,7 +128,8 @@ class UpdateCalls:
             if found != {"digest": digest, "tensors": self._tensors}:
                 raise ServerRefused(
                     f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
-                    f"{found['digest']}, expected {self._tensors} with {digest}: the weights did not arrive as sent"
+                    f"{found['digest']}, expected {self._tensors} with {digest}: the weights did not "
+                    "arrive as sent; restart the server"
                 )
         await client.post_watched(server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S)
         if self._places[server.number].sleeps:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket
 
 # between two buckets a worker loads the last one, and the trainer gathers the next one
 TIMEOUT_S = 600.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
@@ -67,6 +70,7 @@ class WeightGroup:
 
     def __init__(self, places: list[Place], device: torch.device) -> None:
         self._workers = {place.number: place.workers for place in places if place.transport == "group"}
+        self._urls = [place.url for place in places if place.transport == "group" and place.url is not None]
         self._device = device if device.type == "cuda" else torch.device("cpu")
         self._key: tuple = ()
         self._store: Any = None
@@ -97,7 +101,7 @@ class WeightGroup:
         for number, workers in self._workers.items():
             first_ranks[number] = size
             size += workers
-        host, prefix = os.environ.get("MASTER_ADDR", "127.0.0.1"), f"weights/{time.time_ns()}"
+        host, prefix = _own_address(self._urls), f"weights/{time.time_ns()}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return Rendezvous(key, host, self._store.port, prefix, size, backend, first_ranks)
 
@@ -158,3 +162,18 @@ class WeightGroup:
         self._group = None
         reason = " ".join(str(error).split())[:200]
         return dict.fromkeys(self._workers, f"the process group of the weights {how}: {reason}")
+
+
+def _own_address(urls: list[str]) -> str:
+    """The address at which the workers of all servers reach this process.
+
+    That is the job's MASTER_ADDR, unless it is a loopback address, as torchrun sets it on a single machine, and an
+    endpoint is elsewhere.
+    """
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    remote = [host for url in urls if (host := str(urlsplit(url).hostname)) not in LOOPBACK]
+    if address not in LOOPBACK or not remote:
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -17,23 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.megatron.parallel import COLLECTIVE_TIMEOUT
 from nemo_oprd.rollout.vllm import transport
-from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.controlled import Controlled
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
-from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_group import Rendezvous, WeightGroup
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest
-
-
-@dataclass
-class Controlled:
-    """The servers of this rank, by number; empty on ranks that control none."""
-
-    servers: dict[int, Server]
-    client: Client | None
-    folder: SharedFolder | None
 
 
 @dataclass
@@ -87,10 +78,12 @@ class WeightPush:
         self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
         self._group = WeightGroup(places, device)
         any_ipc = any(place.transport == "ipc" for place in places)
-        self._handle_group = dist.new_group(list(students)) if any_ipc else None  # a collective of all ranks
+        self._handle_group = (
+            dist.new_group(list(students), timeout=COLLECTIVE_TIMEOUT) if any_ipc else None
+        )  # a collective of all ranks
 
     def push(self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int) -> str:
-        """Gives the weights to every server that doesn't have them; returns their version.
+        """Gives the weights to every server; returns their version.
 
         Args:
             stream: the whole model; called on every rank, once per attempt.
@@ -101,7 +94,7 @@ class WeightPush:
         """
         while True:
             failures, version = self._attempt(stream, step)
-            if failures.refused:
+            if failures.refused and not failures.died:  # a refusal may follow from a death that broke the group
                 raise ServerRefused(failures.refused[0])
             if not failures.died:
                 assert version is not None
@@ -153,7 +146,9 @@ class WeightPush:
         self._false_starts[number] = 0 if was_ready else self._false_starts.get(number, 0) + 1
         try:
             if self._false_starts[number] > 1:
-                raise ServerRefused(f"{why}; it died twice before it was ready")
+                raise ServerRefused(
+                    f"{why}; it died twice before it was ready, expected a server that starts: read its log"
+                )
             server.restart(why)
         except ServerRefused as refusal:
             failures.refused.append(str(refusal))

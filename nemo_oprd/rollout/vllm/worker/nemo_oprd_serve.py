@@ -59,4 +59,5 @@ if "NEMO_OPRD_GUARD" in os.environ:
 if __name__ == "__main__":
     import runpy
 
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    # without alter_sys: this file has to stay the main module, which multiprocessing imports in the processes it spawns
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -64,6 +64,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     group: Any = None
+    unfinished = False
     digest = Digest()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -76,6 +77,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
+        if self.unfinished:
+            # an update was given up; layers that have some of its tensors would count them to this one
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.unfinished = True
         initialize_layerwise_reload(self.model)
         self.digest = Digest()
 
@@ -113,6 +118,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Rebuilds what waited, and the packed copies that vLLM's reload leaves stale."""
         finalize_layerwise_reload(self.model, self.model_config)
+        self.unfinished = False
         pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
@@ -174,6 +180,13 @@ class WorkerExtension:
         """Digest and number of the tensors that came since the last `start_weight_update`."""
         digest = self.weight_transfer_engine.digest  # type: ignore[attr-defined]
         return {"digest": digest.value(), "tensors": len(digest.tensors)}
+
+    def nemo_oprd_give_up(self) -> None:
+        """Ends an update that a trainer has begun and never finished, so that the next one can begin."""
+        worker: Any = self
+        if worker._weight_update_active:
+            worker._weight_update_active = False
+            worker.weight_transfer_engine.reset_weight_update_target()
 
     def nemo_oprd_describe(self) -> dict[str, Any]:
         """What the server samples from, and how, as far as the trainer relies on it."""

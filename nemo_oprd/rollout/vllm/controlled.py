@@ -1,0 +1,82 @@
+"""What one rank has of the servers: those that it controls, its connection to them, and its folder in shared memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.placement import Place
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied
+from nemo_oprd.rollout.vllm.transport import SharedFolder
+
+SLEEP_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Controlled:
+    """The servers of this rank, by number; everything is empty on ranks that control none.
+
+    `sleepers` are those that share GPUs with the trainer and sleep while nothing is sampled.
+    """
+
+    servers: dict[int, Server] = field(default_factory=dict)
+    client: Client | None = None
+    folder: SharedFolder | None = None
+    sleepers: list[int] = field(default_factory=list)
+
+    def start(self, places: list[Place], make_server: Callable[[Place], Server]) -> None:
+        """Starts servers, without waiting for them.
+
+        Args:
+            places: those of this rank.
+            make_server: makes a server, which is started here if it is one of this run.
+        """
+        if not places:
+            return
+        self.client, self.folder = Client(), SharedFolder()
+        for place in places:
+            server = self.servers[place.number] = make_server(place)
+            if place.sleeps:
+                self.sleepers.append(place.number)
+            if isinstance(server, LocalServer):
+                server.start()
+            else:
+                self.folder.guard()
+
+    def call_sleepers(self, path: str) -> None:
+        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
+        for number in self.sleepers:
+            assert self.client is not None
+            with suppress(ServerDied):
+                self.client.run(self.client.post_watched(self.servers[number], path, timeout=SLEEP_TIMEOUT_S))
+
+    def close(self) -> None:
+        """Ends the servers of this run and removes what they left in shared memory."""
+        for server in self.servers.values():
+            server.close()
+        if self.client is not None:
+            self.client.close()
+        if self.folder is not None:
+            self.folder.close()
+
+
+def machines_and_devices(cuda: bool) -> tuple[list[str], list[str | None]]:
+    """(Name of the machine, CUDA device) of every rank; every rank calls this."""
+    own = None
+    if cuda:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        index = torch.cuda.current_device()
+        own = visible.split(",")[index] if visible else str(index)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    # nodes of a test cluster share one host name
+    machine = f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
+    dist.all_gather_object(everyone, (machine, own))
+    return [name for name, _ in everyone], [gpu for _, gpu in everyone]
