@@ -209,7 +209,7 @@ class VllmEngine:
         client = self._mine.client
         if client is not None:
             slots = -(-len(order) // len(self._places))
-            sampling = Sampling(client, task, self._version, claim, slots, mine, self._keeper(task, keep))
+            sampling = Sampling(client, task, self._version, claim, slots, mine, _keeper(task, keep, self._step))
             work = client.start(sampling.run([*self._mine.servers.values()]))
         cancelled = self._wait(work, mine, should_cancel)
         parts: list[Any] = [None] * dist.get_world_size()
@@ -240,24 +240,8 @@ class VllmEngine:
                 self._queue.cancel()
         return cancelled
 
-    def _keeper(self, task: Task, keep: Keep | None) -> Callable[[int, Sampled], None] | None:
-        """What `Sampling` calls with every response."""
-        return keep and (lambda index, sampled: keep({index: self._rollout(task.requests[index], sampled)}))
-
     def _rollouts(self, requests: list[Request], results: dict[int, Sampled]) -> dict[int, Rollout]:
-        return {i: self._rollout(requests[i], sampled) for i, sampled in results.items()}
-
-    def _rollout(self, request: Request, sampled: Sampled) -> Rollout:
-        return Rollout(
-            prompt_ids=request.prompt_ids,
-            response_ids=sampled.ids,
-            prompt=request.prompt,
-            data_source=request.data_source,
-            answer=request.answer,
-            finish_reason="stop" if sampled.finished else "length",
-            logprobs=sampled.logprobs,
-            weight_version=self._step,
-        )
+        return {i: _rollout(requests[i], sampled, self._step) for i, sampled in results.items()}
 
     def _finish(self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float]) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
@@ -288,3 +272,21 @@ class VllmEngine:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
         self._mine.close()
         self._mine = Controlled()
+
+
+def _rollout(request: Request, sampled: Sampled, step: int) -> Rollout:
+    return Rollout(
+        prompt_ids=request.prompt_ids,
+        response_ids=sampled.ids,
+        prompt=request.prompt,
+        data_source=request.data_source,
+        answer=request.answer,
+        finish_reason="stop" if sampled.finished else "length",
+        logprobs=sampled.logprobs,
+        weight_version=step,
+    )
+
+
+def _keeper(task: Task, keep: Keep | None, step: int) -> Callable[[int, Sampled], None] | None:
+    """What `Sampling` calls with every response."""
+    return keep and (lambda index, sampled: keep({index: _rollout(task.requests[index], sampled, step)}))
