@@ -63,7 +63,7 @@ def test_a_response_that_was_given_up_is_not_taken() -> None:
 
 
 def task() -> Task:
-    return Task([Request([1])], SamplingParams(1.0, 1.0, 4, (0,)), 16, (9,), 10, 60.0)
+    return Task([Request([1])], SamplingParams(1.0, 1.0, 2, (0,)), 16, (9,), 10, 60.0)
 
 
 def answer(reason: str) -> dict[str, Any]:
