@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from nemo_oprd.rollout.engine import Request
 
 
 class RequestQueue:
-    """Every rank has one and opens and closes it together with the others; controllers claim from it in between.
+    """Every rank has one, and makes, opens and closes it together with the others; controllers claim from it.
 
     The queue is a counter in the job's key-value store: a claim adds one and takes the request at that place. The store
     also says how many controllers have finished, and whether somebody asked to cancel.
@@ -26,6 +27,9 @@ class RequestQueue:
     def __init__(self, is_controller: bool, controllers: int) -> None:
         self._is_controller, self._controllers = is_controller, controllers
         self._round = 0
+        name = [time.time_ns()]  # an earlier engine of this job may have left keys of a round that an error ended
+        dist.broadcast_object_list(name, src=0)
+        self._prefix = f"nemo_oprd/vllm/{name[0]}"
         # connections of their own: while one waits, other users of it get no answer
         self._claims: Any = _get_default_store().clone()  # type: ignore[attr-defined]
         self._waits: Any = _get_default_store().clone()  # type: ignore[attr-defined]
@@ -68,7 +72,7 @@ class RequestQueue:
                 self._waits.delete_key(self._key(name))
 
     def _key(self, name: str) -> str:
-        return f"nemo_oprd/vllm/{self._round}/{name}"
+        return f"{self._prefix}/{self._round}/{name}"
 
 
 class LengthEstimate:
