@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import os
-import pickle
 import shutil
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -110,9 +110,8 @@ def shareable_room(size: int, device: torch.device) -> torch.Tensor:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def memory_handle(bucket: Bucket) -> tuple[str, str]:
-    """(UUID of this rank's GPU, the pickled handle of the bucket's memory there in base64), for `ipc`."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    handle = base64.b64encode(pickle.dumps(reduce_tensor(bucket.data))).decode()
-    return str(torch.cuda.get_device_properties(bucket.data.device).uuid), handle
+def memory_handle(bucket: Bucket) -> tuple[str, list[Any]]:
+    """(UUID of this rank's GPU, the handle of the bucket's memory there as JSON, bytes in base64), for `ipc`."""
+    handle = bucket.data.untyped_storage()._share_cuda_()
+    fields = [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in handle]
+    return str(torch.cuda.get_device_properties(bucket.data.device).uuid), fields

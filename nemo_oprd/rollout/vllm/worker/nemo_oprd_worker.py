@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import datetime
 import json
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +48,12 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """One bucket in a file or in GPU memory; without either, all buckets come from the group until an empty one.
 
-    `handles` maps the UUID of a GPU to the pickled handle of the trainer's memory there, in base64.
+    `handles` maps the UUID of a GPU to the handle of the trainer's memory there: the fields of torch's
+    `UntypedStorage._share_cuda_`, bytes in base64.
     """
 
     path: str = ""
-    handles: dict[str, str] = field(default_factory=dict)
+    handles: dict[str, list[Any]] = field(default_factory=dict)
     entries: list[dict[str, Any]] = field(default_factory=list)
     bytes: int = 0
 
@@ -110,10 +110,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _shared_memory(self, update_info: UpdateInfo) -> torch.Tensor:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        rebuild, arguments = pickle.loads(base64.b64decode(update_info.handles[uuid]))  # made by the trainer
-        arguments = list(arguments)
-        arguments[6] = self.device.index  # the same GPU may have another index in the trainer's process
-        return rebuild(*arguments)
+        fields = [
+            base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in update_info.handles[uuid]
+        ]
+        fields[0] = self.device.index  # the same GPU may have another index in the trainer's process
+        storage = torch.UntypedStorage._new_shared_cuda(*fields)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[: update_info.bytes]
 
     def finish_weight_update(self) -> None:
         """Rebuilds what waited, and the packed copies that vLLM's reload leaves stale."""
