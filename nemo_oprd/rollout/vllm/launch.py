@@ -13,6 +13,8 @@ from nemo_oprd.models import ModelSpec
 DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
 # head sizes of vLLM's attention on CPU; another one starts, answers that it is healthy and dies at the first request
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# prompt tokens that a server on CPU computes at a time, as vLLM's own default
+CPU_BATCHED_TOKENS = 4096
 SETUP = "run `bash scripts/setup_vllm.sh`, or set rollout.vllm.python"
 
 
@@ -75,6 +77,9 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         arguments += ["--enable-sleep-mode"] if rollout.vllm.placement == "colocated" else []
     else:
         arguments += ["--enforce-eager"]
+        # on a CPU, a response with a seed of its own ends the engine if its prompt is computed in parts
+        most = max(spec.max_positions, CPU_BATCHED_TOKENS)
+        arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(most)]
     if rollout.vllm.tensor > 1:
         arguments += ["--distributed-executor-backend", "mp"]
     return [*arguments, *map(str, rollout.vllm.flags)]

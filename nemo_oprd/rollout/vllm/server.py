@@ -32,6 +32,7 @@ _PRIVATE = (
     "VLLM_",
 )
 _LOG_LINES = 400
+_LOG_BYTES = 200_000
 # seconds between two looks at what a server has in shared memory
 NOTE_EVERY_S = 5.0
 
@@ -206,7 +207,9 @@ class LocalServer(Server):
     def last_words(self) -> str:
         """The last line of the log that names an error, or the last line."""
         try:
-            text = self.log.read_text(errors="replace").rpartition("\n--- start ")[2]
+            with self.log.open("rb") as file:  # a dying server may write a traceback for each of its requests
+                file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
+                text = "\n" + file.read().decode(errors="replace").rpartition("\n--- start ")[2]
         except OSError:
             return ""
         lines = [line.strip() for line in text.splitlines()[1:][-_LOG_LINES:] if line.strip()]
