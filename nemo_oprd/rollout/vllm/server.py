@@ -209,10 +209,11 @@ class LocalServer(Server):
         try:
             with self.log.open("rb") as file:  # a dying server may write a traceback for each of its requests
                 file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
-                text = "\n" + file.read().decode(errors="replace").rpartition("\n--- start ")[2]
+                _, marker, text = file.read().decode(errors="replace").rpartition("\n--- start ")
         except OSError:
             return ""
-        lines = [line.strip() for line in text.splitlines()[1:][-_LOG_LINES:] if line.strip()]
+        said = text.splitlines()[1:] if marker else text.splitlines()  # not the line of the start itself
+        lines = [line.strip() for line in said[-_LOG_LINES:] if line.strip()]
         errors = [line for line in lines if "Error" in line and "Engine core" not in line]
         return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
 
