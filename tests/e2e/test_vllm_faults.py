@@ -146,9 +146,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
     finally:
         for process, _, _ in processes:
-            if process.poll() is None:
+            process.terminate()  # it has no guard: killed, it would leave its shared memory
+        for process, _, _ in processes:
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                process.wait()
 
 
 def test_a_run_without_a_fault_uses_the_endpoint_and_leaves_it(site: Site) -> None:
