@@ -6,6 +6,7 @@ torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients
 torchrun ... -m nemo_oprd fit-bridge --config-name NAME [k=v]  projectors between models of different shape
 torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
 nemo-oprd serve --config-name NAME [--port P] [k=v]         a vLLM server for rollout.vllm.endpoints
+nemo-oprd plan --config-name NAME --ranks N [k=v]           memory, bytes and seconds of a run, before it is started
 nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
 """
 
@@ -17,8 +18,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_oprd import __version__
+
+if TYPE_CHECKING:
+    from nemo_oprd.config.schema import Config
 
 # Seconds that a rank other than rank 0 waits before it reports an error that another rank may report, too. Before the
 # process group is joined, ranks differ by the time that imports take on a busy machine; afterwards they are in step. A
@@ -31,6 +36,7 @@ _CONFIGURED = {
     "fit-bridge": "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
     "evaluate": "sample the student on the validation sets and grade it",
     "serve": "a vLLM server for the student, for runs with rollout.vllm.endpoints",
+    "plan": "what a training run needs on a number of GPUs: memory, operations, bytes, seconds; config.json is enough",
 }
 
 
@@ -57,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "serve":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
             command.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+        if name == "plan":
+            _add_plan_arguments(command)
         command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.lr=1e-4 output=runs/a")
     toy = commands.add_parser("toy", help="make a small student-teacher pair and its prompts")
     toy.add_argument("--output", required=True, metavar="DIR")
@@ -65,6 +73,31 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", metavar="RUN")
     report.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
     return parser
+
+
+def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    from nemo_oprd.capacity.gpus import GPUS
+
+    command.add_argument("--ranks", type=_positive, required=True, metavar="N", help="ranks of the job, one GPU each")
+    command.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default: %(default)s")
+    command.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
+    command.add_argument(
+        "--prompt-tokens", type=_positive, metavar="N", help="default: data.max_prompt_tokens, else 256"
+    )
+    command.add_argument(
+        "--response-tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens of an average response, for seconds; memory is that of the longest (default: the longest)",
+    )
+    command.add_argument("--problems", type=_positive, metavar="N", help="problems of one evaluation")
+    command.add_argument("--json", metavar="FILE", help="also write all numbers there")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -171,6 +204,9 @@ def _run_configured(options: argparse.Namespace) -> None:
 
         serve(config, options.host, options.port)
         return
+    if options.command == "plan":
+        _plan(config, options)
+        return
     against_reference = options.command == "verify" and options.against == "reference"
     # mistakes that the configuration and the models' config.json show are reported before torch is imported (seconds)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -192,6 +228,24 @@ def _run_configured(options: argparse.Namespace) -> None:
         from nemo_oprd.commands.verify import verify
 
         verify(config, against_reference=against_reference)
+
+
+def _plan(config: Config, options: argparse.Namespace) -> None:
+    """Runs `plan`; exits with 1 if the run does not fit."""
+    from nemo_oprd.capacity.estimate import Lengths
+    from nemo_oprd.commands.plan import plan
+
+    fits = plan(
+        config,
+        options.config_name,
+        options.ranks,
+        options.gpu,
+        Lengths(options.prompt_tokens, options.response_tokens, options.problems),
+        gpus_per_node=options.gpus_per_node,
+        json_file=options.json,
+    )
+    if not fits:
+        sys.exit(1)
 
 
 def _quiet_megatron() -> None:

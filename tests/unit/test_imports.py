@@ -27,6 +27,7 @@ ORDER = [
     ("observability",),
     ("evaluation",),
     ("setup",),
+    ("capacity",),
     ("train",),
     ("commands",),
     ("cli",),

@@ -1,0 +1,102 @@
+"""Bytes of activations: what one layer keeps for its backward pass, and what passes through memory besides.
+
+The terms of a layer are the tensors that autograd saves, counted for Megatron's local layers with saved-tensor hooks on
+a CPU. Those of Transformer Engine's layers follow its documentation and were not yet compared with a GPU.
+
+S tokens of this context rank, D hidden size, F feed-forward size, A heads, G key/value groups, C channels of a head,
+t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_oprd.layout import Layout
+from nemo_oprd.models import ModelSpec
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token of one layer.
+
+    Attributes:
+        kept: saved for the backward pass.
+        core: what selective recomputation of attention saves of `kept`; negative where it keeps more than it drops.
+        input: the layer's input, all that full recomputation keeps.
+        backward: gradients that are alive when the layer's backward pass begins; afterwards `kept` shrinks faster.
+        norm: tensors of the backward pass of the final norm.
+    """
+
+    kept: float
+    core: float
+    input: float
+    backward: float
+    norm: float
+
+
+def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, *, transformer_engine: bool) -> LayerBytes:
+    """The bytes per token of a student's layer, if its loss is injected at its output."""
+    t, e = layout.tensor, value_bytes
+    d = spec.hidden_size / (t if layout.sequence else 1)
+    q, kv = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
+    f, heads = spec.ffn_size / t, spec.num_heads / t
+    if transformer_engine:
+        norms = 4 * d * e  # the inputs and the outputs of both norms
+    else:
+        # per norm: its input in float32, the normed state and the linear layer's input, and a scale per token
+        norms = 2 * (4 * d + 2 * e * d + 4)
+        norms += e * d if e < 4 else 0  # the float32 copy is not the hidden state, which the injection keeps
+    lse = 4 * heads  # a logarithm per head
+    core = q * e + lse  # with the output of attention in its buckets
+    qkv = (q + 2 * kv) * e
+    if layout.context > 1:  # keys and values of the whole sequence, for every query head
+        qkv = q * e + (2 * layout.context + 1) * q * e
+    attention = qkv + q * e + 4 * spec.head_dim * e  # and its output; cosines and sines of queries and keys
+    if spec.qk_norm:
+        attention += (q + kv) * (4 + e) + 4 * (heads + spec.num_kv_heads / t)
+        # in float32 the keys before their norm are a part of the whole product, which stays
+        attention += (q + kv) * e if e == 4 else 0
+    mlp = 5 * f * e  # both products of the first layer, what the activation makes of them, and their product
+    # selective: the inputs of attention stay, and the values among them keep the whole product they are a part of
+    saved = lse if transformer_engine else core - (q + kv) * e
+    kept = norms + attention + (lse if transformer_engine else core) + mlp
+    norm = d * (4 * e if transformer_engine else 16)
+    # the MLP runs backward first; where attention is wide, its gradients come to more than what the MLP has freed
+    backward = max(spec.hidden_size + f, 4 * q + 2 * kv - 5 * f - 3 * d) * e
+    return LayerBytes(kept, saved, d * e, backward, norm)
+
+
+def microbatches_in_flight(layout: Layout, pipeline: int, count: int) -> float:
+    """Microbatches whose activations a pipeline rank holds at the same time: 1F1B, or its interleaved form.
+
+    With model chunks the number is in units of all chunks of the rank.
+    """
+    if layout.pipeline == 1:
+        return 1.0
+    if layout.virtual_pipeline == 1:
+        return float(min(layout.pipeline - pipeline, count))
+    chunks = layout.virtual_pipeline
+    held = (layout.pipeline - pipeline - 1) * 2 + (chunks - 1) * layout.pipeline + 1
+    return min(held, count * chunks) / chunks
+
+
+def kept_bytes(layers: int, each: LayerBytes, recompute: str, method: str, group: int) -> float:
+    """Bytes per token that `layers` layers of a stage keep between forward and backward."""
+    if recompute == "full":
+        if method == "block":
+            recomputed = min(group, layers)
+            return recomputed * each.input + (layers - recomputed) * each.kept
+        return -(-layers // max(1, group)) * each.input
+    return layers * (each.kept - (each.core if recompute == "selective" else 0.0))
+
+
+def transient_bytes(layers: int, each: LayerBytes, recompute: str, method: str, group: int) -> float:
+    """Bytes per token that one layer, or one recomputed group of layers, adds to `kept_bytes` in its backward pass."""
+    if not layers:
+        return 0.0
+    again = 0.0
+    if recompute == "full" and method == "uniform":
+        again = min(group, layers) * each.kept
+    elif recompute == "full":  # the layers that are not recomputed run backward first, and free what they kept
+        again = max(0.0, each.kept - max(0, layers - group) * each.kept)
+    return again + each.backward

@@ -1,0 +1,69 @@
+"""GPUs as their makers describe them, and how much of that a run is assumed to reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The published numbers of one GPU.
+
+    Attributes:
+        memory: bytes that programs can use.
+        flops: dense bfloat16 operations per second.
+        bandwidth: bytes per second of its memory.
+        link: bytes per second, in one direction, to the GPUs of the same machine.
+        network: bytes per second, in one direction, to other machines, per GPU.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+
+
+GPUS = {
+    "a100": Gpu("A100 SXM 80 GB", 79.1 * 2**30, 312e12, 2.04e12, 300e9, 25e9),
+    "h100": Gpu("H100 SXM 80 GB", 79.1 * 2**30, 989e12, 3.35e12, 450e9, 50e9),
+    "h200": Gpu("H200 SXM 141 GB", 139.8 * 2**30, 989e12, 4.8e12, 450e9, 50e9),
+    "b200": Gpu("B200 SXM 180 GB", 178.3 * 2**30, 2250e12, 7.7e12, 900e9, 50e9),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a run is to run: one rank per GPU.
+
+    Attributes:
+        transformer_engine: whether layers are Transformer Engine's, as on GPUs in bf16, or Megatron's local ones.
+    """
+
+    ranks: int
+    gpu: Gpu
+    gpus_per_node: int = 8
+    transformer_engine: bool = True
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What an estimate of seconds rests on. None of these numbers was measured with this project on a GPU.
+
+    Attributes:
+        compute: the share of a GPU's operations per second that training and a teacher's forward pass reach.
+        bandwidth: the share of the memory's and of the links' bytes per second that is reached.
+        launch: seconds between two operations of the in-process engine, which has no CUDA graphs.
+        server_token: seconds of a vLLM server per token beside reading weights and cache.
+        reserve: bytes that CUDA, NCCL and the allocator take.
+    """
+
+    compute: float = 0.4
+    bandwidth: float = 0.7
+    launch: float = 5e-6
+    server_token: float = 2e-3
+    reserve: float = 3 * 2**30
+
+
+ASSUMED = Assumptions()
