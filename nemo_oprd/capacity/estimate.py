@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from nemo_oprd.capacity.gpus import ASSUMED, Cluster, Gpu
 from nemo_oprd.capacity.memory import (
     Memory,
+    captured_bytes,
     student_state,
     target_bytes,
+    teacher_forward,
     teacher_heads,
-    teacher_memory,
     teacher_weights,
+    transfer_bytes,
     update_memory,
 )
 from nemo_oprd.capacity.operations import StepBytes, StepFlops, step_bytes, step_flops
@@ -164,27 +166,25 @@ def _without_sampling(
 ) -> RankKind:
     """A kind of rank with all phases but those of sampling."""
     learns, teaches = stages
-    own_weights = work.config.teacher.weights != "student"
+    config = work.config
     always: dict[str, float] = {}
     phases: dict[str, dict[str, float]] = {}
-    teaching = {}
+    captured = targets = 0.0
     if teaches is not None:
-        teaching = teacher_memory(work, student, teacher, teaches)
-        weights = teacher_weights(work, teacher, teaches) if own_weights else 0.0
-        if work.config.teacher.offload:
-            teaching["teacher weights"] = weights
-        else:
-            always["teacher weights"] = weights
+        weights = teacher_weights(work, teacher, teaches) if config.teacher.weights != "student" else 0.0
+        captured = captured_bytes(work, student, teacher, teaches)
+        phases["teacher"] = {"forward pass": teacher_forward(work, teacher), "captured rows": captured}
+        (phases["teacher"] if config.teacher.offload else always)["teacher weights"] = weights
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)
-        if work.config.rollout.engine == "megatron" and work.config.rollout.replay is None:
+        if config.rollout.engine == "megatron" and config.rollout.replay is None:
             always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)
+    phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
+    if learns is not None:
         moments = update_memory(work, student, learns, transformer_engine=transformer_engine)
         phases |= {name: {"targets": targets, **parts} for name, parts in moments.items()}
-        teaching["targets"] = targets
-    phases["teacher"] = teaching
     return RankKind(learns, teaches, rank, Memory(always, phases))
 
 

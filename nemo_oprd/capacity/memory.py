@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 
 from nemo_oprd.capacity.activations import kept_bytes, layer_bytes, microbatches_in_flight, transient_bytes
 from nemo_oprd.capacity.parameters import StageParameters, stage_parameters
-from nemo_oprd.capacity.workload import Workload
+from nemo_oprd.capacity.workload import TeacherWork, Workload
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 
 # Rows of a chunk in which the representation loss is computed in float32 (`gradient_injection.ROW_CHUNK`), and the
 # tensors [rows, D] of a chunk that are alive at a time.
 ROW_CHUNK, ROW_TENSORS = 8192, 5
+# `target_transfer.LAYERS_AT_A_TIME_BYTES`.
+LAYERS_AT_A_TIME_BYTES = 1 << 28
 # Tensors [chunk, vocabulary] of the output loss that are alive at a time, and slabs of SLAB columns of such a tensor
 # (`python -m benchmarks.live_bytes` counts them; `vocab_parallel.SLAB`).
 SLAB = 16384
@@ -105,7 +107,7 @@ def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
     held = rows * len(owned & set(work.layers)) * teacher.width * teacher.value_bytes
     if work.output_rows and pipeline == layout.pipeline - 1:
         output = work.on(layout).per_pack * work.output_rows / layout.context
-        held += output * (teacher.spec.hidden_size * work.value_bytes if teacher.sends_states else 8)
+        held += output * output_target_bytes(work, teacher)
     return held * waves
 
 
@@ -157,20 +159,57 @@ def logits_chunk(work: Workload, layout: Layout) -> float:
     return tensors * 4.0 * chunk * columns + rows * work.student.hidden_size * 2 * (4.0 + work.value_bytes)
 
 
-def teacher_memory(work: Workload, student: Layout, teacher: Layout, pipeline: int) -> dict[str, float]:
-    """A teacher's forward pass and the rows that it keeps, on a rank of the teacher's stage `pipeline`."""
-    widest = max(work.teachers, key=lambda each: each.spec.hidden_size * each.spec.num_layers)
-    spec, batches = widest.spec, work.on(teacher)
-    tokens = batches.tokens / teacher.context
-    owned = set(teacher.owned_layers(pipeline, spec.num_layers))
-    layers = sum(1 for layer in widest.pairs.values() if layer in owned)
-    # a wave holds the same responses on both sides
-    responses = min(batches.responses, resident_microbatches(work, student) * work.on(student).per_pack * student.data)
-    responses = -(-responses // teacher.data) if teacher.data > 1 else responses
-    rows = responses * work.rows / teacher.context / teacher.tensor  # a rank keeps only the rows that it sends
-    captured = rows * layers * widest.width * widest.value_bytes
-    forward = tokens * forward_bytes(spec, teacher, work.value_bytes)
-    return {"forward pass": forward, "captured rows": captured}
+def captured_bytes(work: Workload, student: Layout, teacher: Layout, pipeline: int) -> float:
+    """Bytes of the rows that a rank of the teacher's stage `pipeline` keeps for one wave, until they are sent."""
+    most = 0.0
+    for each in work.teachers:
+        owned = set(teacher.owned_layers(pipeline, each.spec.num_layers))
+        layers = sum(1 for layer in each.pairs.values() if layer in owned)
+        # a rank keeps the rows that it sends: an equal part of those that the tensor ranks hold
+        responses = _responses_of_wave(work, student) / teacher.data / teacher.context / teacher.tensor
+        held = responses * work.rows * layers * each.width * each.value_bytes
+        if work.output_rows and pipeline == teacher.pipeline - 1:
+            # final states, of which only two numbers per row are sent for sampled_token
+            held += responses * work.output_rows * each.spec.hidden_size * work.value_bytes
+        most = max(most, held)
+    return most
+
+
+def _responses_of_wave(work: Workload, student: Layout) -> float:
+    """Responses, over all ranks, whose targets are in memory at the same time."""
+    at_a_time = resident_microbatches(work, student) * work.on(student).per_pack
+    return min(work.responses, at_a_time * student.data)
+
+
+def output_target_bytes(work: Workload, teacher: TeacherWork) -> float:
+    """Bytes that a teacher sends per row of the output loss: its final state, or two numbers."""
+    return float(teacher.spec.hidden_size * work.value_bytes if teacher.sends_states else 8)
+
+
+def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: float, targets: float) -> float:
+    """Bytes on a rank while `captured` bytes are sent and `targets` bytes arrive, a few layers at a time.
+
+    What was sent is freed; the layers under way are there twice, and three times where they come from another rank.
+    """
+    each = work.teachers[0]
+    rows = _responses_of_wave(work, student) * work.rows
+    layers = max(1, len(work.layers))
+    at_a_time = max(1, LAYERS_AT_A_TIME_BYTES // max(1, rows * each.width * each.value_bytes))
+    share = min(1.0, at_a_time / layers)
+    received = 0.0 if student == teacher else targets
+    return max(captured + share * (captured + targets + received), targets + share * (2 * captured + received))
+
+
+def teacher_forward(work: Workload, teacher: Layout) -> float:
+    """Bytes that come and go in a teacher's forward pass over one microbatch."""
+    tokens = work.on(teacher).tokens / teacher.context
+    per_token = max(
+        # a state on its way between two stages, too
+        forward_bytes(each.spec, teacher, work.value_bytes)
+        + (each.spec.hidden_size * work.value_bytes if teacher.pipeline > 1 else 0)
+        for each in work.teachers
+    )
+    return tokens * per_token
 
 
 def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:

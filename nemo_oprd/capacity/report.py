@@ -106,18 +106,21 @@ def _step(found: Estimate) -> Iterator[str]:
     )
     moved = ", ".join(f"{kind} {value / 1e9:.2f}" for kind, value in found.bytes.by_kind().items() if value)
     yield f"GB that the busiest GPU receives per step: {moved}"
-    waiting = ", ".join(f"{role} {share:.0%}" for role, share in found.bubbles.items())
-    yield f"share of a pipeline's time in which a rank waits: {waiting}"
+    waiting = {role: share for role, share in found.bubbles.items() if share}
+    if waiting:
+        shares = ", ".join(f"{role} {share:.0%}" for role, share in waiting.items())
+        yield f"share of a pipeline's time in which a rank waits: {shares}"
     seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in found.seconds.items())
     steps = found.work.config.train.steps
     hours = found.step_seconds * steps / 3600
     yield f"seconds per step, estimated: {found.step_seconds:.1f} ({seconds}); {steps} steps: {hours:.1f} h"
     if found.evaluation is not None:
         yield f"one evaluation, estimated: {_evaluation(found.evaluation, found.evaluation_seconds)}"
+    launch = f", {ASSUMED.launch * 1e6:.0f} us to start an operation of the in-process engine"
     yield (
         f"assumed, not measured: {ASSUMED.compute:.0%} of {found.gpu.flops / 1e12:.0f} TFLOP/s, "
-        f"{ASSUMED.bandwidth:.0%} of {found.gpu.bandwidth / 1e12:.2f} TB/s, {ASSUMED.launch * 1e6:.0f} us per "
-        "operation of the in-process engine"
+        f"{ASSUMED.bandwidth:.0%} of {found.gpu.bandwidth / 1e12:.2f} TB/s"
+        + (launch if found.work.config.rollout.engine == "megatron" else "")
     )
 
 

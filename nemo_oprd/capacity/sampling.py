@@ -80,15 +80,15 @@ def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float
     if sum(parts.values()) > left:
         problem = (
             f"{sum(parts.values()) / 1e9:.1f} GB of KV cache and logits for {batch} response(s) of {length:,} tokens "
-            f"do not fit into the {max(left, 0) / 1e9:.1f} GB that are left: lower {demand.key}, rollout.max_cache_tokens "
-            f"({budget}) or rollout.max_batch ({rollout.max_batch}), or raise rollout.tensor"
+            f"do not fit into the {max(left, 0) / 1e9:.1f} GB that are left: lower {demand.key}, "
+            f"rollout.max_cache_tokens ({budget}) or rollout.max_batch ({rollout.max_batch}), or raise rollout.tensor"
         )
     rounds = waves(each, batch)
     seconds = sampling_seconds(
         work,
         gpu,
         length=work.prompt + demand.mean,
-        new_tokens=demand.mean,
+        new_tokens=demand.longest,
         responses=batch,
         waves=rounds,
         tensor=rollout.tensor,
@@ -135,7 +135,7 @@ def with_servers(work: Workload, demand: Demand, ranks: int, gpu: Gpu) -> Sampli
         work,
         gpu,
         length=work.prompt + demand.mean,
-        new_tokens=demand.mean,
+        new_tokens=demand.longest,
         responses=batch,
         waves=rounds,
         tensor=vllm.tensor,

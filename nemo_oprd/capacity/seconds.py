@@ -28,13 +28,18 @@ def sampling_seconds(
 
     Reading the weights and the cached keys and values bounds a token, or starting its operations where they are started
     one by one (`eager`).
+
+    Args:
+        length: tokens of an average sequence at its end.
+        new_tokens: tokens of the longest response: the others wait for it.
     """
     spec, e = work.student, work.value_bytes
     weights = model_parameters(spec) * e / tensor
-    cache = responses * (length - new_tokens / 2) * cache_bytes_per_token(spec, tensor, e)
+    cache = responses * length / 2 * cache_bytes_per_token(spec, tensor, e)
     reading = (weights + cache) / (gpu.bandwidth * ASSUMED.bandwidth)
-    token = max(reading, spec.num_layers * DECODE_OPERATIONS * ASSUMED.launch) if eager else reading
-    return waves * new_tokens * (token if eager else token + ASSUMED.server_token)
+    if eager:
+        return waves * new_tokens * max(reading, spec.num_layers * DECODE_OPERATIONS * ASSUMED.launch)
+    return waves * new_tokens * (reading + ASSUMED.server_token)
 
 
 def training_seconds(

@@ -3,7 +3,8 @@
 The two roles may differ in every parallel size, and may share ranks or not. Each rank plans its messages by index
 arithmetic, without communication and without a central process. Each supervised (layer, row) is sent at most once, and
 not at all if sender and receiver are the same rank. Student tensor ranks that need the same rows receive an equal part
-each and gather the parts among themselves.
+each and gather the parts among themselves. A few layers at a time are exchanged, and what was sent is freed, so that a
+rank of both roles never holds much more than the larger of what it sends and what it receives.
 
 n rows of a message or a rank, D width of a target (bridge rank R where the teacher sends projections).
 """
@@ -108,76 +109,133 @@ class RowShard:
 
     def pick(self, layer: int, rows: np.ndarray) -> torch.Tensor:
         """The values [m, D] of one layer for m of the rows, given by their table indices [m]."""
-        order = np.argsort(self.rows)
-        index = order[np.searchsorted(self.rows, rows, sorter=order)]
-        return self.values[layer].index_select(0, torch.from_numpy(index).to(self.values[layer].device))
+        return self.values[layer].index_select(0, _index_of(self.rows, rows, self.values[layer].device))
 
 
-def exchange(
-    transfers: list[Transfer],
-    outgoing: RowShard | None,
-    wanted: np.ndarray | None,
-    wanted_layers: list[int],
-    width: int,
-    dtype: torch.dtype,
-    place: torch.device,
-) -> tuple[RowShard | None, int]:
+def _index_of(rows: np.ndarray, chosen: np.ndarray, place: torch.device) -> torch.Tensor:
+    """The indices of `chosen` in `rows`, int64 on `place`; both are table indices, in any order."""
+    order = np.argsort(rows)
+    return torch.from_numpy(order[np.searchsorted(rows, chosen, sorter=order)]).to(place)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A transfer, with the indices of its rows among the rows that this rank sends, and among those that it receives.
+
+    They are made once for all layers, because a copy to a GPU waits for the GPU.
+    """
+
+    transfer: Transfer
+    picked: torch.Tensor | None
+    placed: torch.Tensor | None
+
+
+# Bytes of all rows of the layers that are exchanged at the same time. Every rank knows this number, so that all of them
+# make the same messages; more layers to a message means fewer messages.
+LAYERS_AT_A_TIME_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Exchange:
     """Carries out `plan_transfers` on this rank.
 
-    Args:
-        outgoing: the rows that this rank captured; None on ranks outside the teacher's role.
-        wanted: table indices of the rows that this rank receives; None on ranks outside the student's role.
-        wanted_layers: the student layers that this rank receives.
+    Attributes:
+        layers: the student layers that any rank receives, ascending.
+        at_a_time: how many of them are exchanged at the same time, the same number on every rank.
         width: values per row and layer.
         dtype: dtype of the values.
         place: this rank's device.
-
-    Returns:
-        (The received rows, or None on ranks outside the student's role; the bytes that came from other ranks).
     """
-    rank = dist.get_rank()
-    operations: list[dist.P2POp] = []
-    send_buffers: list[torch.Tensor] = []
-    arrived: list[tuple[Transfer, torch.Tensor]] = []
-    received = 0
-    for transfer in transfers:
-        if transfer.source == rank:
-            assert outgoing is not None
-            payload = torch.stack([outgoing.pick(layer, transfer.rows) for layer in transfer.layers])
-            if transfer.target == rank:
-                arrived.append((transfer, payload))
+
+    layers: list[int]
+    at_a_time: int
+    width: int
+    dtype: torch.dtype
+    place: torch.device
+
+    def run(
+        self, transfers: list[Transfer], outgoing: RowShard | None, wanted: np.ndarray | None, wanted_layers: list[int]
+    ) -> tuple[RowShard | None, int]:
+        """The rows of `wanted_layers` that this rank receives, and the bytes of them that came from other ranks.
+
+        Args:
+            outgoing: the rows that this rank captured, None on ranks outside the teacher's role; its values are taken
+                out, layer by layer.
+            wanted: table indices of the rows that this rank receives; None on ranks outside the student's role.
+        """
+        rank, received = dist.get_rank(), 0
+        messages = [
+            _Message(
+                transfer,
+                self._index(None if outgoing is None else outgoing.rows, transfer.rows, here=transfer.source == rank),
+                self._index(wanted, transfer.rows, here=transfer.target == rank),
+            )
+            for transfer in transfers
+        ]
+        values: dict[int, torch.Tensor] = {}
+        for start in range(0, len(self.layers), self.at_a_time):
+            part = self.layers[start : start + self.at_a_time]
+            arrived, count = self._send_and_receive(messages, outgoing, part)
+            received += count
+            if wanted is not None:
+                values |= self._place(arrived, len(wanted), [layer for layer in part if layer in wanted_layers])
+            if outgoing is not None:
+                for layer in part:
+                    outgoing.values.pop(layer, None)
+        return None if wanted is None else RowShard(wanted, values), received
+
+    def _index(self, rows: np.ndarray | None, chosen: np.ndarray, *, here: bool) -> torch.Tensor | None:
+        return _index_of(rows, chosen, self.place) if here and rows is not None else None
+
+    def _send_and_receive(
+        self, messages: list[_Message], outgoing: RowShard | None, part: list[int]
+    ) -> tuple[list[tuple[_Message, list[int], torch.Tensor]], int]:
+        """([(message, its layers of `part`, their values [layers, rows, width]) that arrived], bytes from others)."""
+        operations: list[dist.P2POp] = []
+        arrived: list[tuple[_Message, list[int], torch.Tensor]] = []
+        received = 0
+        for message in messages:
+            transfer = message.transfer
+            layers = [layer for layer in transfer.layers if layer in part]
+            if not layers:
                 continue
-            send_buffers.append(payload.contiguous())
-            operations.append(dist.P2POp(dist.isend, send_buffers[-1], transfer.target))
-        else:
-            buffer = torch.empty(len(transfer.layers), len(transfer.rows), width, dtype=dtype, device=place)
-            arrived.append((transfer, buffer))
-            received += buffer.numel() * buffer.element_size()
-            operations.append(dist.P2POp(dist.irecv, buffer, transfer.source))
-    if operations:
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
-    if wanted is None:
-        return None, received
-    shard = RowShard(
-        wanted, {layer: torch.empty(len(wanted), width, dtype=dtype, device=place) for layer in wanted_layers}
-    )
-    order = np.argsort(wanted)
-    filled = dict.fromkeys(wanted_layers, 0)
-    for transfer, payload in arrived:
-        index = torch.from_numpy(order[np.searchsorted(wanted, transfer.rows, sorter=order)]).to(place)
-        for layer, values in zip(transfer.layers, payload, strict=True):
-            shard.values[layer].index_copy_(0, index, values)
-            filled[layer] += len(transfer.rows)
-    assert all(count == len(wanted) for count in filled.values()), "a supervised row did not arrive"
-    return shard, received
+            if message.picked is not None:
+                assert outgoing is not None
+                payload = torch.stack([outgoing.values[layer].index_select(0, message.picked) for layer in layers])
+                if message.placed is not None:
+                    arrived.append((message, layers, payload))
+                else:
+                    operations.append(dist.P2POp(dist.isend, payload, transfer.target))
+            else:
+                shape = len(layers), len(transfer.rows), self.width
+                arrived.append((message, layers, torch.empty(shape, dtype=self.dtype, device=self.place)))
+                received += arrived[-1][2].nbytes
+                operations.append(dist.P2POp(dist.irecv, arrived[-1][2], transfer.source))
+        if operations:
+            for request in dist.batch_isend_irecv(operations):
+                request.wait()
+        return arrived, received
+
+    def _place(
+        self, arrived: list[tuple[_Message, list[int], torch.Tensor]], count: int, layers: list[int]
+    ) -> dict[int, torch.Tensor]:
+        """Layer -> the values [count, width] of all rows that this rank receives."""
+        values = {layer: torch.empty(count, self.width, dtype=self.dtype, device=self.place) for layer in layers}
+        filled = dict.fromkeys(layers, 0)
+        for message, sent, payload in arrived:
+            assert message.placed is not None
+            for layer, rows in zip(sent, payload, strict=True):
+                values[layer].index_copy_(0, message.placed, rows)
+                filled[layer] += len(message.transfer.rows)
+        assert all(found == count for found in filled.values()), "a supervised row did not arrive"
+        return values
 
 
 def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group: dist.ProcessGroup) -> RowShard:
     """Joins the parts that replicated tensor ranks received into all rows, on each of these ranks.
 
     Args:
-        shard: the part that this rank received.
+        shard: the part that this rank received; its values are taken out, layer by layer.
         rows: table indices [n] of all rows.
         owner: [n], the tensor rank that received each of them.
         group: the tensor-parallel group.
@@ -188,7 +246,8 @@ def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group:
     part_first = np.argsort(np.argsort(owner, kind="stable"), kind="stable") - (np.cumsum(counts) - counts)[owner]
     gathered_index = torch.from_numpy(owner * max(counts) + part_first)
     values = {}
-    for layer, part in shard.values.items():
+    for layer in list(shard.values):
+        part = shard.values.pop(layer)
         padded = part.new_zeros(max(counts), part.shape[1])
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in range(size)]
@@ -220,7 +279,7 @@ class TargetTransfer:
         """Plans the messages, exchanges them and gathers replicated rows. Every rank of the world calls this.
 
         Args:
-            shard: the rows that this rank captured; None on ranks outside the teacher's role.
+            shard: the rows that this rank captured, None on ranks outside the teacher's role; its values are taken out.
             layers: student layer -> teacher layer, both 1-based.
             width: values per row and layer.
             dtype: dtype of the values.
@@ -236,7 +295,10 @@ class TargetTransfer:
             wanted = self.student_plan.owned_rows(coords)
             owned = self.student_plan.layout.owned_layers(coords.pipeline, self.student_depth)
             wanted_layers = [layer for layer in sorted(layers) if layer in owned]
-        arrived, received = exchange(transfers, shard, wanted, wanted_layers, width, dtype, device())
+        layer_bytes = max(1, len(self.plan.table) * width * dtype.itemsize)
+        at_a_time = max(1, LAYERS_AT_A_TIME_BYTES // layer_bytes)
+        exchange = Exchange(sorted(layers), at_a_time, width, dtype, device())
+        arrived, received = exchange.run(transfers, shard, wanted, wanted_layers)
         if arrived is None or coords is None:
             return {}, received
         if self.student_plan.replicated:

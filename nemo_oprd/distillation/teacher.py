@@ -143,9 +143,14 @@ class Teacher:
             output = None
             if output_rows and objective.output is not None:
                 states = torch.cat([capture.final for capture in captures if capture.final is not None])
+                for capture in captures:
+                    capture.final = None
                 output = self._output(rollouts, plan, states, output_rows, objective, objective.output)
         layers = sorted(layer for layers in student_layers.values() for layer in layers)
-        return RowShard(owned, {layer: torch.cat([c.captured[layer] for c in captures]) for layer in layers}), output
+        # the rows of a microbatch are freed as soon as they are joined
+        return RowShard(
+            owned, {layer: torch.cat([c.captured.pop(layer) for c in captures]) for layer in layers}
+        ), output
 
     def _student_layers(self, match: TeacherMatch) -> dict[int, list[int]]:
         """Matched teacher layer of this stage -> the student layers that are matched with it."""
@@ -197,4 +202,6 @@ class Teacher:
                 dim=1,
             )
         owned, last = plan.output.owned_rows(self.role.member_coords), objective.run.student.num_layers
-        return RowShard(owned, {last: RowShard(rows, {last: values}).pick(last, owned)})
+        if not np.array_equal(owned, rows):
+            values = RowShard(rows, {last: values}).pick(last, owned)
+        return RowShard(owned, {last: values})

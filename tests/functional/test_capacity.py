@@ -11,7 +11,7 @@ from pool import Pools
 from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
 from nemo_oprd.capacity.estimate import Lengths, estimate
 from nemo_oprd.capacity.gpus import GPUS, Cluster
-from nemo_oprd.capacity.operations import step_flops
+from nemo_oprd.capacity.operations import attention_flops, step_flops
 from nemo_oprd.capacity.workload import make_workload
 from nemo_oprd.config.loading import load_config
 
@@ -46,7 +46,6 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "DP2, optimizer not sharded, bf16": (2, ["train.distributed_optimizer=false", "precision=bf16"]),
     "TP2": (2, [TP2]),
     "TP2 with SP, bf16": (2, [TP2, SEQUENCE, "precision=bf16"]),
-    "CP2": (2, ["student.parallel.context=2"]),
     "PP2": (2, [PP2]),
     "PP2, full": (2, [PP2, FULL]),
     "PP2, top-16": (2, [PP2, *output("top_k")]),
@@ -56,7 +55,16 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "teacher PP2": (2, ["teacher.parallel.pipeline=2"]),
 }
 # what the others show already, for --all
-SLOW = ("full, bf16", "all tokens", "sampled token", "whole vocabulary, no chunks", "DP2", "PP2, full", "PP2, tied", "TP2")
+SLOW = (
+    "full, bf16",
+    "all tokens",
+    "sampled token",
+    "whole vocabulary, no chunks",
+    "DP2",
+    "PP2, full",
+    "PP2, tied",
+    "TP2",
+)
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("capacity")
     for seed, role in enumerate(("student", "teacher")):
         save_random_model(place / role, SHAPE, seed=seed, std=0.02, dtype=torch.float32)
-    save_random_model(
-        place / "qwen3", SHAPE, seed=2, std=0.02, dtype=torch.float32, model_type="qwen3", tied=True
-    )
+    save_random_model(place / "qwen3", SHAPE, seed=2, std=0.02, dtype=torch.float32, model_type="qwen3", tied=True)
     save_random_rollouts(place / "rollouts.jsonl", SHAPE, prompt=PROMPT, responses=[RESPONSE] * RESPONSES)
     return place
 
@@ -104,14 +110,20 @@ def test_memory_is_what_a_step_holds(pools: Pools, models: Path, name: str) -> N
         targets = max(parts.pop("targets", 0.0) for parts in update.values())
         assert targets == pytest.approx(measured["targets"], rel=0.01, abs=64)
         assert max(sum(parts.values()) for parts in update.values()) == pytest.approx(measured["update"], rel=0.1)
-        assert sum(memory.phases["teacher"].values()) == pytest.approx(measured["teacher"], rel=0.1)
+        teacher = max(sum(memory.phases.get(phase, {}).values()) for phase in ("teacher", "transfer"))
+        assert teacher == pytest.approx(measured["teacher"], rel=0.1)
 
 
 @pytest.mark.parametrize("settings", [[], [FULL], output("sampled_token"), output("top_k")], ids=str)
 def test_operations_are_those_of_a_step(pools: Pools, models: Path, settings: list[str]) -> None:
-    """Within 1 %: the gradient of a layer's first product with respect to its input is counted for all layers."""
+    """Within 1 %, recomputation included."""
     arguments = overrides(models, settings)
-    found = step_flops(make_workload(load_config("verify", arguments), prompt=PROMPT), causal=False)
+    work = make_workload(load_config("verify", arguments), prompt=PROMPT)
+    found = step_flops(work, causal=False)
     measured = pools[1].run("capacity_cases:step_operations", overrides=arguments)
-    assert found.teacher == pytest.approx(measured["teacher"], rel=0.01)
-    assert found.update == pytest.approx(measured["update"], rel=0.01)
+    # torch does not count attention's fused kernel on CPUs
+    tokens = RESPONSES * (PROMPT + RESPONSE)
+    attention = tokens * SHAPE.num_hidden_layers * attention_flops(work.student, PROMPT + RESPONSE, causal=False)
+    passes = 4 if FULL in settings else 3
+    assert found.teacher - attention == pytest.approx(measured["teacher"], rel=0.01)
+    assert found.update - passes * attention == pytest.approx(measured["update"], rel=0.01)
