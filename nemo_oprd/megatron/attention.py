@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -22,24 +23,44 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemo_oprd.batch.packing import Pack
-from nemo_oprd.megatron.rotary import rotate
 
 # Sequences share a padded SDPA call if the longest is at most this many times the shortest; this bounds wasted work.
 BUCKET_RATIO = 1.5
 
 
-@dataclass
-class AttentionPlan:
-    """Index arithmetic of one microbatch, computed once and used by every layer.
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length that share a padded call of SDPA.
 
     Attributes:
-        buckets: for each group of B sequences of similar length (index int64 [B, T] into the packed tokens, valid bool
-            [B, T]), where T is the length of the longest; without context parallelism.
+        index: int64 [B * T] into the packed tokens, for B sequences padded to T tokens; None: the bucket is the pack.
+    """
+
+    index: torch.Tensor | None
+    sequences: int
+    longest: int
+
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """[S, heads, C] -> [B, heads, T, C]."""
+        if self.index is not None:
+            states = states.index_select(0, self.index)
+        return states.view(self.sequences, self.longest, *states.shape[1:]).transpose(1, 2)
+
+
+@dataclass
+class AttentionPlan:
+    """Index arithmetic of one microbatch, computed once on the host and used by every layer.
+
+    Attributes:
+        buckets: groups of sequences of similar length; without context parallelism.
+        order: int64 [S], the places of the packed tokens in the outputs of all buckets, laid end to end; None: they are
+            in order.
         chunks: for each zig-zag chunk (first local query row, rows, first key of the sequence, keys).
         gathered_order: int64 [S], puts the tokens gathered from all context ranks into their order in the pack.
     """
 
-    buckets: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    order: torch.Tensor | None = None
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
     gathered_order: torch.Tensor | None = None
 
@@ -48,22 +69,26 @@ class AttentionPlan:
         """The plan for `pack` on context rank `context`."""
         if pack.layout.context > 1:
             return AttentionPlan._zigzag(pack, context, device)
-        order = sorted(range(len(pack.padded)), key=lambda j: -int(pack.padded[j]))
+        lengths, offsets = pack.padded, pack.offsets
+        if len(lengths) == 1:
+            return AttentionPlan([Bucket(None, 1, pack.total)])
         buckets: list[list[int]] = []
-        for j in order:
-            if not buckets or pack.padded[buckets[-1][0]] > BUCKET_RATIO * pack.padded[j]:
+        for j in np.argsort(-lengths, kind="stable").tolist():
+            if not buckets or lengths[buckets[-1][0]] > BUCKET_RATIO * lengths[j]:
                 buckets.append([])
             buckets[-1].append(j)
-        plan = AttentionPlan()
+        plan, order, start = AttentionPlan(), np.empty(pack.total, dtype=np.int64), 0
         for bucket in buckets:
-            longest = int(pack.padded[bucket[0]])
-            column = torch.arange(longest)
-            lengths = torch.tensor([int(pack.padded[j]) for j in bucket])[:, None]
-            starts = torch.tensor([int(pack.offsets[j]) for j in bucket])[:, None]
-            valid = column < lengths
+            longest = int(lengths[bucket[0]])
+            column = np.arange(longest)
+            valid = column < lengths[bucket][:, None]
+            first = offsets[bucket][:, None]
             # padding repeats the first token; the output of padding is dropped
-            index = torch.where(valid, starts + column, starts)
-            plan.buckets.append((index.to(device), valid.to(device)))
+            index = np.where(valid, first + column, first)
+            order[index[valid]] = start + np.flatnonzero(valid)
+            plan.buckets.append(Bucket(torch.from_numpy(index.ravel()).to(device), len(bucket), longest))
+            start += index.size
+        plan.order = torch.from_numpy(order).to(device)
         return plan
 
     @staticmethod
@@ -87,9 +112,10 @@ class KVCache:
     Attributes:
         layers: for each layer number, keys and values [B, G, T, C] indexed by position in the sequence.
         positions: int64 [B, s], positions of the current call's tokens.
-        mask: bool [B, 1, s, T], true where a token may attend; None while right-padded prompts are prefilled from
-            position 0, which is plain causal attention.
-        used: number of positions that are filled in the longest sequence.
+        mask: [B, 1, 1, used] in the states' dtype, 0 where a token may attend and -inf elsewhere; None while
+            right-padded prompts are prefilled from position 0, which is plain causal attention.
+        used: number of positions that attention reads, at least those that are filled in the longest sequence.
+        rows: int64 [B, 1], 0 to B - 1; None as `mask`.
         lengths: int64 [B], number of tokens of each sequence so far, including those of the current call.
     """
 
@@ -99,6 +125,7 @@ class KVCache:
     mask: torch.Tensor | None = None
     used: int = 0
     lengths: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
     def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the new keys and values [B, G, s, C] at `positions`; returns all [B, G, used, C]."""
@@ -111,9 +138,8 @@ class KVCache:
             keys[:, :, : key.shape[2]] = key
             values[:, :, : key.shape[2]] = value
         else:
-            row = torch.arange(key.shape[0], device=key.device)[:, None]
-            keys[row, :, self.positions] = key.transpose(1, 2)
-            values[row, :, self.positions] = value.transpose(1, 2)
+            keys[self.rows, :, self.positions] = key.transpose(1, 2)
+            values[self.rows, :, self.positions] = value.transpose(1, 2)
         return keys[:, :, : self.used], values[:, :, : self.used]
 
     def select(self, rows: torch.Tensor) -> None:
@@ -128,8 +154,8 @@ class DecodeParams(PackedSeqParams):
     """Passes the cache to the attention of every layer; "sbhd" prevents Megatron's attention from taking its packed
     path.
 
-    `rotation` holds the cosines and sines that rotate queries and keys (`rotary.rotation`). The model's forward
-    computes them once for all layers.
+    `rotation` holds the cosines and sines that rotate queries and keys (`rotary.decoding_rotation`). The model's
+    forward computes them once for all layers.
     """
 
     qkv_format: str = "sbhd"
@@ -174,19 +200,21 @@ class SDPAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [S, A, C] (packed) -> [S, A * C]; query [s, B, A, C] (decoding) -> [s, B, A * C]."""
         if isinstance(packed_seq_params, DecodeParams):
-            assert packed_seq_params.cache is not None and packed_seq_params.rotation is not None
-            query, key = (rotate(states, packed_seq_params.rotation) for states in (query, key))
+            assert packed_seq_params.cache is not None
             return self._decode(query, key, value, packed_seq_params.cache)
         plan = getattr(packed_seq_params, "attention_plan", None)
         assert plan is not None, "SDPAttention needs packed sequences with an attention plan"
         if plan.chunks:
             return self._context_parallel(query, key, value, plan)
-        out = query.new_zeros(query.shape)
-        for index, valid in plan.buckets:
-            q, k, v = (tensor[index].transpose(1, 2) for tensor in (query, key, value))
+        if plan.order is None:
+            value = value.contiguous()  # a part of the product of all three, which would be kept for the backward pass
+        outputs = []
+        for bucket in plan.buckets:
+            q, k, v = (bucket.gather(states) for states in (query, key, value))
             attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            out = out.index_put((index[valid],), attended.transpose(1, 2)[valid])
-        return out.flatten(1)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return (out if plan.order is None else out.index_select(0, plan.order)).flatten(1)
 
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan
@@ -217,8 +245,7 @@ class SDPAttention(MegatronModule):
             # and fused kernels accept the mask, which they reject together with grouped heads.
             batch, heads, _, channels = q.shape
             grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], channels)
-            mask = cache.mask[..., : cache.used]
-            out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale)
+            out = scaled_dot_product_attention(grouped, k, v, attn_mask=cache.mask, scale=self.scale)
             return out.reshape(batch, 1, heads * channels).transpose(0, 1)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)

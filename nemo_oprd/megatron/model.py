@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -37,7 +37,7 @@ from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
 from nemo_oprd.megatron.observed_layer import ObservedLayer, ObservedSequences
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
-from nemo_oprd.megatron.rotary import decoding_angles, packed_angles, rotation, scale_rotations
+from nemo_oprd.megatron.rotary import RotatedSelfAttention, Rotation, decoding_rotation, packed_rotation
 from nemo_oprd.models import ModelSpec
 
 # the environment variable by which a user chooses the layers
@@ -83,9 +83,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]."""
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
+        # the weight is multiplied after rounding to the states' dtype, as in the HF models
+        return self.weight * torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], None, self.eps)
 
 
 def _with_bias(row_parallel: type) -> type:
@@ -127,7 +126,7 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
     layout = role.layout
     stages = layout.layers_per_stage(spec.num_layers)
     even = len(set(stages)) == 1
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_size,
@@ -175,8 +174,6 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
         persist_layer_norm=False,
         **training,
     )
-    scale_rotations(config, spec.rope)
-    return config
 
 
 def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
@@ -184,6 +181,7 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        layer.submodules.self_attention.module = RotatedSelfAttention
         if spec.proj_bias:
             attention = layer.submodules.self_attention.submodules
             attention.linear_proj = _with_bias(attention.linear_proj)
@@ -195,7 +193,7 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=RotatedSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
@@ -234,7 +232,7 @@ class DistillingModel(GPTModel):
     """One model chunk of a role. Its forward returns hidden states; `logits` applies the LM head."""
 
     def __init__(self, *args: Any, spec: ModelSpec, **kwargs: Any) -> None:
-        # GPTModel's own rotary embedding is unused: `rotary.py` computes the angles
+        # GPTModel's own rotary embedding is unused: see `rotary.py`
         super().__init__(*args, position_embedding_type="rope", rotary_base=spec.rope.theta, **kwargs)
         self.rope = spec.rope
         self.inv_freq = spec.rope.inv_freq(spec.head_dim).to(device())
@@ -268,16 +266,8 @@ class DistillingModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
-        angles = self._rotary(sequences)
-        decoding = isinstance(sequences, DecodeParams)
-        if isinstance(sequences, DecodeParams):  # `SDPAttention` rotates queries and keys itself
-            sequences = replace(sequences, rotation=rotation(angles, self.config))
-        hidden = self.decoder(
-            hidden_states=embedded,
-            attention_mask=None,
-            rotary_pos_emb=None if decoding else angles,
-            packed_seq_params=sequences,
-        )
+        sequences = replace(sequences, rotation=self._rotation(sequences))
+        hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
         if not self.post_process and self._skips_last_layer(sequences):
             # the schedule frees a stage's output, so the output must not be the input (or, under recompute, its view)
             hidden = hidden.clone()
@@ -289,13 +279,18 @@ class DistillingModel(GPTModel):
         depth = getattr(sequences, "depth", None)
         return depth is not None and self.decoder.layers[-1].layer_number > depth
 
-    def _rotary(self, sequences: ObservedSequences | DecodeParams) -> torch.Tensor:
+    def _rotation(self, sequences: ObservedSequences | DecodeParams) -> Rotation:
+        dtype = self.config.params_dtype
         if isinstance(sequences, DecodeParams):
-            assert sequences.cache is not None and sequences.cache.positions is not None
-            return decoding_angles(self.rope, self.inv_freq, sequences.cache.positions, sequences.cache.lengths)
-        return packed_angles(
-            self.rope, self.inv_freq, sequences.cu_seqlens_q, sequences.max_seqlen_q, sequences.total_lengths
-        )
+            cache = sequences.cache
+            assert cache is not None and cache.positions is not None
+            return decoding_rotation(self.rope, self.inv_freq, cache.positions, cache.lengths, dtype)
+        assert sequences.positions is not None
+        is_long = None
+        if self.rope.switch is not None:
+            assert sequences.sequence_lengths is not None
+            is_long = sequences.sequence_lengths > self.rope.switch
+        return packed_rotation(self.rope, self.inv_freq, sequences.positions, is_long, dtype)
 
     def output_weight(self) -> torch.nn.Parameter:
         """The LM head's weight [padded V / TP, D], which may be the embedding's. Only on the last stage."""

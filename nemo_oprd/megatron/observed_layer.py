@@ -42,13 +42,17 @@ class ObservedSequences(PackedSeqParams):
     """The packed sequences of one microbatch, with their observer.
 
     `depth` is the deepest layer to run; deeper layers return their input, because no loss needs their output.
-    `total_lengths` are the lengths of the whole sequences, including tokens after the last computed one.
+    `positions` int64 [S] are the positions of this rank's tokens in their sequences, `sequence_lengths` int64 [S] the
+    lengths of the tokens' whole sequences, including tokens after the last computed one. `rotation` holds the cosines
+    and sines of the tokens (`rotary.packed_rotation`); the model's forward computes them once for all layers.
     """
 
     attention_plan: AttentionPlan | None = None
     observer: Observer | None = None
     depth: int | None = None
-    total_lengths: tuple[int, ...] = ()
+    positions: torch.Tensor | None = None
+    sequence_lengths: torch.Tensor | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class ObservedLayer(TransformerLayer):

@@ -59,10 +59,11 @@ class Microbatch:
 
         `SDPAttention` reads lengths on the host and follows a plan; Transformer Engine reads lengths on the device.
         """
-        te, sequences = layers == "transformer_engine", self.sequences
-        cu_seqlens = torch.from_numpy(self.pack.cu_seqlens.astype(np.int32)).to(device() if te else "cpu")
-        sequences.cu_seqlens_q = sequences.cu_seqlens_kv = cu_seqlens
-        sequences.attention_plan = None if te else AttentionPlan.build(self.pack, self.context, device())
+        if layers == "transformer_engine":
+            cu_seqlens = torch.from_numpy(self.pack.cu_seqlens.astype(np.int32)).to(device())
+            self.sequences.cu_seqlens_q = self.sequences.cu_seqlens_kv = cu_seqlens
+        else:
+            self.sequences.attention_plan = AttentionPlan.build(self.pack, self.context, device())
 
 
 def make_microbatch(
@@ -74,7 +75,10 @@ def make_microbatch(
     for i, length, offset in zip(pack.sequences, pack.lengths, pack.offsets, strict=False):
         rollout = rollouts[i]
         ids[offset : offset + length] = (rollout.prompt_ids + rollout.response_ids)[:length]
-    local = ids[pack.context_slice(role.coords.context)]
+    own = pack.context_slice(role.coords.context)
+    positions = np.arange(pack.total) - np.repeat(pack.offsets, pack.padded)
+    whole = [rollouts[i].length for i in pack.sequences] or [0]
+    lengths = np.repeat(np.array(whole, dtype=np.int64), pack.padded)
     longest = int(pack.padded.max())
     sequences = ObservedSequences(
         qkv_format="thd",
@@ -82,9 +86,10 @@ def make_microbatch(
         max_seqlen_kv=longest,
         observer=observer,
         depth=depth,
-        total_lengths=tuple(len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in pack.sequences),
+        positions=torch.from_numpy(positions[own]).to(device()),
+        sequence_lengths=torch.from_numpy(lengths[own]).to(device()),
     )
-    return Microbatch(torch.from_numpy(local)[None].to(device()), sequences, pack, role.coords.context)
+    return Microbatch(torch.from_numpy(ids[own])[None].to(device()), sequences, pack, role.coords.context)
 
 
 def run_schedule(

@@ -1,81 +1,59 @@
-"""Rotary angles of a microbatch, in the form that Megatron's attention takes, from the frequencies of `ModelSpec.rope`.
+"""Rotary embeddings: cosines and sines of a call's tokens, computed once for all layers, from `ModelSpec.rope`.
 
-For decoding, the cosines and sines are also computed here, because Megatron would compute them again in every layer,
-for queries and for keys.
+Megatron's attention would compute them again in every layer, for queries and for keys, and for packed sequences it
+would wait for the device to read the sequences' lengths, four times per layer. `RotatedSelfAttention` therefore rotates
+queries and keys itself; Megatron gets no angles.
 
-Packed sequences with the same frequencies share one table over positions. If the frequencies depend on a sequence's
-total length, the table is over the tokens of the whole pack and each sequence has its own part, so that a sequence's
-result does not depend on the other sequences of its pack.
+S tokens of this rank, B sequences of a decoding batch, s their tokens of a call, C rotated channels.
 """
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 
 from nemo_oprd.models.rope import Rope
 
-
-def scale_rotations(config: TransformerConfig, rope: Rope) -> None:
-    """Makes Megatron's attention multiply cosines and sines by `rope.scale`.
-
-    Megatron computes that factor from YaRN's settings: `0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1`.
-    """
-    if rope.scale != 1.0:
-        config.yarn_rotary_scaling_factor = math.e  # type: ignore[attr-defined]
-        config.yarn_mscale = 10 * (rope.scale - 1)  # type: ignore[attr-defined]
-        config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
+# Cosines and sines, each [.., 1, C] before the dimension of the heads, in the weights' dtype.
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def packed_angles(
-    rope: Rope, inv_freq: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, total_lengths: tuple[int, ...]
-) -> torch.Tensor:
-    """Angles [T, 1, 1, C] of C rotated channels.
-
-    T is the length of the longest sequence, or of the whole pack if frequencies differ between sequences.
+def packed_rotation(
+    rope: Rope, inv_freq: torch.Tensor, positions: torch.Tensor, is_long: torch.Tensor | None, dtype: torch.dtype
+) -> Rotation:
+    """The rotation [S, 1, 1, C] of packed tokens.
 
     Args:
         inv_freq: [regimes, C / 2] of `rope`, on the model's device.
-        cu_seqlens: [sequences + 1] start of each sequence in the pack, including padding, and the end of the last.
-        longest: length of the longest sequence.
-        total_lengths: lengths of the whole sequences, including tokens after the last computed one.
+        positions: int64 [S], positions of the tokens in their sequences.
+        is_long: bool [S], whether a token's whole sequence is longer than `rope.switch`; None if nothing depends on it.
+        dtype: of the weights.
     """
-    if rope.switch is None:
-        positions = torch.arange(longest, device=inv_freq.device)
-        return _both_halves(positions[:, None] * inv_freq[0])[:, None, None]
-    bounds = cu_seqlens.tolist()
-    parts = []
-    for j, (start, end) in enumerate(pairwise(bounds)):
-        regime = int(j < len(total_lengths) and total_lengths[j] > rope.switch)
-        parts.append(torch.arange(end - start, device=inv_freq.device)[:, None] * inv_freq[regime])
-    return _both_halves(torch.cat(parts))[:, None, None]
+    chosen = inv_freq[0] if is_long is None else torch.where(is_long[:, None], inv_freq[1], inv_freq[0])
+    return _cos_sin(rope, positions[:, None] * chosen, dtype, [len(positions), 1, 1])
 
 
-def decoding_angles(
-    rope: Rope, inv_freq: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor | None
-) -> torch.Tensor:
-    """Angles [s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
-    if rope.switch is None:
-        return _both_halves(positions.t()[..., None] * inv_freq[0])[:, :, None]
-    assert lengths is not None
-    chosen = inv_freq[(lengths > rope.switch).long()]  # [B, C / 2]
-    return _both_halves(positions.t()[..., None] * chosen)[:, :, None]
+def decoding_rotation(
+    rope: Rope, inv_freq: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype
+) -> Rotation:
+    """The rotation [s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
+    chosen = inv_freq[0]
+    if rope.switch is not None:
+        assert lengths is not None
+        chosen = torch.where((lengths > rope.switch)[:, None], inv_freq[1], inv_freq[0])  # [B, C / 2]
+    return _cos_sin(rope, positions.t()[..., None] * chosen, dtype, [*positions.t().shape, 1])
 
 
-def rotation(angles: torch.Tensor, config: TransformerConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of `angles` [s, B, 1, C] as Megatron's attention computes them, in the weights' dtype."""
-    scale = _yarn_get_concentration_factor_from_config(config)
-    return (torch.cos(angles) * scale).to(config.params_dtype), (torch.sin(angles) * scale).to(config.params_dtype)
+def _cos_sin(rope: Rope, angles: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> Rotation:
+    """Cosine and sine of angles [.., C / 2], for both halves of the channels."""
+    both = torch.cat([angles, angles], dim=-1).view(*shape, -1)
+    return (torch.cos(both) * rope.scale).to(dtype), (torch.sin(both) * rope.scale).to(dtype)
 
 
-def rotate(states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates the first channels, as many as `rotation` has, of queries or keys [s, B, heads, C]; keeps the others."""
+def rotate(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotates the first channels, as many as `rotation` has, of queries or keys [s, B, heads, .]; keeps the others."""
     cos, sin = rotation
     rotated, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
     low, high = rotated.chunk(2, dim=-1)
@@ -83,5 +61,23 @@ def rotate(states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) ->
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
-def _both_halves(angles: torch.Tensor) -> torch.Tensor:
-    return torch.cat([angles, angles], dim=-1)
+class RotatedSelfAttention(SelfAttention):
+    """Megatron's self-attention, whose queries and keys are rotated by `packed_seq_params.rotation`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rotation: Rotation | None = None  # only while `forward` runs
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """As the parent class."""
+        self._rotation = packed_seq_params.rotation
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            self._rotation = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """(Query, key, value), each [s, B, heads, channels], the first two of them rotated."""
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        assert self._rotation is not None
+        return rotate(query, self._rotation), rotate(key, self._rotation), value

@@ -3,6 +3,9 @@
 Prompts are right-padded. Every sequence has its own positions, its keys and values are at those positions in the cache,
 and finished sequences leave the batch. Sampling inverts the cumulative distribution at one uniform number per token, so
 the caller controls the randomness of every response.
+
+The host knows all lengths and positions by itself. It waits for the device only every `ASK_EVERY` tokens, to learn
+which sequences are finished.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from nemo_oprd.megatron.parallel import device
 
 # Finished sequences are removed once they make up this share of the batch; removing them copies the cache.
 COMPACT_AT = 0.25
+# Tokens between two questions to the device which sequences are finished; at most that many tokens are wasted.
+ASK_EVERY = 32
+# The cache is read in multiples of this many positions, because fused kernels want aligned masks.
+MASK_GRAIN = 8
 # Tokens between two calls of `should_cancel`; that many tokens take seconds.
 CANCEL_CHECK_EVERY = 256
 
@@ -40,8 +47,10 @@ def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: f
         return logits_BV.argmax(-1)
     probability = torch.softmax(logits_BV.double() / temperature, dim=-1)
     if top_p < 1:
-        ordered, ids = probability.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        # sorted as float32 logits, which have the same order; ids of equal logits are kept from the lowest id on
+        ids = logits_BV.sort(dim=-1, descending=True, stable=True).indices
+        ordered = probability.gather(-1, ids)
+        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
         probability = torch.zeros_like(probability).scatter(-1, ids, ordered)
     cumulative = probability.cumsum(-1)
     target = uniform_B.double()[:, None] * cumulative[:, -1:]
@@ -94,16 +103,21 @@ def generate_batch(
         if should_cancel is not None and t and t % CANCEL_CHECK_EVERY == 0 and should_cancel():
             return None
         token = batch.sample(last, t, temperature, top_p)
-        if t + 1 == uniforms.shape[1] or batch.is_finished:
+        if t + 1 == uniforms.shape[1]:
             break
-        last = batch.decode(batch.drop_finished(token), t)
+        if (t + 1) % ASK_EVERY == 0:
+            token = batch.drop_finished(token)
+            if not batch.alive_on_host:
+                break
+        last = batch.decode(token, t)
     return batch.responses()
 
 
 class _Batch:
     """The sequences of one call of `generate_batch`, with the KV cache of those that are still being decoded.
 
-    `alive` [b] are indices into the B prompts. Finished sequences leave the batch when enough of them have gathered.
+    `alive` [b] are indices into the B prompts, `alive_on_host` the same as a list. Finished sequences leave the batch
+    when enough of them have gathered.
     """
 
     def __init__(
@@ -117,24 +131,23 @@ class _Batch:
     ) -> None:
         place, count = device(), len(prompts)
         self.model, self.vocab_size = model, vocab_size
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=place)
-        self.ids = torch.zeros(count, int(self.lengths.max()), dtype=torch.long, device=place)
-        for i, prompt in enumerate(prompts):
-            self.ids[i, : len(prompt)] = torch.tensor(prompt)
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.lengths = torch.tensor(self.prompt_lengths, device=place)
+        ids = np.zeros((count, max(self.prompt_lengths)), dtype=np.int64)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        self.ids = torch.from_numpy(ids).to(place)
         self.draws = torch.from_numpy(uniforms).to(place)
         self.eos, self.limit = torch.tensor(eos_ids, dtype=torch.long, device=place), torch.tensor(limits, device=place)
-        self.cache = KVCache(int((self.lengths + self.limit).max()))
+        longest = max(length + limit for length, limit in zip(self.prompt_lengths, limits, strict=True))
+        self.cache = KVCache(-(-longest // MASK_GRAIN) * MASK_GRAIN)
         self.slots = torch.arange(self.cache.max_length, device=place)
         self.sampled = torch.zeros(count, uniforms.shape[1], dtype=torch.long, device=place)
         self.count = torch.zeros(count, dtype=torch.long, device=place)
         self.finished = torch.zeros(count, dtype=torch.bool, device=place)  # needs no more tokens
         self.stopped = torch.zeros(count, dtype=torch.bool, device=place)  # an end-of-sequence id was sampled
+        self.alive_on_host = list(range(count))
         self.alive = torch.arange(count, device=place)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether no sequence needs another token."""
-        return bool(self.finished.all())
 
     def prefill(self) -> torch.Tensor:
         """Runs the prompts; the hidden states of their last tokens, [1, B, D]."""
@@ -149,7 +162,7 @@ class _Batch:
         logits, alive = self.model.logits(last)[0, :, : self.vocab_size], self.alive
         token = pick_tokens(logits, self.draws[alive, t], temperature, top_p)
         fresh = ~self.finished[alive]
-        self.sampled[alive[fresh], t] = token[fresh]
+        self.sampled[alive, t] = torch.where(fresh, token, 0)
         self.count[alive] += fresh
         self.stopped[alive] |= fresh & torch.isin(token, self.eos)
         self.finished[alive] |= self.stopped[alive] | (t + 1 >= self.limit[alive])
@@ -157,10 +170,12 @@ class _Batch:
 
     def drop_finished(self, token: torch.Tensor) -> torch.Tensor:
         """Takes finished sequences out of the batch, if enough of them are in it; the remaining ids [b]."""
-        done = self.finished[self.alive]
-        if bool(done.float().mean() < COMPACT_AT):
+        done = self.finished[self.alive].tolist()
+        if sum(done) < COMPACT_AT * len(done):
             return token
-        keep = (~done).nonzero()[:, 0]
+        rows = [row for row, is_done in enumerate(done) if not is_done]
+        self.alive_on_host = [self.alive_on_host[row] for row in rows]
+        keep = torch.tensor(rows, dtype=torch.long, device=token.device)
         self.cache.select(keep)
         self.alive = self.alive[keep]
         return token[keep]
@@ -170,16 +185,20 @@ class _Batch:
         cache, alive = self.cache, self.alive
         # finished sequences that are still in the batch write to cache slots that nothing reads
         position = (self.lengths[alive] + t).clamp_max(cache.max_length - 1)
+        longest = max(self.prompt_lengths[i] for i in self.alive_on_host) + t + 1
+        cache.used = min(-(-longest // MASK_GRAIN) * MASK_GRAIN, cache.max_length)
         cache.positions = position[:, None]
-        cache.used = int(position.max()) + 1
         cache.lengths = position + 1
-        cache.mask = (self.slots <= position[:, None])[:, None, None]
+        cache.rows = torch.arange(len(alive), device=token.device)[:, None]
+        allowed = self.slots[: cache.used] <= position[:, None]
+        mask = torch.zeros(allowed.shape, dtype=self.model.config.params_dtype, device=token.device)
+        cache.mask = mask.masked_fill_(~allowed, float("-inf"))[:, None, None]
         last = self.model(token[:, None], DecodeParams(cache=cache))
         if self.model.rope.switch is not None:
-            for row in ((position == self.model.rope.switch) & ~self.finished[alive]).nonzero()[:, 0].tolist():
-                i = alive[row]
-                whole = torch.cat([self.ids[i, : self.lengths[i]], self.sampled[i, : t + 1]])
-                last[:, row] = _prefill_again(self.model, whole, cache, row)
+            for row, i in enumerate(self.alive_on_host):
+                if self.prompt_lengths[i] + t == self.model.rope.switch:
+                    whole = torch.cat([self.ids[i, : self.prompt_lengths[i]], self.sampled[i, : t + 1]])
+                    last[:, row] = _prefill_again(self.model, whole, cache, row)
         return last
 
     def responses(self) -> list[Generated]:

@@ -8,10 +8,8 @@ import pytest
 import torch
 from family_configs import LLAMA, LLAMA3_ROPE, PHI3
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_oprd.megatron.rotary import decoding_angles, rotate, rotation, scale_rotations
+from nemo_oprd.megatron.rotary import decoding_rotation, packed_rotation, rotate
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.rope import Rope
 
@@ -106,16 +104,17 @@ def test_a_window_over_all_positions_is_full_attention() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope", [Rope(1e4), Rope(1e4, share=0.75, scale=1.19)], ids=["plain", "partial, scaled"])
-def test_decoding_turns_states_as_megatrons_attention_does(dtype: torch.dtype, rope: Rope) -> None:
-    """Bit for bit, as it computes cosines and sines itself."""
-    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, params_dtype=dtype)
-    scale_rotations(config, rope)
+def test_states_are_rotated_as_by_megatrons_attention(dtype: torch.dtype, rope: Rope) -> None:
+    """Bit for bit, as it computes cosines and sines itself; packed tokens as those of a decoding batch."""
     draw = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 4000, (3, 5), generator=draw)  # [B, s]
-    angles = decoding_angles(rope, rope.inv_freq(16), positions, None)
+    inv_freq = rope.inv_freq(16)
+    half = positions.t()[..., None] * inv_freq[0]
+    angles = torch.cat([half, half], dim=-1)[:, :, None]
     states = torch.randn(5, 3, 4, 16, generator=draw).to(dtype)
-    scale = _yarn_get_concentration_factor_from_config(config)
-    expected = _apply_rotary_pos_emb_bshd(states, angles, mscale=scale)
-    assert scale == pytest.approx(rope.scale)
-    assert torch.equal(rotate(states, rotation(angles, config)), expected)
+    expected = _apply_rotary_pos_emb_bshd(states, angles, mscale=rope.scale)
+    assert torch.equal(rotate(states, decoding_rotation(rope, inv_freq, positions, None, dtype)), expected)
+    packed = packed_rotation(rope, inv_freq, positions.t().flatten(), None, dtype)
+    flat = states.reshape(15, 1, 4, 16)
+    assert torch.equal(rotate(flat, packed).view_as(expected), expected)
     assert not torch.equal(expected, states)
