@@ -51,7 +51,7 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, *, transforme
     qkv = (q + 2 * kv) * e
     if layout.context > 1:  # keys and values of the whole sequence, for every query head
         qkv = q * e + (2 * layout.context + 1) * q * e
-    attention = qkv + q * e + 4 * spec.head_dim * e  # and its output; cosines and sines of queries and keys
+    attention = qkv + q * e  # and its output
     if spec.qk_norm:
         attention += (q + kv) * (4 + e) + 4 * (heads + spec.num_kv_heads / t)
         # in float32 the keys before their norm are a part of the whole product, which stays

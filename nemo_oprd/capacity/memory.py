@@ -87,10 +87,15 @@ def teacher_heads(work: Workload, layout: Layout, pipeline: int) -> float:
     return float(sum(rows * t.spec.hidden_size * work.value_bytes for t in work.teachers if t.sends_states))
 
 
-def rows_on_rank(work: Workload, layout: Layout, rows: int) -> float:
-    """Rows in a rank's hidden states per microbatch, of `rows` rows per response."""
-    per_pack = work.on(layout).per_pack * rows / layout.context
-    return per_pack / (layout.tensor if layout.sequence else 1)
+def rows_on_rank(work: Workload, layout: Layout, rows: float) -> float:
+    """Rows in a rank's hidden states per microbatch, of the last `rows` rows per response; of the fullest rank.
+
+    A context rank holds two chunks of a sequence, the first rank the first and the last one (zig-zag).
+    """
+    if layout.context > 1:
+        chunk = work.needed / (2 * layout.context)
+        rows = min(rows, chunk) + max(0.0, rows - (2 * layout.context - 1) * chunk)
+    return work.on(layout).per_pack * rows / (layout.tensor if layout.sequence else 1)
 
 
 def resident_microbatches(work: Workload, layout: Layout) -> int:
@@ -216,7 +221,7 @@ def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
     """Bytes per token that a forward pass without gradients has alive at a time: in the MLP or attention of a layer."""
     d = spec.hidden_size / (layout.tensor if layout.sequence else 1)
     q, kv = (heads * spec.head_dim / layout.tensor for heads in (spec.num_heads, spec.num_kv_heads))
-    attention = 2 * d + 5 * q + 6 * kv + (3 * q if spec.qk_norm else 0)
+    attention = 2 * d + 5 * q + 6 * kv
     return value_bytes * max(3 * d + 5 * spec.ffn_size / layout.tensor, attention)
 
 

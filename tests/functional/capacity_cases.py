@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_syncs import plain_causal_masks
 
 from benchmarks.live_bytes import LiveBytes
 from nemo_oprd.config.loading import load_config
@@ -24,10 +25,10 @@ def live_bytes(overrides: list[str]) -> list[dict[str, Any]]:
     student = distiller.student
     rollouts = read_rollouts(str(config.rollout.replay), student.spec.vocab_size)
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
-    with LiveBytes() as teaching:
+    with plain_causal_masks(), LiveBytes() as teaching:
         targets = distiller.targets(batch, batch.groups[0])
     accumulation = distiller.start(batch)
-    with LiveBytes() as update:
+    with plain_causal_masks(), LiveBytes() as update:
         accumulation.forward_backward(batch.groups[0], targets)
     for group in batch.groups[1:]:
         accumulation.forward_backward(group, distiller.targets(batch, group))

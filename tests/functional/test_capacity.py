@@ -46,6 +46,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "DP2, optimizer not sharded, bf16": (2, ["train.distributed_optimizer=false", "precision=bf16"]),
     "TP2": (2, [TP2]),
     "TP2 with SP, bf16": (2, [TP2, SEQUENCE, "precision=bf16"]),
+    "CP2": (2, ["student.parallel.context=2"]),
     "PP2": (2, [PP2]),
     "PP2, full": (2, [PP2, FULL]),
     "PP2, top-16": (2, [PP2, *output("top_k")]),
@@ -101,14 +102,17 @@ def test_memory_is_what_a_step_holds(pools: Pools, models: Path, name: str) -> N
     cluster = Cluster(ranks, GPUS["h100"], transformer_engine=False)
     found = estimate(load_config("verify", arguments), cluster, Lengths(prompt=PROMPT))
     kinds = {(kind.student, kind.teacher): kind.memory for kind in found.kinds}
-    for measured in pools[ranks].run("capacity_cases:live_bytes", overrides=arguments):
+    everywhere = pools[ranks].run("capacity_cases:live_bytes", overrides=arguments)
+    for measured in everywhere:
         memory = kinds[tuple(measured["stages"])]
         for part in ("weights", "gradients", "optimizer", "teacher weights", "teacher's head"):
             planned, real = memory.always.get(part, 0.0), measured[part]
             assert real * 0.995 - 1024 <= planned <= real * 1.005 + 1024, (part, planned, real)
         update = {name: dict(memory.phases.get(name, {})) for name in ("update", "output loss")}
         targets = max(parts.pop("targets", 0.0) for parts in update.values())
-        assert targets == pytest.approx(measured["targets"], rel=0.01, abs=64)
+        # of the rank with most rows: the last rows of a sequence may all be on one context rank
+        fullest = max(each["targets"] for each in everywhere if each["stages"] == measured["stages"])
+        assert targets == pytest.approx(fullest, rel=0.01, abs=64)
         assert max(sum(parts.values()) for parts in update.values()) == pytest.approx(measured["update"], rel=0.1)
         teacher = max(sum(memory.phases.get(phase, {}).values()) for phase in ("teacher", "transfer"))
         assert teacher == pytest.approx(measured["teacher"], rel=0.1)
