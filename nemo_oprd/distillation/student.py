@@ -25,7 +25,8 @@ from nemo_oprd.distillation.output_head import load_teacher_head
 from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.trained_projectors import attach_projectors
 from nemo_oprd.distillation.watched_metrics import ModelNeeds
-from nemo_oprd.megatron.model import DistillingModel, build_chunks
+from nemo_oprd.megatron.kernels import accumulate_in_products, chosen_kernels
+from nemo_oprd.megatron.model import DistillingModel, build_chunks, layer_backend
 from nemo_oprd.megatron.optimizer import (
     freeze_unreached,
     join_optimizer_creation,
@@ -117,6 +118,7 @@ class Student:
                 load_teacher_head(self.chunks[-1], role, self.dtype, match, read_teacher)
                 for match, read_teacher in zip(objective.teachers, read_teachers, strict=True)
             ]
+        accumulate_in_products(self.chunks)
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
@@ -135,6 +137,11 @@ class Student:
     def spec(self) -> ModelSpec:
         """The student's architecture."""
         return self.objective.student
+
+    def kernels(self) -> dict[str, str]:
+        """Which implementations this rank uses, by their purpose."""
+        inner = None if self.optimizer is None else self.optimizer.chained_optimizers[0].optimizer
+        return chosen_kernels(layer_backend(self.dtype), self.dtype, inner)
 
     def teacher_head(self, number: int) -> torch.Tensor | None:
         """A teacher's current LM head [V, D]; None before the last stage, or if the teacher sends no final states."""

@@ -34,6 +34,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from nemo_oprd.losses.vocab_parallel import matmul
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
+from nemo_oprd.megatron.kernels import apex_accumulates
 from nemo_oprd.megatron.observed_layer import ObservedLayer, ObservedSequences
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
@@ -63,7 +64,7 @@ def layer_backend(dtype: torch.dtype) -> str:
     if requested == "transformer_engine" and not installed:
         raise ValueError(
             f"{LAYERS_VARIABLE}=transformer_engine, but the package transformer_engine is not installed; "
-            f"install it with pip install 'nemo-oprd[te]', or set {LAYERS_VARIABLE}=local"
+            f"install it with scripts/setup_gpu.sh, or set {LAYERS_VARIABLE}=local"
         )
     fits = installed and torch.cuda.is_available() and dtype != torch.float32
     return requested or ("transformer_engine" if fits else "local")
@@ -121,8 +122,15 @@ class _NotBuilt(MegatronModule):
         return {}
 
 
-def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **training: Any) -> TransformerConfig:
-    """Megatron's config for `spec` in the layout of `role`; `training` adds recompute settings."""
+def transformer_config(
+    spec: ModelSpec, role: Role, dtype: torch.dtype, *, accumulates: bool = False, **training: Any
+) -> TransformerConfig:
+    """Megatron's config for `spec` in the layout of `role`.
+
+    Args:
+        accumulates: whether Megatron's own linear layers add weight gradients inside the matrix product (Apex).
+        training: recompute settings.
+    """
     layout = role.layout
     stages = layout.layers_per_stage(spec.num_layers)
     even = len(set(stages)) == 1
@@ -166,7 +174,7 @@ def transformer_config(spec: ModelSpec, role: Role, dtype: torch.dtype, **traini
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=accumulates,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -364,6 +372,7 @@ def build_chunks(
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:
         final_norm = RMSNorm
+    accumulates = backend == "local" and apex_accumulates(dtype)
     chunks = []
     for chunk in range(layout.virtual_pipeline):
         numbers = [
@@ -378,7 +387,7 @@ def build_chunks(
         first = role.coords.pipeline == 0 and chunk == 0
         last = role.coords.pipeline == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
         model = DistillingModel(
-            config=transformer_config(spec, role, dtype, **training),
+            config=transformer_config(spec, role, dtype, accumulates=accumulates, **training),
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm),
             vocab_size=spec.padded_vocab(layout.tensor),
             max_sequence_length=spec.max_positions,

@@ -24,6 +24,7 @@ from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.fault_tolerance.signals import Signals
 from nemo_oprd.megatron.parallel import init_distributed
+from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.rollout.engine import RolloutEngine
@@ -174,6 +175,7 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
         log.say(note)
     if first_step:
         log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
+    _record_environment(run, plan)
     _show_bridges(run)
     if config.teacher.weights == "student":
         log.say(
@@ -205,6 +207,15 @@ def _agree_on_first_step(latest: int | None) -> int | None:
     agreed = [latest]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
+
+
+def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
+    """Logs which kernels are used, and stores them in the run directory with the versions of all packages."""
+    kernels = run.distiller.student.kernels()
+    run.log.say("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
+    if dist.get_rank() == 0:
+        layouts = {"student": plan.student_layout.describe(), "teacher": plan.teacher_layout.describe()}
+        record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels)
 
 
 def _show_bridges(run: TrainingRun) -> None:

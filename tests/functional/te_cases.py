@@ -151,3 +151,26 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
     assert any("norm._extra_state" in key for key in state)
     model.load_state_dict(dist_checkpointing.load(state, checkpoint))
     return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+
+
+def products_with_accumulation(overrides: list[str]) -> dict[str, Any]:
+    """`verify`: how many of Transformer Engine's products added to the gradient buffer themselves, and what was chosen."""
+    from transformer_engine.pytorch.modules import _AccumulatingLinear
+
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.rollout.replay import read_rollouts
+    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.train import accumulate_gradients
+
+    config = load_config("verify", overrides)
+    distiller = build_distiller(config)
+    before = _AccumulatingLinear.products
+    rollouts = read_rollouts(str(config.rollout.replay), distiller.student.spec.vocab_size)
+    batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
+    accumulate_gradients(distiller, batch)
+    return {
+        "products": _AccumulatingLinear.products - before,
+        "microbatches": len(batch.plan.taught_by),
+        "layers": distiller.student.spec.num_layers,
+        "kernels": distiller.student.kernels(),
+    }

@@ -93,6 +93,18 @@ def test_golden(run: Callable[..., Any], tmp_path: Path, case: str, settings: li
     check(output, case)
 
 
+def test_products_add_to_the_gradient_buffer_themselves(run: Callable[..., Any], tmp_path: Path) -> None:
+    """The four products of every layer, once per microbatch; the golden cases above show that the sums are right."""
+    found = run(1, TE, "te_cases:products_with_accumulation", overrides=overrides("mse_all_last_k", tmp_path / "out"))
+    assert found["products"] == 4 * found["layers"] * found["microbatches"]
+    assert found["kernels"] == {
+        "layers": "Transformer Engine",
+        "norm": "Transformer Engine",
+        "weight gradients": "Transformer Engine",
+        "AdamW": "torch.AdamW",
+    }
+
+
 # biases on q, k, v; biases on the projections; tied heads on another stage
 @pytest.mark.parametrize(
     ("name", "settings"),

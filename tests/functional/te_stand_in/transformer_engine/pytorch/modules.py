@@ -83,6 +83,7 @@ class _Parallel(WithExtraState):
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.parallel_mode = parallel_mode
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = False
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         options: dict[str, Any] = {"dtype": params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **options))
@@ -101,12 +102,35 @@ class _Parallel(WithExtraState):
     def _product(self, inp: torch.Tensor) -> Any:
         if self.tp_size > 1 and self.parallel_mode == "column":
             inp = (Gather if self.sequence_parallel else Copy).apply(inp, self.tp_group)
-        out = linear(inp, self.weight)
+        fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad
+        out = _AccumulatingLinear.apply(inp, self.weight) if fused else linear(inp, self.weight)
         if self.tp_size > 1 and self.parallel_mode == "row":
             out = (ReduceScatter if self.sequence_parallel else Reduce).apply(out, self.tp_group)
         if self.apply_bias:
             out = out + self.bias
         return (out, self.bias) if self.return_bias else out
+
+
+class _AccumulatingLinear(torch.autograd.Function):
+    """The product whose backward adds the weight's gradient to `weight.main_grad`, as with fuse_wgrad_accumulation."""
+
+    products = 0  # backward passes, for tests
+
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(inp, weight)
+        ctx.parameter = weight
+        return linear(inp, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        inp, weight = ctx.saved_tensors
+        main_grad = ctx.parameter.main_grad
+        main_grad += grad.flatten(0, -2).to(main_grad.dtype).T @ inp.flatten(0, -2).to(main_grad.dtype)
+        ctx.parameter.grad_added_to_main_grad = True
+        _AccumulatingLinear.products += 1
+        # the hook of data parallelism needs a gradient, and ignores its values
+        return grad @ weight, torch.empty_like(weight)
 
 
 def _mark(parameter: torch.nn.Parameter, axis: int) -> None:

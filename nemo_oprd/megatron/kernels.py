@@ -1,0 +1,51 @@
+"""Which implementations of layers, norms, gradient accumulation and AdamW this process uses."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+# the extension module that Apex builds for Megatron's own linear layers
+APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
+
+
+def apex_accumulates(dtype: torch.dtype) -> bool:
+    """Whether Megatron's local layers add weight gradients to the float32 buffer inside the matrix product, with Apex.
+
+    Not for float32, whose runs are for comparisons and take the same path everywhere.
+    """
+    return dtype != torch.float32 and importlib.util.find_spec(APEX_ACCUMULATION) is not None
+
+
+def accumulate_in_products(chunks: list[Any]) -> None:
+    """Makes Transformer Engine's layers of a trained model add weight gradients to the buffer inside the product.
+
+    Megatron's setting `gradient_accumulation_fusion` would do it, too, but it also asks Apex of the LM head's layer,
+    which here is never run.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+
+
+def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any) -> dict[str, str]:
+    """What this process uses, by its purpose.
+
+    Args:
+        layers: "transformer_engine" or "local".
+        dtype: of the weights.
+        optimizer: torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student.
+    """
+    engine = layers == "transformer_engine"
+    accumulation = "Transformer Engine" if engine else "Apex" if apex_accumulates(dtype) else "a separate addition"
+    found = {
+        "layers": "Transformer Engine" if engine else "Megatron's local layers, torch SDPA",
+        "norm": "Transformer Engine" if engine else "torch.nn.functional.rms_norm",
+        "weight gradients": accumulation,
+    }
+    if optimizer is not None:
+        found["AdamW"] = type(optimizer).__module__.split(".")[0] + "." + type(optimizer).__name__
+    return found

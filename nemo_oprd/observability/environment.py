@@ -1,0 +1,51 @@
+"""environment.json of a run directory: versions, devices and kernels, one entry per start of the run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from nemo_oprd import __version__
+from nemo_oprd.fault_tolerance.files import write_atomically
+
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex", "numpy", "safetensors")
+
+
+def record_environment(directory: Path, ranks: int, layouts: dict[str, str], kernels: dict[str, str]) -> None:
+    """Adds an entry to `directory`/environment.json.
+
+    Args:
+        ranks: ranks of the job.
+        layouts: role -> its parallel layout in words.
+        kernels: purpose -> implementation.
+    """
+    file = directory / "environment.json"
+    entry = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "nemo_oprd": __version__,
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "ranks": ranks,
+        "layouts": layouts,
+        "kernels": kernels,
+    }
+    try:
+        earlier = json.loads(file.read_text())
+        entries = earlier if isinstance(earlier, list) else []
+    except (OSError, ValueError):  # none yet, or cut off: it only informs
+        entries = []
+    write_atomically(file, json.dumps([*entries, entry], indent=1) + "\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
