@@ -31,6 +31,15 @@ if [ -z "$python" ]; then
 fi
 here=.venv-gpu/bin/python
 constraints=.venv-gpu/constraints.txt
+# Transformer Engine would guess the toolkit from the place of nvcc, which may be a link
+if [ -z "${CUDA_HOME:-}" ]; then
+  if [ -d /usr/local/cuda ]; then
+    export CUDA_HOME=/usr/local/cuda
+  elif command -v nvcc >/dev/null; then
+    CUDA_HOME=$(dirname "$(dirname "$(realpath "$(command -v nvcc)")")")
+    export CUDA_HOME
+  fi
+fi
 # the versions of the tests, but for torch, which is the one that is installed first
 known=$(grep -E '^[A-Za-z0-9_.-]+==[^;]*$' requirements-cpu.txt | grep -v '^torch==')
 engine=$(sed -n 's/^te = \["\(.*\)"\]$/\1/p' pyproject.toml)
