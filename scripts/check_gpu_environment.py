@@ -34,6 +34,7 @@ def requirements() -> dict[str, str]:
 def problem(without_gpu: bool) -> str | None:
     """What is wrong, in one line; prints the versions."""
     from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
 
     wanted = requirements()
     for name, module in PACKAGES.items():
@@ -42,14 +43,17 @@ def problem(without_gpu: bool) -> str | None:
         except PackageNotFoundError:
             return f"{name} is not installed; expected {name}{wanted[name]}: bash scripts/setup_gpu.sh"
         print(f"{name} {found}")
-        if not SpecifierSet(wanted[name]).contains(found, prereleases=True):
+        # NVIDIA's containers have builds with versions such as 2.10.0a0+b558c98, which count as the release
+        if not SpecifierSet(wanted[name]).contains(Version(found).base_version):
             return f"{name} {found}: expected {wanted[name]} (pyproject.toml); install that, or choose another image"
         if name == "transformer-engine" and without_gpu:
             continue  # its libraries need the driver's
         try:
             importlib.import_module(module)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
-            return f"{name} {found} can't be imported: {' '.join(str(error).split())}; build it against this torch again"
+            return (
+                f"{name} {found} can't be imported: {' '.join(str(error).split())}; build it against this torch again"
+            )
     import torch
 
     for name, module in OPTIONAL.items():
@@ -59,7 +63,9 @@ def problem(without_gpu: bool) -> str | None:
         except ImportError:
             print(f"{name}: none (optional)")
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA; expected a CUDA build: install torch from another index"
+        return (
+            f"torch {torch.__version__} is a build without CUDA; expected a CUDA build: install it from another index"
+        )
     print(f"CUDA {torch.version.cuda}")
     if without_gpu:
         return None

@@ -3,9 +3,8 @@
 #   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--jobs N] [--wheels DIR]
 # Runs in .venv-gpu (scripts/setup_gpu.sh) or the active Python, whichever first has a torch that sees a GPU (PYTHON=...
 # names another), otherwise in the project's environment.
-# In the container of a job (docs/cluster.md; not yet run):
-#   srun --nodes=1 --ntasks=1 --gpus=1 --cpus-per-task=16 --container-image=nemo_oprd.sqsh \
-#     --container-workdir=/opt/nemo_oprd --container-mounts=$PWD/runs:/opt/nemo_oprd/runs bash scripts/gpu_check.sh
+# In the container of a job, with the variables of docs/cluster.md (not yet run):
+#   srun --nodes=1 --ntasks=1 --gpus=1 --cpus-per-task=16 $SRUN_ARGS $LAUNCH_PREFIX bash scripts/gpu_check.sh
 # --wheels DIR: installs the wheels in DIR for this run only, beside a torch and transformers that are there. Make them on
 # a machine with a package index and any Python, for the Python of the GPU machine, here 3.12:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --constraint requirements-cpu.txt --dest DIR \

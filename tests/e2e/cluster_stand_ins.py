@@ -1,8 +1,8 @@
 """Stand-ins for the programs of a cluster: each writes down how it was called and does the little that a script needs.
 
-`install(folder)` makes them; `calls(folder)` reads what they wrote. sbatch runs the script as a job with Slurm's variables,
-srun and apptainer run the command that they are given, python makes environments of stand-ins. Containers set variables of
-their own over those of the job, as images do.
+`install(folder)` makes them; `calls(folder)` reads what they wrote. sbatch runs the script as a job with Slurm's
+variables, srun and apptainer run the command that they are given, python makes environments of stand-ins. Containers
+set variables of their own over those of the job, as images do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Makes the stand-ins in `folder`/bin; returns the environment in which they are found, without Slurm's variables."""
+    """Makes the stand-ins in `folder`/bin; returns the environment in which they are found, without other settings."""
     (folder / "bin").mkdir(parents=True)
     for name in (*ACT, *RECORD):
         _make(folder, name, folder / "bin" / name)

@@ -32,7 +32,7 @@ def run_script(project: Path, *arguments: str) -> subprocess.CompletedProcess[st
 def project(tmp_path: Path) -> Path:
     """A copy whose `.venv` stands for this process's environment, so that nothing is installed."""
     copy = tmp_path / "nemo_oprd"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache"))
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").write_text("")
     (copy / ".venv" / "ready").write_text("")

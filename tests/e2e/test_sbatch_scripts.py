@@ -1,5 +1,5 @@
-"""The sbatch scripts against stand-ins that write down their arguments: what srun, a container and a rank are given, and
-what --dry-run plans. tests/e2e/test_slurm.py runs the same scripts on a real cluster.
+"""The sbatch scripts against stand-ins that write down their arguments: what srun, a container and a rank are given,
+and what --dry-run plans. tests/e2e/test_slurm.py runs the same scripts on a real cluster.
 """
 
 from __future__ import annotations
@@ -29,14 +29,22 @@ class Site:
     def run(self, command: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, **variables}
         ended = subprocess.run(
-            command, shell=True, executable="/bin/bash", cwd=self.project, env=environment, capture_output=True, text=True
+            command,
+            shell=True,
+            executable="/bin/bash",
+            cwd=self.project,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert ended.returncode == code, f"{ended.returncode}\n{ended.stdout}{ended.stderr}"
         return ended
 
     def ranks(self) -> list[Call]:
         """The calls of the program itself."""
-        return [call for call in calls(self.folder) if call.program.startswith("python") and "nemo_oprd" in call.arguments]
+        return [
+            call for call in calls(self.folder) if call.program.startswith("python") and "nemo_oprd" in call.arguments
+        ]
 
     def only(self, program: str) -> Call:
         (call,) = calls(self.folder, program)
@@ -101,9 +109,13 @@ def test_the_container_of_apptainer(site: Site) -> None:
     assert ["apptainer", *site.only("apptainer").arguments[:8]] == prefix.split()
     (rank,) = site.ranks()
     assert rank.program == "python3" and rank.arguments[-1] == "train.steps=1"
-    assert {"CONTAINER": "apptainer", "RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "n0", "OMP_NUM_THREADS": "3"}.items() <= (
-        rank.environment.items()
-    )
+    assert {
+        "CONTAINER": "apptainer",
+        "RANK": "1",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "n0",
+        "OMP_NUM_THREADS": "3",
+    }.items() <= (rank.environment.items())
 
 
 @pytest.mark.parametrize(
