@@ -3,7 +3,8 @@
 #
 # Stage 1 fits the bridge in $BRIDGE unless it exists, stage 2 distils through the bridge. Settings apply to both stages;
 # the variable chooses the bridge's directory: BRIDGE=bridges/mine sbatch scripts/bridge_qwen3_4b_to_1p7b.sh bridge.rank=16
-# scripts/slurm_job.sh describes what happens at the time limit and after a requeue.
+# With --dry-run it prints what each stage needs and starts nothing. scripts/slurm_job.sh describes that, containers, and
+# what happens at the time limit and after a requeue.
 #SBATCH --job-name=bridge_qwen3_4b_to_1p7b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

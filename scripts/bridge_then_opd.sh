@@ -2,7 +2,7 @@
 # Distils Qwen3-4B into Qwen3-1.7B-Base on a Slurm cluster, first through a bridge, then on distributions:
 # `sbatch scripts/bridge_then_opd.sh [key=value ...]`. The bridge is fitted unless it exists.
 #
-# Sizes, signals and resuming are those of scripts/bridge_qwen3_4b_to_1p7b.sh.
+# Sizes, signals, resuming and --dry-run are those of scripts/bridge_qwen3_4b_to_1p7b.sh.
 #SBATCH --job-name=bridge_then_opd
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -17,4 +17,5 @@ set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 export CONFIG=${CONFIG:-bridge_then_opd_qwen3_4b_to_1p7b}
+export JOB_SCRIPT=bridge_then_opd.sh # whose #SBATCH lines --dry-run reads
 exec bash scripts/bridge_qwen3_4b_to_1p7b.sh "$@"

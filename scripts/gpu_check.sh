@@ -1,10 +1,15 @@
 #!/bin/bash
 # Checks whether this machine's GPU computes correctly, and measures its speed; unattended, at most ten minutes on one GPU:
 #   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--jobs N] [--wheels DIR]
-# Runs in the active Python if its torch sees a GPU (PYTHON=... names another), otherwise in the project's environment.
-# --wheels DIR: installs the wheels in DIR for this run only; make them on a machine with a package index, for example
-#   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR megatron-core einops hydra-core omegaconf \
-#     antlr4-python3-runtime filelock pydantic pydantic-core annotated-types typing-inspection
+# Runs in .venv-gpu (scripts/setup_gpu.sh) or the active Python, whichever first has a torch that sees a GPU (PYTHON=...
+# names another), otherwise in the project's environment.
+# In the container of a job, with the variables of docs/cluster.md (not yet run):
+#   srun --nodes=1 --ntasks=1 --gpus=1 --cpus-per-task=16 $SRUN_ARGS $LAUNCH_PREFIX bash scripts/gpu_check.sh
+# --wheels DIR: installs the wheels in DIR for this run only, beside a torch and transformers that are there. Make them on
+# a machine with a package index and any Python, for the Python of the GPU machine, here 3.12:
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --constraint requirements-cpu.txt --dest DIR \
+#     megatron-core einops hydra-core omegaconf filelock pydantic pydantic-core annotated-types typing-inspection PyYAML
+#   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR antlr4-python3-runtime
 set -euo pipefail
 arguments=() wheels=
 while [ $# -gt 0 ]; do
@@ -18,7 +23,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 sees_gpu='import sys, torch; sys.exit(not torch.cuda.is_available())'
 if [ -z "${PYTHON:-}" ]; then
-  for candidate in python python3; do
+  for candidate in .venv-gpu/bin/python python python3; do
     if "$candidate" -c "$sees_gpu" 2>/dev/null; then PYTHON=$candidate; break; fi
   done
 fi

@@ -3,7 +3,8 @@
 #
 # Set other sizes on the command line (arguments of sbatch override the #SBATCH lines):
 #   sbatch --nodes=2 scripts/oprd_1p5b.sh student.parallel.tensor=2 teacher.parallel.tensor=1
-# scripts/slurm_job.sh describes what happens at the time limit and after a requeue.
+# With --dry-run it prints what the run needs and starts nothing. scripts/slurm_job.sh describes that, containers, and what
+# happens at the time limit and after a requeue.
 #SBATCH --job-name=oprd_1p5b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

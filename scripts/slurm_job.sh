@@ -3,34 +3,126 @@
 # There is one task per GPU, and every task receives Slurm's signals directly. Ten minutes before the job's time limit
 # (--signal), a command finishes its step, saves and exits with code 75; the job then requeues itself. A restarted job
 # resumes from the last checkpoint: same command, same output directory.
-export PYTHON=${PYTHON:-python}
-HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR=${MASTER_ADDR:-$HEAD_NODE} MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
-# the number of starts, including this one, after which a job no longer requeues itself
+#
+# The arguments of a script are key=value settings. With --dry-run, the script starts no training: it prints what the run
+# needs (`nemo-oprd plan`), for the very arguments that the job would pass, and exits with the plan's exit code:
+#   sbatch scripts/oprd_1p5b.sh --dry-run                     for the nodes of the job, in the job's environment
+#   bash scripts/oprd_1p5b.sh --dry-run [--nodes=N]           without Slurm, for N nodes or those of the #SBATCH line
+# --gpu=NAME (h100, ...) names the GPU to plan for, if it is not the plan's default.
+#
+# Environment variables, which `sbatch` passes on (docs/cluster.md has examples):
+#   PYTHON          the interpreter of a task. Default: .venv-gpu/bin/python, if scripts/setup_gpu.sh has made it and no
+#                   container is used, otherwise python
+#   SRUN_ARGS       further arguments of srun, such as "--container-image=FILE --container-mounts=A:B" of pyxis
+#   LAUNCH_PREFIX   what each task is started by, such as "apptainer exec --nv FILE"
+#   MAX_STARTS      the number of starts, including this one, after which a job no longer requeues itself (100)
+# SRUN_ARGS and LAUNCH_PREFIX are split at blanks, and nothing in them is a quote: no argument can contain a blank.
+
+# words NAME TEXT: makes the array NAME of TEXT's words
+words() {
+  IFS=$' \t\n' read -r -d '' -a "$1" <<<"$2" || true # read returns 1 at the end of the text
+}
+
+# sbatch_line OPTION: the value of the script's line `#SBATCH --OPTION=VALUE`; JOB_SCRIPT is set by a script that calls
+# another one
+sbatch_line() {
+  sed -n "/^#SBATCH --$1=/{s///p;q}" "scripts/${JOB_SCRIPT:-$(basename "$0")}"
+}
+
+dry_run= nodes= gpu=() settings=()
+for argument in "$@"; do
+  case "$argument" in
+    --dry-run) dry_run=1 ;;
+    --nodes=[1-9]*) nodes=${argument#--nodes=} ;;
+    --gpu=*) gpu=(--gpu "${argument#--gpu=}") ;;
+    -*)
+      echo "$argument: expected key=value settings, --dry-run, --nodes=N or --gpu=NAME; options of sbatch stand before" \
+        "the script's name" >&2
+      exit 2
+      ;;
+    *) settings+=("$argument") ;;
+  esac
+done
+if [ -z "$dry_run" ] && [ -n "$nodes${gpu[*]}" ]; then
+  echo "--nodes and --gpu belong to --dry-run; options of sbatch stand before the script's name: sbatch --nodes=2 ..." >&2
+  exit 2
+fi
+if [ -z "$dry_run" ] && [ -z "${SLURM_JOB_ID:-}" ]; then
+  echo "this is no Slurm job: submit it with sbatch, or add --dry-run to see what it needs" >&2
+  exit 2
+fi
+set -- "${settings[@]}" # the sourcing script's arguments
+
+words srun_args "${SRUN_ARGS:-}"
+words launch_prefix "${LAUNCH_PREFIX:-}"
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=python
+  case " ${srun_args[*]} ${launch_prefix[*]} " in
+    *" --container-"* | *apptainer* | *singularity*) ;;
+    *) if [ -x .venv-gpu/bin/python ]; then PYTHON=$PWD/.venv-gpu/bin/python; fi ;;
+  esac
+fi
+
+if [ -n "${SLURM_JOB_ID:-}" ]; then
+  nodes=${nodes:-$SLURM_NNODES}
+  tasks_per_node=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_NNODES))}
+  # srun does not inherit --cpus-per-task from sbatch (Slurm 22.05 and later), and without it binds a task to one CPU.
+  # Where sbatch was given none, the tasks share the node's, in whole cores of two threads.
+  cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks_per_node))}
+  if [ -z "${SLURM_CPUS_PER_TASK:-}" ] && [ "$cpus" -ge 2 ]; then
+    cpus=$((cpus / 2 * 2))
+  fi
+  cpus=$((cpus > 0 ? cpus : 1))
+else
+  nodes=${nodes:-$(sbatch_line nodes)}
+  tasks_per_node=$(sbatch_line ntasks-per-node)
+fi
 MAX_STARTS=${MAX_STARTS:-100}
 
-# Sequence parallelism and the overlap of communication with computation rely on one hardware queue.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-# Packs and responses differ in length from step to step; expandable segments avoid fragmentation.
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-# Without this limit, each rank would start one thread per core of the node.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-8}}
+code=0
+# plan COMMAND [key=value ...]: what the ranks of `on_all_ranks` would need; in a job, made in the job's container
+plan() {
+  local command=$1 inside=()
+  shift
+  echo "plan of $command on $nodes nodes of $tasks_per_node GPUs:"
+  if [ -n "${SLURM_JOB_ID:-}" ]; then
+    inside=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$cpus" "${srun_args[@]}")
+  fi
+  "${inside[@]}" "${launch_prefix[@]}" "$PYTHON" -m nemo_oprd plan --config-name "$CONFIG" \
+    --ranks "$((nodes * tasks_per_node))" --gpus-per-node "$tasks_per_node" "${gpu[@]}" "$@" || code=$?
+}
 
 # on_all_ranks COMMAND [key=value ...]: runs `nemo-oprd COMMAND` on all ranks and stores its exit code in $code
-code=0
 on_all_ranks() {
-  # shellcheck disable=SC2016 # each task expands the variables
-  srun --kill-on-bad-exit=1 bash -c '
-    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-    command=$1
-    shift
-    exec "$PYTHON" -m nemo_oprd "$command" --config-name "$CONFIG" "$@"
-  ' task "$@" || code=$?
+  if [ -n "$dry_run" ]; then
+    plan "$@"
+    return
+  fi
+  local command=$1 head_node variables
+  shift
+  head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  # given to `env` in the container, because the values of a container image take precedence over srun's
+  variables=(
+    "MASTER_ADDR=${MASTER_ADDR:-$head_node}"
+    "MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
+    # sequence parallelism and the overlap of communication with computation rely on one hardware queue
+    CUDA_DEVICE_MAX_CONNECTIONS=1
+    # packs and responses differ in length from step to step; expandable segments avoid fragmentation
+    "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+    # without this limit, each rank would start one thread per CPU
+    "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-$((cpus < 8 ? cpus : 8))}}"
+  )
+  echo "$command: $nodes nodes x $tasks_per_node tasks, $cpus CPUs each; ${launch_prefix[*]} $PYTHON" >&2
+  # shellcheck disable=SC2016 # each task expands the variables, outside of a container that LAUNCH_PREFIX starts
+  srun --kill-on-bad-exit=1 --cpus-per-task="$cpus" "${srun_args[@]}" bash -c '
+    exec "${@:2:$1}" env RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS" "${@:2+$1}"
+  ' task "${#launch_prefix[@]}" "${launch_prefix[@]}" "${variables[@]}" \
+    "$PYTHON" -m nemo_oprd "$command" --config-name "$CONFIG" "$@" || code=$?
 }
 
 # ends the job with $code; requeues a job that was stopped and has saved
 leave() {
-  if [ "$code" -eq 75 ]; then
+  if [ "$code" -eq 75 ] && [ -z "$dry_run" ]; then
     starts=$((${SLURM_RESTART_COUNT:-0} + 1))
     if [ "$starts" -ge "$MAX_STARTS" ]; then
       echo "stopped and saved after $starts starts (MAX_STARTS): submit the same command again to resume" >&2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def run_script(project: Path, *arguments: str) -> subprocess.CompletedProcess[st
 def project(tmp_path: Path) -> Path:
     """A copy whose `.venv` stands for this process's environment, so that nothing is installed."""
     copy = tmp_path / "nemo_oprd"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache"))
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").write_text("")
     (copy / ".venv" / "ready").write_text("")
@@ -70,6 +71,16 @@ def test_missing_packages_are_one_line() -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith("not installed: torch==")
     assert " -m pip install torch==" in line and " megatron-core==0.16.1 " in line
+
+
+def test_the_wheels_to_bring_are_all_that_is_needed() -> None:
+    """The commands in the script's head name every package that does not come with torch and transformers."""
+    head = (ROOT / "scripts" / "gpu_check.sh").read_text().replace("\\\n#", "")
+    (download,) = re.findall(r"^# +pip download .*--dest DIR +(.*)$", head, flags=re.MULTILINE)
+    (build,) = re.findall(r"^# +pip wheel .*--wheel-dir DIR +(.*)$", head, flags=re.MULTILINE)
+    with_torch = {"torch", "numpy", "transformers", "safetensors", "packaging", "tqdm"}
+    needed = {package.replace("_", "-") for package in gpu_check.REQUIRED.values()} - with_torch
+    assert {*download.split(), *build.split()} == needed
 
 
 def test_a_phase_that_fails_or_hangs_is_a_line(tmp_path: Path) -> None:

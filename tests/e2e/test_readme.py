@@ -51,7 +51,7 @@ def make_project(copy: Path, hidden: int) -> None:
     """A copy of the project with a hardly trained pair of this width in place of the quickstart's."""
     from nemo_oprd.toy.pair import Recipe, build_pair
 
-    ignored = shutil.ignore_patterns(".git", ".venv", ".venv-vllm", "runs", "__pycache__", ".*_cache")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, copy, ignore=ignored)
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").write_text("")

@@ -68,6 +68,8 @@ class Site:
         environment = {
             "PYTHON": sys.executable, "CONFIG": "quickstart", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "BRIDGE": str(self.bridge),
+            # as a container would be given (docs/cluster.md)
+            "SRUN_ARGS": "--comment=an-argument --quiet", "LAUNCH_PREFIX": "env --unset=NO_SUCH_VARIABLE",
         }  # fmt: skip
         settings = [
             f"output={self.output}", "student.checkpoint=null", f"student.hf_path={self.toy / 'student'}",
@@ -172,6 +174,26 @@ def a_vllm_server_on_its_own_node(site: Site) -> None:
     assert all(0 < line["rollout/logprob_gap_max"] < 1e-4 and line["rollout/server_deaths"] == 0 for line in lines)
     log = (site.output / "vllm" / "server_0.log").read_text()
     assert "--- start 1:" in log and "--- start 2:" not in log
+
+
+def test_a_dry_run_in_a_job(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
+    """The plan is asked for by one task on the first node, for all ranks of the job, and its exit code is the job's."""
+    python, log = tmp_path / "python", tmp_path / "job.log"
+    python.write_text('#!/bin/bash\necho "$SLURM_NODEID $SLURM_STEP_NUM_TASKS: $*"\nexit 3\n')
+    python.chmod(0o755)
+    options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--output={log}", "--parsable"]
+    command = ["sbatch", *options, "scripts/oprd_1p5b.sh", "--dry-run", "train.steps=2"]
+    environment = {"PYTHON": str(python), "SRUN_ARGS": "--quiet", "LAUNCH_PREFIX": "env"}
+    submitted = cluster.run(command, environment, cwd=ROOT)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    assert cluster.wait_for_job(job, PATIENCE_S) == "FAILED"
+    assert "ExitCode=3:0" in cluster.run(["scontrol", "show", "job", job]).stdout
+    settings = "student.parallel.tensor=2 teacher.parallel.tensor=1 rollout.tensor=1 train.steps=2"
+    assert log.read_text().splitlines()[:2] == [  # then srun says that the task failed
+        "plan of train on 2 nodes of 1 GPUs:",
+        f"0 1: -m nemo_oprd plan --config-name oprd_1p5b --ranks 2 --gpus-per-node 1 {settings}",
+    ]
 
 
 # the longest first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -236,9 +237,9 @@ def test_commands_run_from_a_checkout(tmp_path: Path) -> None:
         text=True,
     )
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert (
-        failed.stderr == "error: nowhere: no such directory; expected that of a Hugging Face model: download it first\n"
-    )
+    # a torch with CUDA warns, in lines that begin with W, where there is a CUDA toolkit and no GPU
+    (line,) = [line for line in failed.stderr.splitlines() if not re.match(r"W\d{4} .* No CUDA runtime is found", line)]
+    assert line == "error: nowhere: no such directory; expected that of a Hugging Face model: download it first"
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
