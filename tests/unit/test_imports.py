@@ -28,6 +28,7 @@ ORDER = [
     ("evaluation",),
     ("setup",),
     ("train",),
+    ("diagnosis",),
     ("commands",),
     ("cli",),
     ("__main__",),
