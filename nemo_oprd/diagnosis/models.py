@@ -78,13 +78,16 @@ def positions(
     if share >= AGREES and first >= FIRST_TOKENS_AGREE:
         return Finding(check, "ok", said, numbers)
     best = max(mean, key=mean.__getitem__)
-    shifted = ""
     if best:
         where = "before" if best < 0 else "after"
-        shifted = f"; the states one position {where} explain the tokens better ({mean[best]:.2f} nats per token, not "
-        shifted += f"{mean[0]:.2f}), so sampling and scoring are off by one"
-    text = f"{said}{shifted}; expected at least {AGREES:.0%} and {FIRST_TOKENS_AGREE:.0%}: the engine and the trainer "
-    return Finding(check, "wrong", f"{text}compute different models; fix: report this with the config.json", numbers)
+        reason = f"the states one position {where} explain the tokens better ({mean[best]:.2f} nats per token, not "
+        reason += f"{mean[0]:.2f}), so sampling and scoring are off by one"
+    elif first < FIRST_TOKENS_AGREE <= share:
+        reason = "the first tokens differ most, so responses begin elsewhere than where the engine began them"
+    else:
+        reason = "the engine and the trainer compute different models"
+    text = f"{said}: {reason}; expected at least {AGREES:.0%} and {FIRST_TOKENS_AGREE:.0%}; fix: report this with the "
+    return Finding(check, "wrong", f"{text}student's config.json", numbers)
 
 
 def _shifted(table: TokenTable, rollouts: list[Rollout], shift: int) -> TokenTable:
