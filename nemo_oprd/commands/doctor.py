@@ -52,6 +52,8 @@ def doctor(run: Config, settings: Settings, json_file: str | None = None) -> boo
     Raises:
         ValueError: a file that every check needs is missing, or the configuration contradicts itself.
     """
+    if json_file is not None and not Path(json_file).parent.is_dir():
+        raise ValueError(f"--json {json_file}: {Path(json_file).parent} is no directory; expected one: make it")
     report = Report(speaks=is_first_rank())
     examination = Examination(run, settings, report)
     examination.check_files()
@@ -93,7 +95,11 @@ class Examination:
         for number, label in enumerate(self.labels):
             for finding in self._check_files_of(number, prompts):
                 self.report.add(finding.about(label))
-        self.report.add(file_checks.repeated_instruction(self._rendered(prompts)))
+        try:
+            rendered = self._rendered(prompts)
+        except ValueError:
+            return  # a prompt can't be made; `prepare` names it
+        self.report.add(file_checks.repeated_instruction(rendered))
 
     def _check_files_of(self, number: int, prompts: list[Prompt]) -> Iterator[Finding]:
         student, teacher = self.files.student, self.files.teachers[number]
@@ -173,7 +179,10 @@ class Examination:
         if self.run.teacher.weights != "own" or self.run.teacher.prompt is not None:
             text = "the teacher knows more than a validation problem tells (teacher.prompt), so it can't be compared"
             return Finding(check, "skipped", text)
-        problems = self._problems(number)
+        # a teacher of the student's ids reads them in the student's template, as in the run
+        reader = teacher if self.reads == "text" else student
+        room = min(student.spec.max_positions, teacher.spec.max_positions)
+        problems = self._problems(number, [student.tokenizer, reader.tokenizer], room)
         if not problems:
             of_teacher = "" if self.labels[number] is None else " of this teacher's data sources"
             return Finding(check, "skipped", f"data.validation has no problems with answers{of_teacher}; add a set")
@@ -181,36 +190,36 @@ class Examination:
             teacher.spec.check_tensor_parallel(self.config.rollout.tensor, "rollout.tensor")
         except ValueError as error:
             return Finding(check, "skipped", f"the teacher can't be sampled: {error}")
-        # a teacher of the student's ids reads them in the student's template, as in the run
-        reader = teacher if self.reads == "text" else student
-        solved_by_student, cut = self._solved(self.engine, student.tokenizer, student.spec.max_positions, problems)
+        solved_by_student, cut = self._solved(self.engine, student.tokenizer, problems)
         layout, eos_ids = self.plan.student_layout, teacher.tokenizer.eos_ids
         engine = MegatronEngine(self.config, teacher.spec, layout, eos_ids)
         engine.load(teacher.read, str(teacher.directory))
-        solved_by_teacher, cut_too = self._solved(engine, reader.tokenizer, teacher.spec.max_positions, problems)
+        solved_by_teacher, cut_too = self._solved(engine, reader.tokenizer, problems)
         del engine
         gc.collect()
         limits = int(self.config.evaluation.max_new_tokens or 0), evaluation_limit(self.run)
         return sample_checks.teacher_is_better(solved_by_student, solved_by_teacher, cut + cut_too, *limits)
 
-    def _problems(self, number: int) -> list[Prompt]:
-        """Problems of the first validation set that has answers; of several teachers, those of its data sources."""
+    def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> list[Prompt]:
+        """Problems of the first validation set that has answers; of several teachers, those of its data sources.
+
+        Args:
+            room: problems of as many tokens leave no room for a response, and are left out.
+        """
         named = self.config.teacher_sources[number].data_sources
         for file in self.config.data.validation.values():
             problems = [p for p in load_prompts(file) if p.answer is not None]
             if named is not None:
                 problems = [p for p in problems if p.data_source in named]
-            if problems:
-                return problems[: self.settings.problems]
+            fitting = [p for p in problems if all(len(t.encode_prompt(list(p.messages))) < room for t in tokenizers)]
+            if fitting:
+                return fitting[: self.settings.problems]
         return []
 
-    def _solved(
-        self, engine: MegatronEngine, tokenizer: Tokenizer, positions: int, problems: list[Prompt]
-    ) -> tuple[list[bool], int]:
-        """(Which problems one response solves, on every rank; how many responses were cut off)."""
+    def _solved(self, engine: MegatronEngine, tokenizer: Tokenizer, problems: list[Prompt]) -> tuple[list[bool], int]:
+        """(Which problems one response solves, on the first rank; how many responses were cut off)."""
         evaluation = self.config.evaluation
-        encoded = [tokenizer.encode_prompt(list(p.messages)) for p in problems]
-        requests = [Request(ids[-positions + 1 :], answer=p.answer) for ids, p in zip(encoded, problems, strict=True)]
+        requests = [Request(tokenizer.encode_prompt(list(p.messages)), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
         limit = int(evaluation.max_new_tokens or 0)
         rollouts = engine.generate(requests, SamplingParams(evaluation.temperature, evaluation.top_p, limit, key))

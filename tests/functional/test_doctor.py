@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +159,36 @@ def test_layouts(diagnose: Diagnose, models: Path, layout: list[str]) -> None:
     assert verdicts(exchanged) == {"teacher is better": "wrong"}
 
 
+@pytest.mark.slow
+def test_the_command(models: Path, tmp_path: Path) -> None:
+    """Exit codes, the last line, the file; and a directory for the file that does not exist, at once."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "nemo_oprd",
+        "doctor",
+        "--config-name",
+        "quickstart",
+        "--prompts=4",
+    ]
+    command += ["student.parallel.tensor=1", f"student.hf_path={models / 'student'}"]
+    command += [f"data.train={models / 'prompts' / 'train.jsonl'}", "precision=fp32"]
+    command += [f"data.validation.heldout={models / 'prompts' / 'heldout.jsonl'}"]
+    found, environment = tmp_path / "found.json", {**os.environ, "OMP_NUM_THREADS": "1"}
+    for teacher, status, last in (("teacher", 0, "0 wrong, 0 warnings, 12 ok"), ("student", 1, "1 wrong, 2 warnings")):
+        arguments = [*command, "--json", str(found), of(models / teacher)]
+        done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stdout.splitlines()[-1][: len(last)]) == (status, last), done.stderr
+        written = json.loads(found.read_text())
+        assert [finding["check"] for finding in written["findings"]] == CHECKS
+        assert written["summary"].get("wrong", 0) == status
+    nowhere = [*command, "--json", str(tmp_path / "nowhere" / "found.json"), of(models / "teacher")]
+    done = subprocess.run(nowhere, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "is no directory; expected one: make it" in done.stderr and not done.stdout
+
+
 def test_an_engine_that_is_not_used(diagnose: Diagnose, models: Path) -> None:
     """The in-process engine samples whatever the run has, and says so."""
     found = diagnose(of(models / "teacher"), "rollout.engine=vllm")
@@ -188,6 +221,13 @@ def test_templates(diagnose: Diagnose, variant: Callable[[str], Path], system: b
     assert verdicts(found) == {"templates": "warning"}
     said = "only the teacher's template adds a system prompt, 'You are great at sums.'"
     assert (said in found["templates"].text) == system
+
+
+def test_a_teacher_without_a_template(diagnose: Diagnose, variant: Callable[[str], Path]) -> None:
+    """Training does not need one."""
+    teacher = variant("teacher")
+    edit_json(teacher / "tokenizer_config.json", lambda content: content.pop("chat_template"))
+    assert verdicts(diagnose(of(teacher))) == {"templates": "skipped"}
 
 
 def test_vocabularies(diagnose: Diagnose, variant: Callable[[str], Path]) -> None:
