@@ -25,6 +25,8 @@ TOP_SHARE, DOMINATED = 0.01, 0.5
 # ... at least ten times what they would hold if all were equal: one of 4 dimensions is no small part of them
 TIMES_EQUAL = 10.0
 SHOWN = 3
+# the text names the layers that have this part of the loss
+MOST = 0.9
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_sha
         return Finding(check, "ok", "the states of both models are equal", numbers)
     largest = max(errors, key=lambda error: error.share)
     if held <= DOMINATED:
-        text = f"no few dimensions hold the {loss.kind} loss: its largest part, {largest.share:.0%}, is in layer "
-        text += f"{largest.layer}, where {_dimensions(largest)} hold {largest.top_share:.0%} of the error"
-        return Finding(check, "ok", text, numbers)
+        text = f"no few dimensions hold the {loss.kind} loss: layers {_ranges(_most(errors))} of {len(errors)} have "
+        text += f"{MOST:.0%} of it, most of all layer {largest.layer}, where {_dimensions(largest)} hold "
+        return Finding(check, "ok", f"{text}{largest.top_share:.0%} of the error", numbers)
     worst = max(dominated, key=lambda error: error.share)
     layers = _ranges([error.layer for error in dominated])
     said = f"few dimensions hold the error of layers {layers}, which have {held:.0%} of the {loss.kind} loss: in layer "
@@ -107,6 +109,13 @@ def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_sha
     choice = "loss.representation.kind=normalized_mse or cosine, or " if loss.kind == "mse" else ""
     text = f"{said}; expected at most half of the loss there: little else is trained; fix: {choice}"
     return Finding(check, "warning", f"{text}loss.representation.layers=last", numbers)
+
+
+def _most(errors: list[LayerError]) -> list[int]:
+    """The fewest layers that have 90 % of the loss."""
+    ordered = sorted(errors, key=lambda error: -error.share)
+    before = np.cumsum([0.0, *(error.share for error in ordered)])
+    return [error.layer for error, earlier in zip(ordered, before, strict=False) if earlier < MOST]
 
 
 def _dimensions(error: LayerError) -> str:

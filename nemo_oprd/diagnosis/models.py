@@ -159,7 +159,8 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
         return Finding(check, "warning", text, numbers)
     if kl > KL_WARNING * scale or overlap < OVERLAP_WARNING:
         text = f"{said}; expected KL below {KL_WARNING * scale:.1f} and overlap above {OVERLAP_WARNING}: far apart for "
-        return Finding(check, "warning", f"{text}models of one origin; fix: compare templates and paths", numbers)
+        text += "models of one origin; fix: compare templates and paths, unless the student is known to be damaged"
+        return Finding(check, "warning", text, numbers)
     return Finding(check, "ok", said, numbers)
 
 

@@ -162,29 +162,19 @@ def test_layouts(diagnose: Diagnose, models: Path, layout: list[str]) -> None:
 @pytest.mark.slow
 def test_the_command(models: Path, tmp_path: Path) -> None:
     """Exit codes, the last line, the file; and a directory for the file that does not exist, at once."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "nemo_oprd",
-        "doctor",
-        "--config-name",
-        "quickstart",
-        "--prompts=4",
-    ]
+    command = [sys.executable, "-m", "nemo_oprd", "doctor", "--config-name=quickstart", "--prompts=4"]
     command += ["student.parallel.tensor=1", f"student.hf_path={models / 'student'}"]
     command += [f"data.train={models / 'prompts' / 'train.jsonl'}", "precision=fp32"]
     command += [f"data.validation.heldout={models / 'prompts' / 'heldout.jsonl'}"]
     found, environment = tmp_path / "found.json", {**os.environ, "OMP_NUM_THREADS": "1"}
     for teacher, status, last in (("teacher", 0, "0 wrong, 0 warnings, 12 ok"), ("student", 1, "1 wrong, 2 warnings")):
-        arguments = [*command, "--json", str(found), of(models / teacher)]
+        arguments = [*command, of(models / teacher), "--json", str(found)]
         done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
         assert (done.returncode, done.stdout.splitlines()[-1][: len(last)]) == (status, last), done.stderr
         written = json.loads(found.read_text())
         assert [finding["check"] for finding in written["findings"]] == CHECKS
         assert written["summary"].get("wrong", 0) == status
-    nowhere = [*command, "--json", str(tmp_path / "nowhere" / "found.json"), of(models / "teacher")]
+    nowhere = [*command, of(models / "teacher"), "--json", str(tmp_path / "nowhere" / "found.json")]
     done = subprocess.run(nowhere, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and "is no directory; expected one: make it" in done.stderr and not done.stdout
 
