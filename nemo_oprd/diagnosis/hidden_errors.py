@@ -99,7 +99,7 @@ def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_sha
         text = f"no few dimensions hold the {loss.kind} loss: layers {_ranges(_most(errors))} of {len(errors)} have "
         text += f"{MOST:.0%} of it, most of all layer {largest.layer}, where {_dimensions(largest)} hold "
         return Finding(check, "ok", f"{text}{largest.top_share:.0%} of the error", numbers)
-    worst = max(dominated, key=lambda error: error.share)
+    worst = max(dominated, key=lambda error: error.top_share)
     layers = _ranges([error.layer for error in dominated])
     said = f"few dimensions hold the error of layers {layers}, which have {held:.0%} of the {loss.kind} loss: in layer "
     said += f"{worst.layer}, {_dimensions(worst)} hold {worst.top_share:.0%}"

@@ -143,11 +143,12 @@ def test_cut_responses_are_not_compared() -> None:
         (0.3, 0.8, 150_000, "ok"),
         (4.8, 0.15, 49_000, "warning"),  # a student that was rounded to 2 bits
         (1.0, 0.25, 49_000, "warning"),
-        (6.0, 0.5, 49_000, "wrong"),
+        (5.7, 0.14, 49_000, "warning"),  # with its embedding, too
+        (8.2, 0.5, 49_000, "wrong"),
         (1.0, 0.05, 49_000, "wrong"),
         (float("nan"), 0.8, 49_000, "wrong"),
         (1e-9, 1.0, 49_000, "warning"),
-        (1.7, 0.7, 25, "wrong"),
+        (2.5, 0.7, 25, "wrong"),
     ],
 )
 def test_distance(kl: float, overlap: float, vocabulary: int, verdict: str) -> None:
