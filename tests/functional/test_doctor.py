@@ -113,10 +113,8 @@ def wide(models: Path, bridge: Callable[..., list[str]]) -> list[str]:
     return bridge("bridge_qwen3_4b_to_1p7b", "wide", 8)
 
 
-@pytest.mark.parametrize(
-    "config",
-    ["bridge_qwen3_4b_to_1p7b", pytest.param("bridge_then_opd_qwen3_4b_to_1p7b", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["bridge_qwen3_4b_to_1p7b", "bridge_then_opd_qwen3_4b_to_1p7b"])
 def test_no_alarm_for_a_bridge(diagnose: Diagnose, wide: list[str], config: str) -> None:
     assert diagnose(*wide, config=config) == {}
 
