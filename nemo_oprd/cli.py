@@ -1,6 +1,7 @@
 """The command line. Slow imports wait until a command runs, so `--help` is instant.
 
 nemo-oprd toy --output DIR                                  a small model pair and its prompts
+torchrun ... -m nemo_oprd doctor --config-name NAME [k=v]   what would make this run fail silently
 torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
 torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients on recorded rollouts
 torchrun ... -m nemo_oprd fit-bridge --config-name NAME [k=v]  projectors between models of different shape
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S, _WAIT_WITHOUT_REASON_S = 30, 3, 6
 
 _CONFIGURED = {
+    "doctor": "say in one line each what would make this run fail silently; exit code 1 if anything is wrong",
     "train": "distil the student on its own rollouts",
     "verify": "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
     "fit-bridge": "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
@@ -60,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
                 choices=["reference"],
                 help="also compute the plain Hugging Face reference in one process and print the deviations",
             )
+        if name == "doctor":
+            command.add_argument("--prompts", type=int, default=16, help="prompts to sample (default: %(default)s)")
+            command.add_argument("--problems", type=int, default=32, help="problems to grade (default: %(default)s)")
+            command.add_argument("--max-new-tokens", type=int, default=512, help="per response (default: %(default)s)")
+            command.add_argument("--json", metavar="FILE", help="also write all findings, with their numbers")
         if name == "serve":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
             command.add_argument("--port", type=int, default=8000, help="default: %(default)s")
@@ -114,13 +121,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     watchdog.enabled = arguments is None  # this process serves the command alone
     try:
-        _run(options)
+        code = _run(options)
         _leave()
     except Exception as error:
         code = _report(error)
     except KeyboardInterrupt:
         code = 130
     else:
+        if code:
+            sys.exit(code)
         return
     if watchdog.current() is None:
         sys.exit(code)
@@ -181,7 +190,8 @@ def _report(error: Exception) -> int:
     return 1 if message is None else 2
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
     if options.command == "toy":
         from nemo_oprd.toy.pair import make_pair
 
@@ -190,8 +200,25 @@ def _run(options: argparse.Namespace) -> None:
         from nemo_oprd.commands.report import report
 
         report(options.runs, options.output)
+    elif options.command == "doctor":
+        return _run_doctor(options)
     else:
         _run_configured(options)
+    return 0
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.diagnosis.settings import Settings, for_diagnosis
+    from nemo_oprd.setup.preflight import preflight
+
+    config = load_config(options.config_name, options.overrides, options.config_dir)
+    settings = Settings(options.prompts, options.problems, options.max_new_tokens)
+    preflight(for_diagnosis(config, settings), int(os.environ.get("WORLD_SIZE", "1")), "train")
+    _quiet_megatron()
+    from nemo_oprd.commands.doctor import doctor
+
+    return int(doctor(config, settings, options.json))
 
 
 def _run_configured(options: argparse.Namespace) -> None:

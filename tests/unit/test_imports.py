@@ -29,6 +29,7 @@ ORDER = [
     ("setup",),
     ("capacity",),
     ("train",),
+    ("diagnosis",),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -102,4 +102,5 @@ case("a bridge without a loss", "a trained bridge that no loss reaches", "bridge
 case("trained bridge and bf16", "a trained bridge with Megatron's plain bf16 optimizer", "precision=bf16 and train.distributed_optimizer=false | expected the distributed optimizer | set train.distributed_optimizer=true", "bridge.train=true", "bridge.path=full_width", "precision=bf16", "train.distributed_optimizer=false")
 case("deletion", "a deletion", "~train.lr | expected key=value | give one value", "~train.lr")
 case("sweep", "a sweep over values", "train.lr=1,2 | expected key=value | not supported", "train.lr=1,2")
+case("empty sample", "`doctor` with a sample of nothing", "--problems=0 | expected at least 1 | choose", command="doctor", arguments=("--problems", "0"))
 case("verify without rollouts", "`verify` without rollouts", "rollout.replay | set rollout.replay=FILE", command="verify", arguments=("no replay",))

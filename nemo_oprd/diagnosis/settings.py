@@ -1,0 +1,59 @@
+"""How much the doctor samples, and the configuration that it builds its models from. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nemo_oprd.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The size of the samples.
+
+    Attributes:
+        prompts: training prompts of which one response each is sampled.
+        problems: validation problems that student and teacher answer once each.
+        max_new_tokens: the longest response, where the run's own limit is not shorter.
+    """
+
+    prompts: int = 16
+    problems: int = 32
+    max_new_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a size below 1."""
+        for name in ("prompts", "problems", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option}={getattr(self, name)}: expected at least 1; choose a larger number")
+
+
+def for_diagnosis(config: Config, settings: Settings) -> Config:
+    """The configuration with a small sample of the in-process engine, and with both models' distributions measured.
+
+    Recorded rollouts are not replayed, because what the current student samples is to be checked. A correction needs
+    log-probabilities of another engine, so there is none.
+    """
+    rollout = replace(
+        config.rollout,
+        engine="megatron",
+        per_prompt=1,
+        max_new_tokens=min(config.rollout.max_new_tokens, settings.max_new_tokens),
+        replay=None,
+        save=False,
+        correction="off",
+    )
+    limit = min(evaluation_limit(config), settings.max_new_tokens)
+    watch = 0 if config.teacher.reads == "text" else 1
+    return replace(
+        config,
+        rollout=rollout,
+        evaluation=replace(config.evaluation, max_new_tokens=limit),
+        logging=replace(config.logging, output_metrics_every=watch),
+    )
+
+
+def evaluation_limit(config: Config) -> int:
+    """The most tokens of a response in the run's evaluations."""
+    return config.evaluation.max_new_tokens or config.rollout.max_new_tokens
