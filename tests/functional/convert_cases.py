@@ -85,6 +85,7 @@ def save_with_megatron(
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     spec, role, chunks = _model(hf_path, layout, "float32")
     load_hf(chunks, spec, role, HFCheckpoint(hf_path).__getitem__, hf_path)
@@ -105,6 +106,9 @@ def save_with_megatron(
     # Megatron writes from a process of its own, which the pool's daemon processes may not start
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     dist_checkpointing.save(state, checkpoint)
+    # the manager of Megatron's queue is a process that would outlive this worker
+    filesystem_async._results_queue._manager.shutdown()
+    filesystem_async._results_queue = None
 
 
 def deviations(checkpoint: str, hf_path: str, expected: str, layout: dict[str, int], by_name: bool) -> dict[str, float]:

@@ -154,7 +154,7 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
 
 
 def products_with_accumulation(overrides: list[str]) -> dict[str, Any]:
-    """`verify`: how many of Transformer Engine's products added to the gradient buffer themselves, and what was chosen."""
+    """`verify`: the products that added to the gradient buffer themselves, and the kernels that were chosen."""
     from transformer_engine.pytorch.modules import _AccumulatingLinear
 
     from nemo_oprd.config.loading import load_config
