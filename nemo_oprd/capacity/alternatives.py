@@ -47,7 +47,7 @@ def _candidates(config: Config) -> list[dict[str, object]]:
     student, teacher = config.student, config.teacher
     recompute = [student.recompute] + [each for each in ("full",) if each != student.recompute]
     offload = [teacher.offload] if teacher.offload else [False, True]
-    waves = [teacher.resident_microbatches] + ([1] if teacher.resident_microbatches is None else [])
+    waves = [teacher.resident_microbatches] + (["auto"] if teacher.resident_microbatches is None else [])
     rollout = [config.rollout.tensor] if config.rollout.engine == "vllm" else TENSOR
     everything = itertools.product(TENSOR, PIPELINE, recompute, TENSOR, rollout, offload, waves)
     candidates = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_oprd.capacity.gpus import ASSUMED, Cluster, Gpu
 from nemo_oprd.capacity.memory import (
@@ -93,6 +93,8 @@ class Lengths:
 
 
 UNKNOWN = Lengths()
+# `target_budget.CUDA_SHARE`
+TARGET_SHARE = 0.25
 
 
 def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Estimate:
@@ -102,6 +104,7 @@ def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Es
         ValueError: the layouts do not fit the ranks or the models.
     """
     gpu, ranks = cluster.gpu, cluster.ranks
+    config = _with_waves(config, cluster, lengths)
     work = make_workload(config, prompt=lengths.prompt)
     mean = make_workload(config, prompt=lengths.prompt, response=lengths.response)
     student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], ranks)
@@ -142,6 +145,26 @@ def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Es
         {"student": bubble(student, mean.on(student).count), "teacher": bubble(teacher, mean.on(teacher).count)},
         tuple(problems),
     )
+
+
+def _with_waves(config: Config, cluster: Cluster, lengths: Lengths) -> Config:
+    """`config` with the number of microbatches that `teacher.resident_microbatches=auto` allows, if that is set.
+
+    As in `distillation/target_budget.py`: targets may take a quarter of what is left.
+    """
+    if config.teacher.resident_microbatches != "auto":
+        return config
+    work = make_workload(config, prompt=lengths.prompt)
+    student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], cluster.ranks)
+    kinds = [
+        _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)
+        for stages, rank in _stages(student, teacher).items()
+    ]
+    left = cluster.gpu.memory - ASSUMED.reserve - max(sum(kind.memory.always.values()) for kind in kinds)
+    count = work.on(student).count
+    each = max(target_bytes(work, student, stage) for stage in range(student.pipeline)) / count
+    allowed = max(1, min(count, int(TARGET_SHARE * left // max(1.0, each))))
+    return replace(config, teacher=replace(config.teacher, resident_microbatches=allowed))
 
 
 def _stages(student: Layout, teacher: Layout) -> dict[tuple[int | None, int | None], int]:

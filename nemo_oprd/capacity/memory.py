@@ -99,9 +99,9 @@ def rows_on_rank(work: Workload, layout: Layout, rows: float) -> float:
 
 
 def resident_microbatches(work: Workload, layout: Layout) -> int:
-    """Microbatches whose targets are in memory at the same time."""
-    count = work.on(layout).count
-    return min(count, work.config.teacher.resident_microbatches or count)
+    """Microbatches whose targets are in memory at the same time; with `auto` all of a step, see `estimate.py`."""
+    count, setting = work.on(layout).count, work.config.teacher.resident_microbatches
+    return min(count, setting) if isinstance(setting, int) else count
 
 
 def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:

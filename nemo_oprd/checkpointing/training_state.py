@@ -209,6 +209,8 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
         "dp_cp_group": student.role.member_groups.dp_cp,
         # the only format that loads at another TP and PP
         "distrib_optim_sharding_type": "fully_reshardable",
+        # gathered over gloo on the first data-parallel rank only: no other rank's host holds the whole float32 state
+        "distrib_optim_fully_reshardable_mem_efficient": not is_loading,
         "chained_optim_avoid_prefix": True,
     }
     model = {**_sharded_model(student, metadata), **_sharded_average(student, metadata)}

@@ -27,7 +27,7 @@ MEANINGS = {
     "teacher.prompt": "template of the prompt that the teacher reads: {prompt}, {answer}, {hint}; null: the student's",
     "teacher.weights": "its own, or the student's: current, moving average, or before training",
     "teacher.ema_decay": "decay of the moving average with `weights: ema`",
-    "teacher.resident_microbatches": "microbatches whose targets are in memory at a time; null: those of a step",
+    "teacher.resident_microbatches": "microbatches with targets in memory at a time; null: all; auto: what fits",
     "teacher.offload": "keep the weights in host memory while the teacher computes nothing",
     "teachers": "several teachers, each with its responses; replaces `teacher.hf_path`",
     "teachers.hf_path": "as `teacher.hf_path`",

@@ -158,8 +158,8 @@ class TeacherConfig(ModelConfig):
     has the student's layout.
 
     `resident_microbatches` is the number of microbatches of the student whose targets are in memory at the same time
-    (null: those of a whole step). With `offload` the weights are in pinned host memory while the teacher computes
-    nothing.
+    (null: those of a whole step; auto: what memory allows, see `distillation/target_budget.py`). With `offload` the
+    weights are in pinned host memory while the teacher computes nothing.
     """
 
     placement: Literal["colocated", "dedicated"] = "colocated"
@@ -168,7 +168,7 @@ class TeacherConfig(ModelConfig):
     prompt: str | None = None
     weights: Literal["own", "student", "ema", "initial"] = "own"
     ema_decay: Decay = 0.999
-    resident_microbatches: PositiveInt | None = None
+    resident_microbatches: Literal["auto"] | PositiveInt | None = None
     offload: bool = False
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.objective import Objective, StepObjective
 from nemo_oprd.distillation.step import GradientAccumulation, KeptResults, StepBatch
 from nemo_oprd.distillation.student import Student
+from nemo_oprd.distillation.target_budget import resident_microbatches
 from nemo_oprd.distillation.teacher import Teacher
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.distillation.watched_metrics import WatchedMetrics
@@ -50,7 +51,7 @@ class Distiller:
         *,
         is_last: bool = True,
     ) -> StepBatch:
-        """Plans one update on `rollouts`.
+        """Plans one update on `rollouts`. Every rank of the world calls this.
 
         Args:
             objective: the objective of the update.
@@ -61,7 +62,9 @@ class Distiller:
             ValueError: no token of the rollouts is supervised.
         """
         plan = self.plan(rollouts, objective)
-        groups = plan.microbatch_groups(self.config.teacher.resident_microbatches)
+        setting = self.config.teacher.resident_microbatches
+        at_a_time = resident_microbatches(setting, plan, objective, self.student.role, self.student.dtype)
+        groups = plan.microbatch_groups(at_a_time)
         return StepBatch(rollouts, objective, plan, groups, kept or KeptResults(), is_last)
 
     def plan(self, rollouts: list[Rollout], objective: StepObjective) -> StepPlan:

@@ -114,6 +114,8 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
         config, ddp_chunks, overrides, use_gloo_process_groups=False, pg_collection=role.groups
     )
     _index_mixed_groups(optimizer)
+    for part in optimizer.chained_optimizers:
+        part.data_parallel_group_gloo = role.host_group  # the distributed optimizer is gathered over it to be saved
     return optimizer
 
 

@@ -36,6 +36,7 @@ class Role:
     layout: Layout
     groups: ProcessGroupCollection | None  # None on ranks outside the role, and so are the coordinates
     coords: Coordinates | None
+    host_group: dist.ProcessGroup | None = None  # the ranks of "dp_cp", for tensors in host memory; if it was asked for
 
     @property
     def is_member(self) -> bool:
@@ -143,14 +144,19 @@ def wait_for_all() -> None:
 _meetings: dict[str, Any] = {}
 
 
-def make_role(name: str, layout: Layout) -> Role:
-    """Creates the groups of a role. Every rank of the world must call this, for the same roles in the same order."""
+def make_role(name: str, layout: Layout, *, saves: bool = False) -> Role:
+    """Creates the groups of a role. Every rank of the world must call this, for the same roles in the same order.
+
+    Args:
+        saves: whether the role's optimizer is saved, which takes `Role.host_group`.
+    """
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     sizes = [layout.tensor, layout.context, layout.data, layout.pipeline]
     grid = HyperCommGrid(sizes, ["tp", "cp", "dp", "pp"], rank_offset=layout.first_rank)
     groups = {key: _subgroups(grid.get_rank_enum(dims)) for key, dims in _GROUPS.items()}
+    host_group = _subgroups(grid.get_rank_enum(_GROUPS["dp_cp"]), "gloo") if saves else None
     groups["ep"] = _subgroups([[rank] for rank in layout.ranks])
     # Tied embeddings are summed over the first and the last stage only; with more ranks in the group the all-reduce
     # would wait for the stages in between.
@@ -158,10 +164,10 @@ def make_role(name: str, layout: Layout) -> Role:
     if dist.get_rank() not in layout.ranks:
         return Role(name, layout, None, None)
     groups.update(pos_embd=None, expt_dp=groups["dp_cp"], expt_tp=groups["tp"])
-    return Role(name, layout, ProcessGroupCollection(**groups), layout.coordinates(dist.get_rank()))
+    return Role(name, layout, ProcessGroupCollection(**groups), layout.coordinates(dist.get_rank()), host_group)
 
 
-def _subgroups(ranks: list[list[int]]) -> dist.ProcessGroup | None:
+def _subgroups(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     """The group of this rank in a partition; equal partitions, of one role or of several, share their groups.
 
     A communicator costs memory and threads, and many partitions are equal: without context parallelism "dp" equals
@@ -169,15 +175,16 @@ def _subgroups(ranks: list[list[int]]) -> dist.ProcessGroup | None:
     same order.
     """
     world = dist.group.WORLD
+    backend = backend or dist.get_backend()
     partition = tuple(tuple(sorted(group)) for group in ranks)
     if _known_groups.get("world") is not world:
         _known_groups.clear()  # another process group has been initialised since
         _known_groups["world"] = world
-    if partition not in _known_groups:
-        _known_groups[partition], _ = dist.new_subgroups_by_enumeration(
-            [list(group) for group in partition], timeout=COLLECTIVE_TIMEOUT
+    if (partition, backend) not in _known_groups:
+        _known_groups[partition, backend], _ = dist.new_subgroups_by_enumeration(
+            [list(group) for group in partition], timeout=COLLECTIVE_TIMEOUT, backend=backend
         )
-    return _known_groups[partition]
+    return _known_groups[partition, backend]
 
 
 _known_groups: dict[Any, Any] = {}

@@ -1,7 +1,6 @@
 """`rollout.max_cache_tokens=auto`: how many tokens the KV cache of the in-process engine may hold.
 
-On CUDA (not yet run): a share of the memory that is free when a call of `generate` begins. On a CPU: a fixed amount,
-because the memory that a machine has free is neither what a container may use nor what the other ranks leave.
+On CUDA (not yet run): a share of the memory that is free when a call of `generate` begins. On a CPU: a fixed amount.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.megatron.device_memory import free_bytes
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.models import ModelSpec
 
-CPU_BYTES = 1 << 30
 # The rest is for what decoding needs besides: activations of the prompts, logits in float64 and their sorted copies,
 # and the copies of one layer's keys and values when finished sequences leave.
 CUDA_SHARE = 0.7
@@ -25,19 +24,9 @@ def bytes_per_token(spec: ModelSpec, tensor: int, dtype: torch.dtype) -> int:
     return spec.num_layers * (spec.num_kv_heads // tensor) * spec.head_dim * 2 * dtype.itemsize
 
 
-def free_bytes(place: torch.device) -> int:
-    """The memory that the KV cache may use on a device."""
-    if place.type != "cuda":
-        return CPU_BYTES
-    free, _ = torch.cuda.mem_get_info(place)
-    # what PyTorch has reserved and does not use is free for the cache, too
-    unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
-    return int(CUDA_SHARE * (free + unused))
-
-
 def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:
     """The number of cached tokens, the smallest over the ranks of the role. Every rank of the role calls this."""
-    own = free_bytes(device()) // bytes_per_token(spec, role.layout.tensor, dtype)
+    own = free_bytes(device(), CUDA_SHARE) // bytes_per_token(spec, role.layout.tensor, dtype)
     smallest = torch.tensor([own], dtype=torch.int64, device=device())
     for group in (role.member_groups.tp, role.member_groups.dp):
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)

@@ -208,15 +208,19 @@ def accumulate(distiller: Any, rollouts: list[Any], step: int | None) -> tuple[A
     return batch.objective, accumulate_gradients(distiller, batch)
 
 
-def held_targets(overrides: list[str]) -> int:
-    """Bytes of targets that rank 0 held at a time, at most, in one step."""
+def held_targets(overrides: list[str], free: int | None = None) -> int:
+    """Bytes of targets that rank 0 held at a time, at most, in one step; `free`: bytes that a rank has free."""
+    from unittest import mock
+
+    from nemo_oprd.megatron import device_memory
     from nemo_oprd.rollout.replay import read_rollouts
     from nemo_oprd.setup.models import build_distiller
 
     config = load_config("verify", overrides)
     distiller = build_distiller(config)
     rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
-    _, result = accumulate(distiller, rollouts, None)
+    with mock.patch.object(device_memory, "CPU_BYTES", free or device_memory.CPU_BYTES):
+        _, result = accumulate(distiller, rollouts, None)
     assert result is not None
     return result.targets_bytes
 

@@ -31,6 +31,21 @@ def test_resident_targets_are_bounded(pools: Pools) -> None:
     assert held[1] < held[2] < held[None]
 
 
+def test_auto_takes_what_is_free(pools: Pools) -> None:
+    """As many microbatches as fit into the free bytes, at least one, and the same number on every rank."""
+    settings = [*BASE, "teacher.resident_microbatches=auto"]
+    one, two, every = (pools[1].run("cases:held_targets", overrides=[*BASE, *bound(n)]) for n in (1, 2, None))
+
+    def held(free: int | None) -> int:
+        return pools[1].run("cases:held_targets", overrides=settings, free=free)
+
+    assert held(None) == every
+    assert held(2 * one) == two
+    assert held(2 * one - 1) == held(1) == one
+    layout = ["student.parallel.pipeline=2", "teacher.resident_microbatches=auto"]
+    assert pools[2].run("cases:held_targets", overrides=[*BASE, *layout], free=1) <= one
+
+
 def bound(microbatches: int | None) -> list[str]:
     """The setting."""
     return [f"teacher.resident_microbatches={'null' if microbatches is None else microbatches}"]

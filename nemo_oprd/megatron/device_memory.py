@@ -1,0 +1,25 @@
+"""The memory that a rank has free, for parts of a run whose size is chosen by it (`auto`).
+
+On CUDA (not yet run): a share of what is free at that moment. On a CPU: a fixed amount, because the memory that a
+machine has free is neither what a container may use nor what the other ranks leave.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CPU_BYTES = 1 << 30
+
+
+def free_bytes(place: torch.device, share: float) -> int:
+    """The bytes that a part of a run may use on a device.
+
+    Args:
+        share: of the memory that is free on CUDA; the rest is for what else runs at that time.
+    """
+    if place.type != "cuda":
+        return CPU_BYTES
+    free, _ = torch.cuda.mem_get_info(place)
+    # what PyTorch has reserved and does not use is free, too
+    unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    return int(share * (free + unused))
