@@ -26,10 +26,10 @@ from nemo_oprd.config.schema import Config, OutputLossConfig, RolloutConfig, Tea
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
 from nemo_oprd.losses.correction import Correction
 from nemo_oprd.losses.divergences import OutputLoss
-from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
+from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
-from nemo_oprd.models import ModelSpec, check_same_shape
+from nemo_oprd.models import ModelSpec, check_same_width
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,9 @@ def _match(
     bridge = None if fitting else _bridge(config, source, student, teacher, pairs)
     if bridge is None:
         if layers and not fitting:
-            check_same_shape(student, teacher)
+            check_same_width(student, teacher)
+            if loss.final_norm:
+                check_norms_match(pairs, student.num_layers, teacher.num_layers)
     else:
         fitted_pairs = {layer: bridge.layers[layer] for layer in layers}
         if loss.layer_map is not None and fitted_pairs != pairs:

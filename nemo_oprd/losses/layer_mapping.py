@@ -78,6 +78,22 @@ def layer_pairs(
     return {layer: named[layer] for layer in student_layers}
 
 
+def check_norms_match(pairs: dict[int, int], student_depth: int, teacher_depth: int) -> None:
+    """Raises ValueError if a state after the final norm would be compared with one before it.
+
+    Args:
+        pairs: student layer -> teacher layer; the last layer of either model is taken after its final norm.
+    """
+    for student, teacher in pairs.items():
+        if (student == student_depth) != (teacher == teacher_depth):
+            last, other = ("student", "teacher") if student == student_depth else ("teacher", "student")
+            raise ValueError(
+                f"loss.representation.layer_map compares student layer {student} with teacher layer {teacher}: the "
+                f"{last}'s is its last one and is taken after the final norm, the {other}'s is not; expected last "
+                "layers together: change layer_map, leave that layer out, or set loss.representation.final_norm=false"
+            )
+
+
 def layer_map(student_layers: list[int], student_depth: int, teacher_depth: int) -> dict[int, int]:
     """Student layer -> teacher layer, 1-based: l_T = 1 + round((l_S - 1) (L_T - 1) / (L_S - 1)), ties to even.
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_oprd.fault_tolerance.files import read_json
-from nemo_oprd.models.base import Family, ModelSpec, check_same_shape, refuse_unknown_code
+from nemo_oprd.models.base import Family, ModelSpec, check_same_width, refuse_unknown_code
 from nemo_oprd.models.llama import LLAMA
 from nemo_oprd.models.phi3 import PHI3
 from nemo_oprd.models.qwen import QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, PHI3, QWEN2, QWEN3)}
 
-__all__ = ["FAMILIES", "Family", "ModelSpec", "check_same_shape", "parse_model_spec", "read_model_spec"]
+__all__ = ["FAMILIES", "Family", "ModelSpec", "check_same_width", "parse_model_spec", "read_model_spec"]
 
 
 def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:

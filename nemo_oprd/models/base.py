@@ -80,14 +80,13 @@ class ModelSpec:
         return dtype
 
 
-def check_same_shape(student: ModelSpec, teacher: ModelSpec) -> None:
+def check_same_width(student: ModelSpec, teacher: ModelSpec) -> None:
     """Raises ValueError unless hidden states of the two models can be compared without a bridge."""
-    if student.hidden_size != teacher.hidden_size or student.num_layers != teacher.num_layers:
+    if student.hidden_size != teacher.hidden_size:
         raise ValueError(
-            f"student ({student.num_layers} layers, width {student.hidden_size}) and teacher ({teacher.num_layers} "
-            f"layers, width {teacher.hidden_size}) differ in shape; hidden states can be compared directly only "
-            "between models of the same depth and width: fit a bridge and set bridge.path (of one of several teachers, "
-            "teachers[i].bridge), or choose a teacher of the student's shape"
+            f"student (width {student.hidden_size}) and teacher (width {teacher.hidden_size}): hidden states can be "
+            "compared directly only between models of the same width; fit a bridge and set bridge.path (of one of "
+            "several teachers, teachers[i].bridge), or choose a teacher of the student's width"
         )
 
 

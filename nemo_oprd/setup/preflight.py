@@ -15,8 +15,13 @@ from pathlib import Path
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.layout import Layout
-from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers, weights_of_layers
-from nemo_oprd.models import ModelSpec, check_same_shape, read_model_spec
+from nemo_oprd.losses.layer_mapping import (
+    check_norms_match,
+    layer_pairs,
+    supervised_layers,
+    weights_of_layers,
+)
+from nemo_oprd.models import ModelSpec, check_same_width, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.rollout.vllm.launch import check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
@@ -171,9 +176,11 @@ def check_layers(
     """
     loss = config.loss.representation
     layers = supervised_layers(loss.layers, student.num_layers)
-    layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
+    pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
     if layers and source.bridge is None and not fitting:
-        check_same_shape(student, teacher)
+        check_same_width(student, teacher)
+        if loss.final_norm:
+            check_norms_match(pairs, student.num_layers, teacher.num_layers)
     weights_of_layers(loss.layer_weights, loss.layers, student.num_layers)
 
 

@@ -11,6 +11,7 @@ import math
 import random
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,10 @@ LAYERS, WIDTH, VOCABULARY = 8, 32, 97
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "pruned": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
 }
+# layers of students that are not as deep as their teachers
+STUDENT_LAYERS = {"pruned": 6}
 K = 48
 # what is trained on -> (model pair, settings)
 OBJECTIVES: dict[str, tuple[str, list[str]]] = {
@@ -42,6 +46,8 @@ OBJECTIVES: dict[str, tuple[str, list[str]]] = {
             "loss.representation.aggregation=token_mean",
         ],
     ),
+    # a student of the teacher's width and another depth, without a bridge
+    "pruned": ("pruned", [f"loss.representation.k={K}"]),
 }
 
 # (prompt tokens, response tokens, where its mask is 1)
@@ -144,7 +150,7 @@ def _parallel(role: str, words: str) -> list[str]:
     return [*sizes, f"{role}.parallel.sequence=true"] if "sp" in words.split() else sizes
 
 
-def save_model(path: Path, family: str, seed: int) -> None:
+def save_model(path: Path, family: str, seed: int, layers: int = LAYERS) -> None:
     """A random model whose weights are large enough for hidden states of different seeds to have little in common."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -153,7 +159,7 @@ def save_model(path: Path, family: str, seed: int) -> None:
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=48,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
@@ -212,10 +218,12 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     if loss.aggregation == "token_mean":
         weights = [1.0] * len(weights)
     weight = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    layers = loss.layers if isinstance(loss.layers, list) else range(1, LAYERS + 1)
+    layers = loss.layers if isinstance(loss.layers, list) else range(1, len(student) + 1)
     named: dict[str, float] = {}
     for layer in layers:
-        ours, theirs = student[layer - 1], teacher[layer - 1]
+        # the paper's depth alignment; Python rounds a fraction half to even
+        matched = 1 + round(Fraction((layer - 1) * (len(teacher) - 1), len(student) - 1))
+        ours, theirs = student[layer - 1], teacher[matched - 1]
         cosine = (ours * theirs).sum(-1) / (ours.norm(dim=-1) * theirs.norm(dim=-1))
         gradient = loss.weight / len(layers) * weight[:, None] * 2 / WIDTH * (ours - theirs)
         named[f"rep/loss_layer/{layer}"] = float(weight @ (ours - theirs).square().mean(-1))

@@ -19,7 +19,12 @@ CASES = sorted(
         Case("dp1", recompute="block 3", tokens=SMALL),
         Case("dp1", objective="qwen3-sparse", recompute="uniform 2"),
         Case("dp1", objective="qwen2-tied", tokens=SMALL),
+        Case("dp1", objective="pruned", recompute="uniform 2", tokens=SMALL),
         # two ranks
+        Case("tp2 sp", "pp2", objective="pruned", tokens=SMALL),
+        Case("pp2", "tp2", objective="pruned", recompute="block 2", extra=WAVES),
+        Case("pp2 vpp3", "pp2 vpp2", objective="pruned"),
+        Case("cp2", "pp2", objective="pruned", recompute="selective"),
         Case("tp2", tokens=SMALL),
         Case("tp2", recompute="selective"),
         Case("tp2 sp"),

@@ -20,7 +20,10 @@ from typing import Any
 import pytest
 import torch
 from layout_cases import (
+    LAYERS,
+    MODELS,
     OBJECTIVES,
+    STUDENT_LAYERS,
     VOCABULARY,
     WIDTH,
     Case,
@@ -84,8 +87,9 @@ class Workbench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     root = tmp_path_factory.mktemp("layouts")
-    for seed, (pair, role) in enumerate((p, r) for p in ("qwen3", "qwen2") for r in ("student", "teacher")):
-        save_model(root / pair / role, pair, seed)
+    for seed, (pair, role) in enumerate((p, r) for p in MODELS for r in ("student", "teacher")):
+        layers = STUDENT_LAYERS.get(pair, LAYERS) if role == "student" else LAYERS
+        save_model(root / pair / role, pair, seed, layers)
     write_rollouts(root / "rollouts.jsonl", make_rollouts())
     return Workbench(root)
 

@@ -86,7 +86,7 @@ def test_the_config_of_a_checkpoint_is_read_without_torch(tmp_path: Path) -> Non
         ("train", [PROMPTS, f"student.hf_path={GOLDEN}/run/hf", f"output={GOLDEN}/run"], "choose another output"),
         ("train", [PROMPTS, "loss.representation.layer_map={1:1}"], "layer_map names the student layers [1]"),
         ("train", [PROMPTS, "loss.representation.layer_weights=[1]"], "expected 3 weights"),
-        ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], "differ in shape"),
+        ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], "of the same width"),
         ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", "bridge.path=x"], None),
         ("fit-bridge", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], None),
         (
