@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,10 +22,15 @@ def write_hf_model(
     target: Path,
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    *,
+    config_changes: Mapping[str, object] | None = None,
 ) -> None:
     """Streams `tensors` into `target`, holding at most one shard in memory; config and tokenizer come from `source`.
 
     The model is written beside `target` and renamed at the end; an earlier export at `target` is replaced.
+
+    Args:
+        config_changes: keys of config.json that differ from those of `source`.
 
     Raises:
         ValueError: `source` has no readable config.json.
@@ -36,6 +41,7 @@ def write_hf_model(
         _name_shards(partial, shards, total)
         hf_config = read_json(source / "config.json", "an object", "copy the file from the model's source again")
         hf_config["dtype" if "dtype" in hf_config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        hf_config |= config_changes or {}
         (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         copy_tokenizer_files(source, partial)
 

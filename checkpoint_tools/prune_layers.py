@@ -1,0 +1,75 @@
+"""Makes a shallower student from a Hugging Face model: leaves out the layers that change their input least.
+
+python checkpoint_tools/prune_layers.py --hf-path MODEL --output STUDENT --keep 20 --prompts FILE
+python checkpoint_tools/prune_layers.py --hf-path MODEL --output STUDENT --layers 1,2,3,6,7,8
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from _command import run
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Hugging Face model -> the same with fewer layers.")
+    parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the student; an earlier one there is replaced")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--keep", type=int, metavar="N", help="keep the N layers of most influence on --prompts")
+    which.add_argument("--layers", metavar="1,2,...", help="keep these layers, counted from 1")
+    parser.add_argument("--prompts", metavar="FILE", help="prompts (.jsonl or .parquet) to measure influences on")
+    parser.add_argument("--count", type=int, default=128, metavar="N", help="prompts to read (default: %(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry point."""
+    options = _parse()
+
+    def prune() -> int:
+        from nemo_oprd.weights.pruning import prune_layers
+
+        source, target = Path(options.hf_path), Path(options.output)
+        if target.resolve() == source.resolve():
+            raise ValueError(f"--output {target} is the model itself; expected another directory: choose one")
+        kept = _given(options.layers) if options.layers else _measured(source, options)
+        spec = prune_layers(source, target, kept)
+        print(f"{target}: {spec.num_layers} layers of {source}: {','.join(map(str, kept))}")
+        return 0
+
+    run(prune)
+
+
+def _given(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers {text}: expected numbers and commas, such as 1,2,5") from None
+
+
+def _measured(source: Path, options: argparse.Namespace) -> list[int]:
+    """The layers of most influence; prints all influences."""
+    from nemo_oprd.data.prompts import load_prompts
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.tokenization.tokenizer import Tokenizer
+    from nemo_oprd.weights.pruning import layer_influences, layers_to_keep
+
+    spec = read_model_spec(source)
+    if not 1 <= options.keep <= spec.num_layers:
+        raise ValueError(f"--keep {options.keep}: expected 1 to {spec.num_layers}, the model's layers; choose another")
+    if options.prompts is None:
+        raise ValueError("--keep needs --prompts FILE, on which the layers' influence is measured; give a file")
+    tokenizer = Tokenizer.load(source)
+    prompts = load_prompts(options.prompts)[: options.count]
+    ids = (tokenizer.encode_prompt(list(prompt.messages))[: spec.max_positions] for prompt in prompts)
+    influences = layer_influences(source, ids, spec.torch_dtype)
+    kept = layers_to_keep(influences, options.keep)
+    for layer, influence in enumerate(influences, 1):
+        print(f"layer {layer:>3}  influence {influence:.4f}  {'' if layer in kept else 'left out'}".rstrip())
+    return kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A pruned student: which layers it keeps, and that it computes what the model computes without the others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Models
+from transformers import AutoModelForCausalLM
+
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.toy.task import write_tokenizer
+from nemo_oprd.weights.hf import HFCheckpoint
+from nemo_oprd.weights.pruning import layer_influences, layers_to_keep, prune_layers
+
+ROOT = Path(__file__).parent.parent.parent
+TEXTS = [[5, 17, 2, 44, 9, 120], [7], [33, 2, 8]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied", "llama_untied_bias"])
+def test_influences_are_those_of_the_hidden_states(models: Models, name: str) -> None:
+    """Against Hugging Face's own hidden states, in float64; the last layer's output is taken before the final norm."""
+    model = AutoModelForCausalLM.from_pretrained(models(name), dtype=torch.float64)
+    model.model.norm = torch.nn.Identity()
+    rows = []
+    for ids in TEXTS:
+        with torch.no_grad():
+            states = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        pairs = itertools.pairwise(states)
+        rows.append(torch.stack([1 - torch.cosine_similarity(before, after, dim=-1)[0] for before, after in pairs]))
+    expected = torch.cat(rows, dim=1).mean(1)
+    found = torch.tensor(layer_influences(models(name), TEXTS, torch.float32), dtype=torch.float64)
+    assert len(found) == 4
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_the_layers_of_most_influence_are_kept() -> None:
+    assert layers_to_keep([0.9, 0.1, 0.5, 0.3, 0.5], 3) == [1, 3, 5]
+    assert layers_to_keep([0.5, 0.5, 0.5], 2) == [1, 2]
+    with pytest.raises(ValueError, match="expected 1 to 3"):
+        layers_to_keep([0.5, 0.5, 0.5], 4)
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied", "llama_untied_bias"])
+def test_a_pruned_model_is_the_model_without_these_layers(models: Models, tmp_path: Path, name: str) -> None:
+    source = Path(models(name))
+    spec = prune_layers(source, tmp_path / "pruned", [1, 2, 4])
+    assert spec.num_layers == 3
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    whole.model.layers = torch.nn.ModuleList([whole.model.layers[i] for i in (0, 1, 3)])
+    whole.config.num_hidden_layers = 3
+    whole.config.layer_types = (getattr(whole.config, "layer_types", None) or [])[:3] or None
+    pruned = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", dtype=torch.float32)
+    ids = torch.tensor([TEXTS[0]])
+    with torch.no_grad():
+        assert torch.equal(pruned(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
+    original, written = HFCheckpoint(source), HFCheckpoint(tmp_path / "pruned")
+    assert torch.equal(written["model.layers.2.mlp.up_proj.weight"], original["model.layers.3.mlp.up_proj.weight"])
+    assert read_model_spec(tmp_path / "pruned").torch_dtype == read_model_spec(source).torch_dtype
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    script = str(ROOT / "checkpoint_tools" / "prune_layers.py")
+    return subprocess.run([sys.executable, "-W", "ignore", script, *arguments], capture_output=True, text=True)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """On the golden student, with the toy task's tokenizer."""
+    golden = str(shutil.copytree(ROOT / "tests" / "golden" / "student", tmp_path / "model"))
+    write_tokenizer(Path(golden))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("1 + 2", "3 + 40")))
+    done = command("--hf-path", golden, "--output", str(tmp_path / "a"), "--keep", "2", "--prompts", str(prompts))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("influence") == 3
+    assert done.stdout.count("left out") == 1
+    kept = done.stdout.strip().rsplit(" ", 1)[1]
+    again = command("--hf-path", golden, "--output", str(tmp_path / "b"), "--layers", kept)
+    assert again.returncode == 0, again.stderr
+    files = [(tmp_path / place / "model.safetensors").read_bytes() for place in ("a", "b")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--keep", "2"], "--keep needs --prompts"),
+        (["--keep", "9", "--prompts", "x.jsonl"], "--keep 9: expected 1 to 3"),
+        (["--layers", "1,x"], "expected numbers and commas"),
+        (["--layers", "2,1"], "expected ascending numbers in 1..3"),
+        (["--layers", "1,4"], "expected ascending numbers in 1..3"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    golden = str(ROOT / "tests" / "golden" / "student")
+    done = command("--hf-path", golden, "--output", str(tmp_path / "out"), *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
