@@ -30,11 +30,15 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """The results of a phase: numbers for the JSON file, lines for the table, and the limits that were exceeded."""
+    """The results of a phase: numbers for the JSON file, lines for the table, and the limits that were exceeded.
+
+    `skipped` is why the phase cannot run on this machine.
+    """
 
     numbers: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    skipped: str | None = None
 
     def require(self, holds: bool, problem: str) -> None:
         """Records `problem` unless `holds`; the phase continues, so that its other numbers are not lost."""
@@ -44,7 +48,7 @@ class Outcome:
 
 def phases() -> dict[str, Callable[[Settings], Outcome]]:
     """Name -> function of the phase; `gpu_check.PHASES` has the order and the time limits."""
-    from benchmarks import correctness, real_shape, short_training
+    from benchmarks import correctness, long_context, real_shape, short_training, two_ranks
 
     return {
         "environment": correctness.environment,
@@ -52,16 +56,20 @@ def phases() -> dict[str, Callable[[Settings], Outcome]]:
         "golden_bf16": correctness.golden_bf16,
         "guard": correctness.guard,
         "decoding": correctness.decoding,
+        "two_ranks": two_ranks.two_ranks,
         "training": short_training.training,
+        "save": short_training.save,
+        "resume": short_training.resume,
         "models": real_shape.models,
         "step_recompute_none": real_shape.step_recompute_none,
         "step_recompute_full": real_shape.step_recompute_full,
         "generation": real_shape.generation,
+        "generation_16k": long_context.generation_16k,
     }
 
 
 def main() -> None:
-    """Runs one phase and writes {"numbers", "lines", "problems"}, or {"error"}."""
+    """Runs one phase and writes {"numbers", "lines", "problems", "skipped"}, or {"error"}."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("result", type=Path)

@@ -7,6 +7,7 @@ Used by the layout tests on the CPU and by `gpu_check` on a GPU. The computation
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,12 +26,19 @@ def plain_bf16_gradients(
 
     The gradients of the responses are added in float32. A plain run would add in bfloat16, with a larger error.
     """
-    row_loss, load = reference.row_loss, reference._load
+    row_loss, load, output_loss = reference.row_loss, reference._load, reference._OutputLoss
     sums: dict[str, torch.Tensor] = {}
 
     def in_float32(loss: RepresentationLossConfig) -> RowLoss:
         distance = row_loss(loss)
         return lambda ours, theirs, dim_reduction: distance(ours.float(), theirs.float(), dim_reduction)
+
+    class OutputLossInFloat32(output_loss):  # type: ignore[valid-type, misc]
+        def _log_probabilities(self, model: Any, *arguments: Any) -> torch.Tensor:
+            return super()._log_probabilities(functools.partial(with_float32_logits, model), *arguments)
+
+    def with_float32_logits(model: Any, **inputs: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=model(**inputs).logits.float())
 
     def load_on_device(path: str, dtype: torch.dtype) -> Any:
         model = load(path, dtype).to(device)
@@ -48,6 +56,6 @@ def plain_bf16_gradients(
         sums[name] = sums.get(name, 0) + parameter.grad.float()
         parameter.grad = None
 
-    with mock.patch.multiple(reference, row_loss=in_float32, _load=load_on_device):
+    with mock.patch.multiple(reference, row_loss=in_float32, _load=load_on_device, _OutputLoss=OutputLossInFloat32):
         reference.reference(config, rollouts, torch.bfloat16)
     return {name: total.cpu() for name, total in sums.items()}

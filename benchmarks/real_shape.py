@@ -20,11 +20,14 @@ import torch
 
 from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
+from nemo_oprd.capacity.estimate import Lengths, estimate
+from nemo_oprd.capacity.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step import StepBatch
 from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.model import layer_backend
 from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.rollout.engine import Request, SamplingParams
@@ -49,10 +52,12 @@ class Size:
     tokens_per_microbatch: int
     sequences: int
     new_tokens: int
+    long_prompt: int  # of `long_context.py`
+    long_sequences: int
 
 
-REAL = Size(R1_DISTILL_1P5B, 128, (2000, 2500, 3000, 4000, 5000, 6000, 7000, 8000), 2000, 8192, 64, 256)
-QUICK = Size(Shape(2, 64, 128, 4, 2, 512, 512), 8, (20, 25, 30, 40, 50, 60, 70, 80), 20, 96, 4, 8)
+REAL = Size(R1_DISTILL_1P5B, 128, (2000, 2500, 3000, 4000, 5000, 6000, 7000, 8000), 2000, 8192, 64, 256, 16384, 4)
+QUICK = Size(Shape(2, 64, 128, 4, 2, 512, 512), 8, (20, 25, 30, 40, 50, 60, 70, 80), 20, 96, 4, 8, 256, 2)
 
 # Bytes for a layer of the 1.5B: 46.8 M parameters (student: bf16 weight, fp32 gradient, main weight and two moments;
 # teacher: bf16 weight) and, without recompute, activations per token of a microbatch: 130 kB are kept for the backward
@@ -141,7 +146,7 @@ def step_recompute_full(settings: Settings) -> Outcome:
 def _step(settings: Settings, recompute: str) -> Outcome:
     """Seconds, tokens/s and memory of a training step on a batch of recorded responses."""
     size = QUICK if settings.quick else REAL
-    config = _configure(settings, size, f"student.recompute={recompute}")
+    config = configure(settings, size, f"student.recompute={recompute}")
     distiller = build_distiller(config)
     rollouts = read_rollouts(str(config.rollout.replay), size.shape.vocab_size)
     meter = Meter()
@@ -169,8 +174,47 @@ def _step(settings: Settings, recompute: str) -> Outcome:
         "resident_gb": None if between is None else between / 1e9,
         "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "update_without_loss_seconds": _without_loss(distiller, batch, targets),
+        "memory": _against_plan(settings, size, recompute, phases),
     }
     return Outcome(numbers, list(_step_lines(numbers, tokens)))
+
+
+def _against_plan(
+    settings: Settings, size: Size, recompute: str, phases: dict[str, dict[str, float | None]]
+) -> dict[str, Any]:
+    """What `plan` estimates for one rank, whole and of the phases that were measured, and measured / estimated.
+
+    `plan` takes every response to be the longest. Here that is nearly so: each microbatch holds about
+    `tokens_per_microbatch` tokens, and each response has `last_k` supervised rows.
+    """
+    config = configure(
+        settings,
+        size,
+        f"student.recompute={recompute}",
+        f"rollout.max_new_tokens={max(size.responses)}",
+        f"train.prompts_per_step={len(size.responses)}",
+    )
+    engine = layer_backend(torch.bfloat16) == "transformer_engine"
+    # the memory of a rank that does not sample does not depend on the kind of GPU
+    found = estimate(config, Cluster(1, GPUS["h100"], transformer_engine=engine), Lengths(prompt=size.prompt))
+    memory = found.kinds[0].memory
+    always = sum(memory.always.values())
+    parts = {name: sum(phase.values()) for name, phase in memory.phases.items()}
+    planned = {
+        "whole": memory.peak,
+        "teacher": always + max(parts["teacher"], parts["transfer"]),
+        "update": always + parts["update"],
+    }
+    peaks = {name: phases[name]["peak_gb"] for name in ("teacher", "update")}
+    peaks["whole"] = max((p["peak_gb"] for p in phases.values() if p["peak_gb"] is not None), default=None)
+    return {
+        "transformer_engine": engine,
+        "resident_plan_gb": always / 1e9,
+        "fullest": memory.fullest,
+        "plan_gb": {name: held / 1e9 for name, held in planned.items()},
+        "peak_gb": peaks,
+        "ratio": {name: None if peak is None else peak * 1e9 / planned[name] for name, peak in peaks.items()},
+    }
 
 
 def _without_loss(distiller: Distiller, batch: StepBatch, targets: Any) -> float:
@@ -200,9 +244,17 @@ def _step_lines(numbers: dict[str, Any], tokens: int) -> Iterator[str]:
             memory = f"peak {phase['peak_gb']:6.2f} GB, {phase['above_gb']:6.2f} GB above the memory in use before"
         yield f"{name:<10}{phase['seconds']:8.3f} s   {memory}"
     yield f"update with loss.representation.weight=0: {numbers['update_without_loss_seconds']:.3f} s"
+    memory = numbers["memory"]
+    for name, planned in memory["plan_gb"].items():
+        ratio = memory["ratio"][name]
+        measured = (
+            "" if ratio is None else f"; measured {memory['peak_gb'][name]:.3g} GB, {ratio:.2f} times the estimate"
+        )
+        yield f"memory, {name}: plan estimates {planned:.3g} GB{measured}"
 
 
-def _configure(settings: Settings, size: Size, *more: str) -> Config:
+def configure(settings: Settings, size: Size, *more: str) -> Config:
+    """The configuration of a measurement on the pair that `models` wrote."""
     sources = [f"{role}.hf_path={settings.scratch / role}" for role in ("student", "teacher")]
     return load_config(
         "verify",
@@ -224,7 +276,7 @@ def generation(settings: Settings) -> Outcome:
     size = QUICK if settings.quick else REAL
     source, shape = str(settings.scratch / "student"), read_shape(settings.scratch / "student")
     init_distributed()
-    engine = MegatronEngine(_configure(settings, size), read_model_spec(source), Layout(), eos_ids=())
+    engine = MegatronEngine(configure(settings, size), read_model_spec(source), Layout(), eos_ids=())
     engine.load(HFCheckpoint(source).__getitem__, source)
     requests = [Request([(7 * i + t) % shape.vocab_size for t in range(size.prompt)]) for i in range(size.sequences)]
     meter = Meter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -53,13 +54,25 @@ def test_quick_check(project: Path, tmp_path: Path) -> None:
     for name, phase in report["phases"].items():
         assert [name, f"{phase['seconds']:.1f}", "s", "ok"] in rows
         assert phase["numbers"]
-    assert len(report["phases"]["golden_fp32"]["numbers"]) == 13
+    numbers = {name: phase["numbers"] for name, phase in report["phases"].items()}
+    assert len(numbers["golden_fp32"]) == 14
+    assert {"opd_full_vocab", "mse_all_last_k"} < set(numbers["golden_fp32"]) & set(numbers["golden_bf16"])
+    assert set(numbers["two_ranks"]) == {"TP2", "PP2"}
+    for precision in ("fp32", "bf16"):
+        assert numbers["save"][precision]["checkpoint_bytes"] > 0
+        assert set(numbers["resume"][precision]["deviations"].values()) == {0.0}
     for recompute in ("none", "full"):
-        step = report["phases"][f"step_recompute_{recompute}"]["numbers"]
+        step = numbers[f"step_recompute_{recompute}"]
         assert step["recompute"] == recompute
         assert all(phase["seconds"] > 0 for phase in step["phases"].values())
         assert set(step["phases"]) == {"teacher", "update", "optimizer"}
-    assert report["phases"]["generation"]["numbers"]["tokens_per_s"] > 0
+        planned = step["memory"]["plan_gb"]
+        assert 0 < step["memory"]["resident_plan_gb"] < planned["teacher"] < planned["whole"] == planned["update"]
+        assert set(step["memory"]["ratio"].values()) == {None}  # memory is not measured without a GPU
+    assert numbers["generation"]["tokens_per_s"] > 0
+    contexts = [numbers["generation_16k"][prompt] for prompt in ("short", "long")]
+    assert [each["context"] for each in contexts] == [8, 256]
+    assert all(each["seconds_per_token"] > 0 and each["prompts"]["seconds"] > 0 for each in contexts)
     assert list(scratch.iterdir()) == []
 
 
@@ -89,6 +102,30 @@ def test_a_phase_that_fails_or_hangs_is_a_line(tmp_path: Path) -> None:
     assert failed["status"] == "failed: KeyError: 'no_such_phase'"
     assert "Traceback" in log.read_text()
     assert gpu_check.run_phase("guard", 0.2, [], tmp_path, log)["status"] == "timeout after 0 s"
+
+
+def test_two_ranks_are_skipped_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.phase import Settings
+    from benchmarks.two_ranks import two_ranks
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert two_ranks(Settings(tmp_path, quick=False, layers=None)).skipped == "one GPU"
+
+
+def test_a_skipped_phase_is_not_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_phase(name: str, *_: object) -> dict[str, object]:
+        return {"status": "skipped: one GPU" if name == "two_ranks" else "ok", "seconds": 0.0, **gpu_check.NOTHING}
+
+    monkeypatch.setattr(gpu_check, "run_phase", run_phase)
+    options = argparse.Namespace(minutes=1.0, quick=True, layers=None, output=tmp_path, jobs=1)
+    assert gpu_check.check(options, tmp_path)
+    shown = capsys.readouterr().out
+    assert "two_ranks                0.0 s  skipped: one GPU\n" in shown
+    assert f"\n{len(gpu_check.PHASES) - 1} phases ok, skipped: two_ranks; " in shown
+    assert json.loads((tmp_path / "gpu_check.json").read_text())["ok"]
 
 
 def test_depth_by_free_memory() -> None:
