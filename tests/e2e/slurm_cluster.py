@@ -1,4 +1,4 @@
-"""A real Slurm cluster of eight nodes on loopback, for one test session: munged, slurmctld and a slurmd per node.
+"""A real Slurm cluster of ten nodes on loopback, for one test session: munged, slurmctld and a slurmd per node.
 
 Runs as root (slurmd wants it); everything lives in a temporary directory and ends with `stop()`.
 """
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
-NODES = tuple(f"n{number}" for number in range(8))
+NODES = tuple(f"n{number}" for number in range(10))
 
 
 def missing() -> str | None:

@@ -1,5 +1,5 @@
 """The sbatch scripts on a real Slurm cluster (loopback): two nodes, distinct TP sizes, both stages, a second submission
-that resumes from the checkpoint, and a job that is asked to stop and queues itself again.
+that resumes from the checkpoint, and jobs that are asked to stop and queue themselves again.
 
 The scenarios run side by side, on two nodes each: every job starts with imports and ends with Slurm's own waiting.
 """
@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import slurm_cluster
 import vllm_environment
 
+from benchmarks.forked_run import differences
 from nemo_oprd.toy.pair import Recipe, build_pair
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,10 +65,10 @@ class Site:
         """The end of the log."""
         return self.log.read_text()[-4000:] if self.log.exists() else ""
 
-    def submit(self, *overrides: str, script: str = "oprd_1p5b") -> str:
+    def submit(self, *overrides: str, script: str = "oprd_1p5b", python: str = sys.executable) -> str:
         """One job, one task per node, CPU; the README's overrides in small. Returns the job's number."""
         environment = {
-            "PYTHON": sys.executable, "CONFIG": "quickstart", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+            "PYTHON": python, "CONFIG": "quickstart", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "BRIDGE": str(self.bridge),
             # as a container would be given (docs/cluster.md)
             "SRUN_ARGS": "--comment=an-argument --quiet", "LAUNCH_PREFIX": "env --unset=NO_SUCH_VARIABLE",
@@ -165,6 +167,55 @@ def a_job_that_is_asked_to_stop_saves_and_queues_itself(site: Site) -> None:
     assert site.updates() == list(range(1, steps + 1))
 
 
+def _held_python(site: Site, batch: int) -> str:
+    """In place of the interpreter: held_rank.py, which holds this batch (from 1; 0: none)."""
+    python = site.directory / "python"
+    python.parent.mkdir()
+    held = f'{sys.executable} {ROOT}/tests/e2e/held_rank.py {site.directory} {batch} "$@"'
+    python.write_text(f"#!/bin/sh\nshift 2 # -m nemo_oprd\nexec {held}\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+def _responses(file: Path) -> list[tuple[list[int], list[int]]]:
+    """(Prompt, response) of each line."""
+    return [(line["prompt_ids"], line["response_ids"]) for line in map(json.loads, file.read_text().splitlines())]
+
+
+def a_job_that_is_asked_to_stop_while_it_samples(site: Site) -> None:
+    """In the middle of the second of three batches of a step: the first ones are kept, only the others are sampled
+    after the requeue, and the run ends as one that was never asked."""
+    toy = site.directory / "toy"
+    shutil.copytree(site.toy, toy)
+    for file in toy.glob("*/config.json"):  # room for more tokens than lie between two questions whether to stop
+        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 512}))
+    site, whole = (replace(site, toy=toy, directory=site.directory / name) for name in ("stopped", "whole"))
+    settings = [
+        "train.steps=3", "train.save_every=0", "train.prompts_per_step=12", "rollout.save=true",
+        "rollout.max_new_tokens=300",
+        "rollout.max_cache_tokens=700",  # two responses: three batches for each of the two ranks
+    ]  # fmt: skip
+    job = site.submit(*settings, python=_held_python(site, batch=5))
+    site.wait_until(lambda: all((site.directory / f"held-{rank}").exists() for rank in range(2)), job)
+    assert "while sampling step 2 of 3, with 4 of 12 responses complete and kept" in site.ask_to_stop(job)
+    kept = _responses(site.output / "rollouts" / "pending.jsonl")
+    site.completes(job)
+    log = site.log.read_text()
+    assert log.count("after 1 of 3 steps") == 1
+    assert log.count("step 2 resumes with 4 of 12 rollouts sampled before the interruption") == 1
+    for rank in range(2):
+        batches = [(site.directory / f"batches-{start}-{rank}").read_text().split() for start in range(2)]
+        assert batches == [["2", "2", "2", "2", "cancelled"], ["2"] * 5]
+
+    whole.completes(whole.submit(*settings, python=_held_python(whole, batch=0)))
+    names = [f"step_000000{step}.jsonl" for step in (1, 2, 3)]
+    rollouts, expected = ([_responses(run.output / "rollouts" / name) for name in names] for run in (site, whole))
+    assert rollouts == expected
+    assert len(kept) == 4 and all(response in rollouts[1] for response in kept)
+    assert site.updates() == [1, 2, 3]
+    assert differences(site.output, whole.output) == []
+
+
 def a_vllm_server_on_its_own_node(site: Site) -> None:
     """The last rank's node holds the server; weights reach it through a process group."""
     settings = ["train.steps=3", "student.parallel.tensor=1", "rollout.engine=vllm"]
@@ -190,7 +241,8 @@ def test_a_dry_run_in_a_job(cluster: slurm_cluster.SlurmCluster, tmp_path: Path)
     assert cluster.wait_for_job(job, PATIENCE_S) == "FAILED"
     assert "ExitCode=3:0" in cluster.run(["scontrol", "show", "job", job]).stdout
     settings = "student.parallel.tensor=2 teacher.parallel.tensor=1 rollout.tensor=1 train.steps=2"
-    assert log.read_text().splitlines()[:2] == [  # then srun says that the task failed
+    # before or after the task's line, srun says that the task failed
+    assert [line for line in log.read_text().splitlines() if not line.startswith(("srun:", "slurmstepd"))] == [
         "plan of train on 2 nodes of 1 GPUs:",
         f"0 1: -m nemo_oprd plan --config-name oprd_1p5b --ranks 2 --gpus-per-node 1 {settings}",
     ]
@@ -198,7 +250,8 @@ def test_a_dry_run_in_a_job(cluster: slurm_cluster.SlurmCluster, tmp_path: Path)
 
 # the longest first
 SCENARIOS = (
-    both_stages_of_a_bridge, a_job_that_is_asked_to_stop_saves_and_queues_itself, two_nodes_and_a_second_submission,
+    both_stages_of_a_bridge, a_job_that_is_asked_to_stop_while_it_samples,
+    a_job_that_is_asked_to_stop_saves_and_queues_itself, two_nodes_and_a_second_submission,
 )  # fmt: skip
 WITH_VLLM = (a_vllm_server_on_its_own_node,)
 
