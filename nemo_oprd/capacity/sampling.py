@@ -84,16 +84,7 @@ def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float
             f"rollout.max_cache_tokens ({budget}) or rollout.max_batch ({rollout.max_batch}), or raise rollout.tensor"
         )
     rounds = waves(each, batch)
-    seconds = sampling_seconds(
-        work,
-        gpu,
-        length=work.prompt + demand.mean,
-        new_tokens=demand.longest,
-        responses=batch,
-        waves=rounds,
-        tensor=rollout.tensor,
-        eager=True,
-    )
+    seconds = _seconds(work, gpu, demand, batch, rounds, rollout.tensor, eager=True)
     return Sampling(batch, groups, rounds, parts, seconds, problem)
 
 
@@ -131,14 +122,19 @@ def with_servers(work: Workload, demand: Demand, ranks: int, gpu: Gpu) -> Sampli
     colocated = vllm.placement == "colocated" and not vllm.endpoints
     parts = {"vLLM server": share} if colocated else {}
     rounds = waves(each, batch)
-    seconds = sampling_seconds(
+    seconds = _seconds(work, gpu, demand, batch, rounds, vllm.tensor, eager=False)
+    return Sampling(batch, groups, rounds, parts, seconds, problem)
+
+
+def _seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, rounds: int, tensor: int, *, eager: bool) -> float:
+    """Seconds of `rounds` rounds of `batch` responses each, on groups of `tensor` GPUs."""
+    return sampling_seconds(
         work,
         gpu,
         length=work.prompt + demand.mean,
         new_tokens=demand.longest,
         responses=batch,
         waves=rounds,
-        tensor=vllm.tensor,
-        eager=False,
+        tensor=tensor,
+        eager=eager,
     )
-    return Sampling(batch, groups, rounds, parts, seconds, problem)
