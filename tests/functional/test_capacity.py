@@ -58,13 +58,18 @@ CASES: dict[str, tuple[int, list[str]]] = {
 # what the others show already, for --all
 SLOW = (
     "full, bf16",
+    "full, two layers at a time",
     "all tokens",
+    "only some layers",
+    "targets in waves",
     "sampled token",
     "whole vocabulary, no chunks",
     "DP2",
+    "TP2",
     "PP2, full",
     "PP2, tied",
-    "TP2",
+    "VPP2",
+    "teacher PP2",
 )
 
 

@@ -44,7 +44,11 @@ def pair(place: Path, shape: Shape, responses: list[int]) -> list[str]:
 ADAMW = "self.optimizer.step()"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# the others take the same paths of the code
+SLOW = ("recomputed", "sampled token", "watched", "PP2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in SETTINGS])
 def test_an_update_waits_as_often_for_more_layers_rows_and_tokens(pools: Pools, tmp_path: Path, name: str) -> None:
     ranks, settings = SETTINGS[name]
     small = pair(tmp_path / "small", SMALL, [20, 30, 25, 22])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -102,10 +103,20 @@ def test_the_command(tmp_path: Path) -> None:
         (["--layers", "1,4"], "expected ascending numbers in 1..3"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    golden = str(ROOT / "tests" / "golden" / "student")
-    done = command("--hf-path", golden, "--output", str(tmp_path / "out"), *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    golden, script = str(ROOT / "tests" / "golden" / "student"), str(ROOT / "checkpoint_tools" / "prune_layers.py")
+    monkeypatch.syspath_prepend(str(Path(script).parent))
+    monkeypatch.setattr(sys, "argv", [script, "--hf-path", golden, "--output", str(tmp_path / "out"), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert message in said
     assert not (tmp_path / "out").exists()
