@@ -91,3 +91,39 @@ def step_operations(overrides: list[str]) -> dict[str, float]:
     with FlopCounterMode(display=False) as update:
         accumulation.forward_backward(batch.plan, targets)
     return {"teacher": float(teacher.get_total_flops()), "update": float(update.get_total_flops())}
+
+
+def engine_bytes(overrides: list[str], prompt: int, responses: int) -> dict[str, int]:
+    """Bytes of the in-process engine's weights, and of the KV cache of its largest batch, on one rank."""
+    from unittest import mock
+
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout import generation
+    from nemo_oprd.rollout.engine import Request, SamplingParams
+    from nemo_oprd.rollout.megatron_engine import MegatronEngine
+    from nemo_oprd.weights.hf import HFCheckpoint
+
+    init_distributed()
+    config = load_config("verify", overrides)
+    source = str(config.student.hf_path)
+    engine = MegatronEngine(config, read_model_spec(source), Layout(data=dist.get_world_size()), eos_ids=())
+    engine.load(HFCheckpoint(source).__getitem__, source)
+    assert engine.model is not None
+    batches: list[Any] = []
+
+    class Recorded(generation._Batch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            batches.append(self)
+
+    requests = [Request([(7 * i + t) % engine.spec.vocab_size for t in range(prompt)]) for i in range(responses)]
+    with mock.patch.object(generation, "_Batch", Recorded):
+        engine.generate(requests, SamplingParams(1.0, 1.0, config.rollout.max_new_tokens, (0,)))
+    caches = [[t for pair in batch.cache.layers.values() for t in pair] for batch in batches]
+    return {
+        "copy": _storage_bytes(list(engine.model.parameters())),
+        "cache": max(_storage_bytes(tensors) for tensors in caches),
+        "batches": len(batches),
+    }

@@ -12,6 +12,7 @@ from benchmarks.random_pair import Shape, save_random_model, save_random_rollout
 from nemo_oprd.capacity.estimate import Lengths, estimate
 from nemo_oprd.capacity.gpus import GPUS, Cluster
 from nemo_oprd.capacity.operations import attention_flops, step_flops
+from nemo_oprd.capacity.sampling import Demand, in_process, rollout_copy
 from nemo_oprd.capacity.workload import make_workload
 from nemo_oprd.config.loading import load_config
 
@@ -136,3 +137,20 @@ def test_operations_are_those_of_a_step(pools: Pools, models: Path, settings: li
     passes = 4 if FULL in settings else 3
     assert found.teacher - attention == pytest.approx(measured["teacher"], rel=0.01)
     assert found.update - passes * attention == pytest.approx(measured["update"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [(1, []), (1, ["precision=bf16", "rollout.max_cache_tokens=250"]), (2, ["rollout.tensor=2"])],
+    ids=["one batch", "two batches, bf16", "TP2"],
+)
+def test_the_engine_holds_what_is_planned(pools: Pools, models: Path, ranks: int, settings: list[str]) -> None:
+    """The copy of the student and the KV cache of one batch, to the byte; and the number of batches."""
+    prompt, tokens = 64, 40  # lengths that the cache's grain of 8 positions divides
+    arguments = [*overrides(models, settings), f"rollout.max_new_tokens={tokens}"]
+    work = make_workload(load_config("verify", arguments), prompt=prompt)
+    found = in_process(work, Demand(RESPONSES, tokens, tokens, "rollout.max_new_tokens"), ranks, GPUS["h100"], 1e9)
+    measured = pools[ranks].run("capacity_cases:engine_bytes", overrides=arguments, prompt=prompt, responses=RESPONSES)
+    assert rollout_copy(work) == measured["copy"]
+    assert found.parts["KV cache"] == measured["cache"]
+    assert found.waves == measured["batches"]
