@@ -9,6 +9,7 @@ torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
 nemo-oprd serve --config-name NAME [--port P] [k=v]         a vLLM server for rollout.vllm.endpoints
 nemo-oprd plan --config-name NAME --ranks N [k=v]           memory, bytes and seconds of a run, before it is started
 nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
+nemo-oprd compare --teacher DIR --prompts FILE --output DIR NAME=DIR ...   distance of students from their teacher
 """
 
 from __future__ import annotations
@@ -79,7 +80,25 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="one HTML page of curves from one or several runs")
     report.add_argument("runs", nargs="+", metavar="RUN")
     report.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
+    _add_compare(commands)
     return parser
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    text = "how far students' next-token distributions are from their teacher's, on its responses and on their own"
+    command = commands.add_parser("compare", help=text, description=text)
+    command.add_argument("students", nargs="+", metavar="NAME=DIR", help="Hugging Face models, with a name for each")
+    command.add_argument("--teacher", required=True, metavar="DIR", help="a Hugging Face model")
+    command.add_argument("--prompts", required=True, metavar="FILE", help="prompts (.jsonl or .parquet)")
+    command.add_argument("--output", required=True, metavar="DIR", help="measurements there are used again")
+    command.add_argument("--count", type=_positive, default=64, metavar="N", help="prompts (default: %(default)s)")
+    command.add_argument(
+        "--max-new-tokens", type=_positive, default=64, metavar="N", help="per response (default: %(default)s)"
+    )
+    command.add_argument("--temperature", type=float, default=1.0, help="0: most probable (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    command.add_argument("--batch", type=_positive, default=64, metavar="N", help="sampled at once (default: %(default)s)")
+    command.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
 
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
@@ -202,9 +221,30 @@ def _run(options: argparse.Namespace) -> int:
         report(options.runs, options.output)
     elif options.command == "doctor":
         return _run_doctor(options)
+    elif options.command == "compare":
+        _run_compare(options)
     else:
         _run_configured(options)
     return 0
+
+
+def _run_compare(options: argparse.Namespace) -> None:
+    from nemo_oprd.commands.compare import CompareOptions, compare, parse_students
+    from nemo_oprd.evaluation.agreement import Sampling
+
+    if options.temperature < 0:
+        raise ValueError(f"--temperature {options.temperature}: expected 0 or more; correct it")
+    compare(
+        CompareOptions(
+            teacher=Path(options.teacher),
+            students=parse_students(options.students),
+            prompts=Path(options.prompts),
+            output=Path(options.output),
+            count=options.count,
+            dtype=options.dtype,
+            sampling=Sampling(options.max_new_tokens, options.temperature, options.seed, options.batch),
+        )
+    )
 
 
 def _run_doctor(options: argparse.Namespace) -> int:

@@ -1,0 +1,60 @@
+"""The models of the study on a real language model: the teacher from a GGUF file, and two students made from it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TRAIN, HELDOUT = ROOT / "examples/real_model/train.jsonl", ROOT / "examples/real_model/heldout.jsonl"
+KEEP = 20
+BITS = 2
+STUDENTS = ("pruned", "quantised")
+# for a pruned student: the teacher layer whose weights it has, the paper's rule, or the last layer before its next one
+LAYER_MAPS = ("kept", "uniform", "next_input")
+
+
+def make_models(root: Path, gguf: Path | None) -> None:
+    """Writes the models that are missing below `root`: teacher, pruned, quantised.
+
+    Raises:
+        ValueError: the teacher is missing and there is no GGUF file to make it from.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    teacher = root / "teacher"
+    if not teacher.is_dir():
+        if gguf is None:
+            raise ValueError(f"{teacher} is missing; expected --gguf FILE to make it from: give the file of the model")
+        _tool("gguf_to_hf", "--gguf", str(gguf), "--output", str(teacher))
+    common = ["--hf-path", str(teacher), "--output"]
+    if not (root / "pruned").is_dir():
+        chosen = ["--keep", str(KEEP), "--prompts", str(TRAIN), "--count", "64"]
+        text = _tool("prune_layers", *common, str(root / "pruned"), *chosen)
+        (root / "pruned.txt").write_text(text)
+    if not (root / "quantised").is_dir():
+        _tool("round_weights", *common, str(root / "quantised"), "--bits", str(BITS))
+
+
+def kept_layers(root: Path) -> list[int]:
+    """The teacher's layers whose weights the pruned student has, in its order."""
+    found = re.search(r": ([\d,]+)$", (root / "pruned.txt").read_text().strip())
+    assert found is not None, "prune_layers prints the kept layers last"
+    return [int(layer) for layer in found[1].split(",")]
+
+
+def layer_map(name: str, kept: list[int], depth: int) -> dict[int, int] | None:
+    """Student layer -> teacher layer of one of `LAYER_MAPS`; None leaves the choice to the paper's rule."""
+    if name == "uniform":
+        return None
+    following = [layer - 1 for layer in kept[1:]] + [depth]
+    return dict(enumerate(kept if name == "kept" else following, start=1))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "checkpoint_tools" / f"{name}.py"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout

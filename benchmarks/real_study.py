@@ -1,0 +1,241 @@
+"""Compares losses on a real language model: runs what is missing, then writes tables from all finished runs.
+
+    python -m benchmarks.real_study run --output runs/real_study --gguf FILE --jobs 2
+    python -m benchmarks.real_study table
+
+The teacher is SmolLM2-135M-Instruct; students are 20 of its 30 layers, or its weights rounded to 2 bits. A run is
+`nemo-oprd train` on 30 x 8 responses of at most 48 tokens, in one process with one thread, and then `nemo-oprd compare`
+on held-out prompts. The small JSON of each finished run is written to benchmarks/results/real_study/ and is not run
+again, so another machine goes on where one stopped. `docs/results.md` says what follows from the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real_arms import Arm, sweep
+from benchmarks.real_models import HELDOUT, LAYER_MAPS, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
+
+RESULTS = Path(__file__).parent / "results" / "real_study"
+RESPONSES, NEW_TOKENS = 8, 48
+HELDOUT_PROMPTS = 48
+# of a training record; `rep/loss_layer/*` show where the loss is
+CURVES = ("loss/total", "rep/loss", "rep/cosine_similarity", "actor/grad_norm", "actor/entropy", "teacher/entropy",
+          "response_length/mean", "output/loss")  # fmt: skip
+
+
+@dataclass
+class Study:
+    """The study in the directory `root`, which holds models, bridges and runs."""
+
+    root: Path
+
+    def prepare(self, gguf: Path | None) -> None:
+        """Makes the models and bridges that are missing, and measures the students before training."""
+        models = self.root / "models"
+        make_models(models, gguf)
+        self.kept = kept_layers(models)
+        self.depth = json.loads((models / "teacher" / "config.json").read_text())["num_hidden_layers"]
+        for student in STUDENTS:
+            if not _result(f"{student}-start").is_file():
+                write_result(f"{student}-start", {"measured": self._compare(f"{student}-start", models / student)})
+
+    def run(self, arm: Arm) -> None:
+        """Trains and measures one arm, unless its result is there."""
+        if _result(arm.name).is_file():
+            return
+        began = time.time()
+        directory = self.root / "runs" / arm.name
+        shutil.rmtree(directory, ignore_errors=True)
+        self._command("train", ["--config-name", "real_model", *self._settings(arm, directory)], f"{arm.name}.train")
+        records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        measured = self._compare(arm.name, directory / "hf")
+        write_result(arm.name, {"arm": asdict(arm), "settings": arm.all_settings, "measured": measured,
+                                "training": curves(records), "machine": machine(),
+                                "seconds": round(time.time() - began)})  # fmt: skip
+        shutil.rmtree(directory / "hf")
+        print(f"{time.strftime('%H:%M')} {arm.name}: {line(measured)}", flush=True)
+
+    def _settings(self, arm: Arm, directory: Path) -> list[str]:
+        models = self.root / "models"
+        settings = [
+            f"student.hf_path={models / arm.student}", f"teacher.hf_path={models / 'teacher'}", f"data.train={TRAIN}",
+            f"output={directory}", f"train.lr={arm.rate}", f"seed={arm.seed}", f"train.steps={arm.steps}",
+            f"train.prompts_per_step={RESPONSES}", f"rollout.max_new_tokens={NEW_TOKENS}", "train.schedule=constant",
+            "train.warmup_fraction=0.1", "logging.output_metrics_every=10", "logging.output_metrics_rows=256",
+            "train.save_every=0",
+        ]  # fmt: skip
+        pairs = self._layer_map(arm)
+        for setting in arm.all_settings:
+            if setting.startswith("bridge="):
+                settings.append(f"bridge.path={self._bridge(arm, setting.removeprefix('bridge='))}")
+            else:
+                settings.append(setting)
+        if pairs is not None and "loss.representation.layers=none" not in arm.all_settings:
+            chosen = _supervised(arm, pairs)
+            settings.append("loss.representation.layer_map={" + ",".join(f"{s}:{t}" for s, t in chosen.items()) + "}")
+        return settings
+
+    def _layer_map(self, arm: Arm) -> dict[int, int] | None:
+        return layer_map(arm.layer_map, self.kept, self.depth) if arm.student == "pruned" else None
+
+    def _bridge(self, arm: Arm, kind: str) -> Path:
+        """The bridge of a kind between the arm's student and the teacher, made if it is missing."""
+        from benchmarks.real_bridges import teacher_moments, write_bridge
+
+        place = self.root / "bridges" / f"{arm.student}-{arm.layer_map}-{kind}"
+        if not (place / "bridge.json").is_file():
+            models = self.root / "models"
+            pairs = self._layer_map(arm) or {layer: layer for layer in range(1, self.depth + 1)}
+            write_bridge(kind, self._moments(teacher_moments), pairs, (models / arm.student, models / "teacher"), place)
+        return place
+
+    def _moments(self, measure: Any) -> Any:
+        """Moments of the teacher's states on its own responses to training prompts, computed once."""
+        import torch
+
+        from nemo_oprd.evaluation.agreement import Sampling, load_model, sample_responses
+
+        file = self.root / "moments.pt"
+        if not file.is_file():
+            from nemo_oprd.data.prompts import load_prompts
+            from nemo_oprd.tokenization.tokenizer import Tokenizer
+
+            directory = self.root / "models" / "teacher"
+            tokenizer, model = Tokenizer.load(directory), load_model(directory, torch.float32)
+            prompts = [tokenizer.encode_prompt(list(prompt.messages)) for prompt in load_prompts(TRAIN)[:64]]
+            found = sample_responses(model, prompts, tokenizer.eos_ids, Sampling(NEW_TOKENS, 1.0, 0, 64))
+            torch.save(measure(model, [(r.prompt + r.tokens, len(r.prompt)) for r in found]), file)
+        return torch.load(file, weights_only=True)
+
+    def _compare(self, name: str, model: Path) -> dict[str, Any]:
+        """The measurements of `nemo-oprd compare` on the held-out prompts."""
+        place = self.root / "compare"
+        arguments = [
+            f"{name}={model}", "--teacher", str(self.root / "models" / "teacher"), "--prompts", str(HELDOUT),
+            "--output", str(place), "--count", str(HELDOUT_PROMPTS), "--max-new-tokens", str(NEW_TOKENS),
+        ]  # fmt: skip
+        self._command("compare", arguments, f"{name}.compare")
+        found = json.loads((place / f"{name}.json").read_text())
+        return {source: found[source] for source in ("on_teacher", "on_student")}
+
+    def _command(self, command: str, arguments: list[str], log_name: str) -> None:
+        log = self.root / "logs" / f"{log_name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        words = [sys.executable, "-m", "nemo_oprd", command, *arguments]
+        with log.open("w") as out:
+            ended = subprocess.run(words, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"{command} ended with {ended.returncode}; see {log}:\n{log.read_text()[-800:]}")
+
+
+def _supervised(arm: Arm, pairs: dict[int, int]) -> dict[int, int]:
+    """The pairs of the layers that the arm supervises."""
+    from nemo_oprd.losses.layer_mapping import supervised_layers
+
+    named = [s.split("=", 1)[1] for s in arm.all_settings if s.startswith("loss.representation.layers=")]
+    return {layer: pairs[layer] for layer in supervised_layers(named[-1] if named else "all", len(pairs))}
+
+
+def curves(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The training's curves, its first and last losses per layer, and its seconds per phase."""
+    layers = [key for key in records[0] if key.startswith("rep/loss_layer/")]
+    timing = sorted({key for record in records for key in record if key.startswith("timing/")})
+    return {
+        **{key: [_short(record[key]) for record in records if key in record] for key in CURVES},
+        "loss_layer_first": {key.rsplit("/", 1)[1]: _short(records[0][key]) for key in layers},
+        "loss_layer_last": {key.rsplit("/", 1)[1]: _short(records[-1][key]) for key in layers},
+        "seconds": {key: round(sum(record.get(key, 0.0) for record in records), 2) for key in timing},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where a run was measured: seconds of one machine are not those of another."""
+    import torch
+
+    return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": 1,
+            "torch": torch.__version__}  # fmt: skip
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return _short(value)
+
+
+def _result(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def write_result(name: str, content: dict[str, Any]) -> None:
+    """Writes the small JSON of a finished run, which is committed."""
+    from nemo_oprd.fault_tolerance.files import write_atomically
+
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_atomically(_result(name), json.dumps(_rounded(content), indent=1) + "\n")
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """All finished runs by name."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def line(measured: dict[str, Any]) -> str:
+    """The main numbers of one run."""
+    on_teacher, own = measured["on_teacher"], measured["on_student"]
+    return (
+        f"KL(t|s) {on_teacher['forward_kl']:.3f}  KL(s|t) {on_teacher['reverse_kl']:.3f}  "
+        f"greedy {on_teacher['greedy_agreement']:.3f}  own KL(s|t) {own['reverse_kl']:.3f}  "
+        f"entropy {own['student_entropy']:.2f}  ppl {own['teacher_perplexity']:.1f}  distinct {own['distinct_4']:.3f}"
+    )
+
+
+def run_all(study: Study, arms: Iterable[Arm], jobs: int) -> None:
+    """Runs arms in their order, `jobs` at a time; a failed one is reported and the others go on."""
+
+    def one(arm: Arm) -> None:
+        try:
+            study.run(arm)
+        except RuntimeError as error:
+            print(f"{arm.name} failed: {error}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, arms))
+
+
+def main() -> None:
+    """Command line."""
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["run", "table"])
+    parser.add_argument("--output", default="runs/real_study", metavar="DIR")
+    parser.add_argument("--gguf", metavar="FILE", help="the teacher's GGUF file, needed once")
+    parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs; each has one thread")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only arms whose name contains one of these texts")
+    options = parser.parse_args()
+    if options.command == "run":
+        study = Study(Path(options.output).absolute())
+        study.prepare(Path(options.gguf) if options.gguf else None)
+        run_all(study, [a for a in sweep() if not options.only or any(t in a.name for t in options.only)], options.jobs)
+    print(read_results().keys())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Writes a model in a GGUF file as a Hugging Face directory in float32, with its tokenizer.
+
+python checkpoint_tools/gguf_to_hf.py --gguf FILE --output MODEL
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from _command import run
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="GGUF file -> Hugging Face model.")
+    parser.add_argument("--gguf", required=True, metavar="FILE", help="the model in GGUF format")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the model; an earlier one there is replaced")
+    options = parser.parse_args()
+
+    def convert() -> int:
+        from nemo_oprd.weights.gguf import gguf_to_hf
+
+        spec = gguf_to_hf(Path(options.gguf), Path(options.output))
+        print(f"{options.output}: {spec.num_layers} layers of width {spec.hidden_size}, from {options.gguf}")
+        return 0
+
+    run(convert)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""`nemo-oprd compare`: one or several students against their teacher, on the teacher's responses and on their own.
+
+    DIR/teacher.json           how responses are sampled, and what the teacher's look like
+    DIR/teacher.jsonl          the teacher's responses: prompt, text, ids
+    DIR/NAME.json              one student's measurements
+    DIR/NAME.jsonl             that student's responses
+
+A file that is there already is used again if it was measured with equal settings on the same models, so a command that
+was interrupted goes on where it stopped, and another student can be added later.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.data.prompts import Prompt, load_prompts
+from nemo_oprd.evaluation.agreement import (
+    Response,
+    Sampling,
+    describe_text,
+    load_model,
+    measure,
+    sample_responses,
+    summarize,
+)
+from nemo_oprd.evaluation.generations import digest, model_identity, write_lines
+from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.files import read_json, write_atomically
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.tokenization.tokenizer import Tokenizer
+
+FORMAT = 1
+TEACHER = "teacher"
+DTYPES = ("float32", "bfloat16")
+# (heading, source of the text, value) of the printed table, in its order
+COLUMNS = (
+    ("KL(s|t)", "on_teacher", "reverse_kl"),
+    ("KL(t|s)", "on_teacher", "forward_kl"),
+    ("greedy", "on_teacher", "greedy_agreement"),
+    ("own KL(s|t)", "on_student", "reverse_kl"),
+    ("own KL(t|s)", "on_student", "forward_kl"),
+    ("own entropy", "on_student", "student_entropy"),
+    ("teacher's ppl", "on_student", "teacher_perplexity"),
+    ("distinct 4", "on_student", "distinct_4"),
+    ("length", "on_student", "length"),
+)
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What is compared, and how; the command's options."""
+
+    teacher: Path
+    students: dict[str, Path]
+    prompts: Path
+    output: Path
+    count: int = 64
+    dtype: str = "float32"
+    sampling: Sampling = Sampling(max_new_tokens=64, temperature=1.0, seed=0, batch=64)
+
+
+def parse_students(given: Sequence[str]) -> dict[str, Path]:
+    """The models named as NAME=DIR.
+
+    Raises:
+        ValueError: a text has another form, a name is taken, or a directory does not exist.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, _, directory = text.partition("=")
+        if not directory or not name.replace("-", "_").replace(".", "_").isidentifier() or name in {TEACHER, *found}:
+            raise ValueError(
+                f"student {text!r}: expected NAME=DIR, with a name of letters, digits, '_', '-' and '.' that no other "
+                f"model has ({TEACHER!r} is taken); correct it"
+            )
+        if not Path(directory).is_dir():
+            raise ValueError(f"student {text!r}: no such directory; expected a Hugging Face model: correct the path")
+        found[name] = Path(directory)
+    return found
+
+
+def compare(options: CompareOptions) -> None:
+    """Measures what is not measured yet, and prints a table of all students.
+
+    Raises:
+        ValueError: a model or the prompts cannot be read, or the models do not share token ids.
+    """
+    check_output(str(options.output))
+    options.output.mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(options)
+    results = {name: comparison.student(name) for name in options.students}
+    print(table(results))
+
+
+class Comparison:
+    """The models and prompts of one comparison; a model is loaded when something has to be measured with it."""
+
+    def __init__(self, options: CompareOptions) -> None:
+        self.options = options
+        self.tokenizer = Tokenizer.load(options.teacher)
+        for name, directory in options.students.items():
+            if Tokenizer.load(directory).fingerprint() != self.tokenizer.fingerprint():
+                raise ValueError(
+                    f"student {name}={directory} has another vocabulary than the teacher {options.teacher}: their "
+                    "next-token distributions can't be compared; expected the same tokenizer: choose another model"
+                )
+        self.prompts: list[Prompt] = load_prompts(options.prompts)[: options.count]
+        self.ids = [self.tokenizer.encode_prompt(list(prompt.messages)) for prompt in self.prompts]
+        limit = read_model_spec(options.teacher).max_positions
+        longest = max(map(len, self.ids)) + options.sampling.max_new_tokens
+        if longest > limit:
+            raise ValueError(
+                f"the longest prompt and {options.sampling.max_new_tokens} new tokens are {longest} tokens, the models "
+                f"have {limit} positions; expected at most these: lower --max-new-tokens, or shorten {options.prompts}"
+            )
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What must be equal for a measurement to be used again."""
+        return {
+            "format": FORMAT,
+            "teacher": model_identity(self.options.teacher),
+            "prompts": digest(self.ids),
+            "count": len(self.ids),
+            "dtype": self.options.dtype,
+            "sampling": asdict(self.options.sampling),
+        }
+
+    @cached_property
+    def teacher(self) -> Any:
+        """The teacher's model."""
+        return self._load(self.options.teacher)
+
+    @cached_property
+    def teacher_responses(self) -> list[Response]:
+        """The teacher's responses, sampled or read."""
+        kept = self._kept(TEACHER, self.settings)
+        if kept is not None:
+            return self._read_responses(TEACHER)
+        print(f"{TEACHER}: {self.options.teacher}", file=sys.stderr, flush=True)
+        responses = sample_responses(self.teacher, self.ids, self.tokenizer.eos_ids, self.options.sampling)
+        self._write(TEACHER, {**self.settings, "text": describe_text(responses)}, responses)
+        return responses
+
+    def student(self, name: str) -> dict[str, Any]:
+        """The measurements of one student."""
+        directory = self.options.students[name]
+        settings = {**self.settings, "student": model_identity(directory)}
+        kept = self._kept(name, settings)
+        if kept is not None:
+            return kept
+        teachers = self.teacher_responses
+        print(f"{name}: {directory}", file=sys.stderr, flush=True)
+        model = self._load(directory)
+        own = sample_responses(model, self.ids, self.tokenizer.eos_ids, self.options.sampling)
+        parts = {
+            source: measure(model, self.teacher, responses, self.tokenizer.vocab_size)
+            for source, responses in (("on_teacher", teachers), ("on_student", own))
+        }
+        result = {
+            **settings,
+            "on_teacher": summarize(parts["on_teacher"]),
+            "on_student": {**summarize(parts["on_student"]), **describe_text(own)},
+            "per_prompt": {source: [asdict(part) for part in found] for source, found in parts.items()},
+        }
+        self._write(name, result, own)
+        return result
+
+    def _load(self, directory: Path) -> Any:
+        import torch
+
+        return load_model(directory, getattr(torch, self.options.dtype))
+
+    def _kept(self, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+        """An earlier measurement with these settings, if there is one."""
+        file = self.options.output / f"{name}.json"
+        if not file.is_file():
+            return None
+        kept = read_json(file, "an object", "remove it to measure again")
+        return kept if all(kept.get(key) == value for key, value in settings.items()) else None
+
+    def _write(self, name: str, result: dict[str, Any], responses: list[Response]) -> None:
+        """Responses first: the other file says that both are whole."""
+        write_lines(
+            self.options.output / f"{name}.jsonl",
+            (
+                {
+                    "prompt": prompt.messages[-1]["content"],
+                    "response": self.tokenizer.decode(response.tokens),
+                    "ended": response.ended,
+                    "prompt_ids": response.prompt,
+                    "response_ids": response.tokens,
+                }
+                for prompt, response in zip(self.prompts, responses, strict=True)
+            ),
+        )
+        write_atomically(self.options.output / f"{name}.json", json.dumps(result, indent=1) + "\n")
+
+    def _read_responses(self, name: str) -> list[Response]:
+        lines = (self.options.output / f"{name}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return [Response(r["prompt_ids"], r["response_ids"], r["ended"]) for r in records]
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The measurements as a Markdown table; "own" columns are on the student's responses, the first ones on the teacher's."""
+    lines = ["| student | " + " | ".join(heading for heading, _, _ in COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for name, result in results.items():
+        cells = [f"{result[source][key]:.3g}" for _, source, key in COLUMNS]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
