@@ -1,8 +1,8 @@
 """Diagonal and low-rank maps of a teacher's hidden states, as bridges between models of one width.
 
-A squared difference of hidden states of a real language model is mostly that of a few massive dimensions. A bridge whose
-maps are the same for both models compares something else with no new code: the states in units of each dimension's own
-standard deviation, or without the massive dimensions, or on the teacher's leading principal directions.
+A squared difference of hidden states of a real language model is mostly that of a few massive dimensions. A bridge
+whose maps are the same for both models compares something else with no new code: the states in units of each
+dimension's own standard deviation, or without the massive dimensions, or on the leading principal directions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ MAPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def write_bridge(
-    kind: str, moments: tuple[torch.Tensor, torch.Tensor], layer_map: dict[int, int], models: tuple[Path, Path], to: Path
+    kind: str,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    layer_map: dict[int, int],
+    models: tuple[Path, Path],
+    to: Path,
 ) -> None:
     """Writes the bridge in which both models' states are mapped by `MAPS[kind]` of the teacher's moments.
 
@@ -88,8 +92,9 @@ def write_bridge(
         map_RD = MAPS[kind](moments[0][teacher - 1], moments[1][teacher - 1]).float()
         mean_D = torch.zeros(map_RD.shape[1])
         pairs[LayerPair(student, teacher)] = LayerBridge(mean_D, map_RD, map_RD.clone())
-    specs = [read_model_spec(model) for model in models]
-    student, teacher = (ModelIdentity(s.model_type, s.num_layers, s.hidden_size, s.vocab_size) for s in specs)
-    rank = next(iter(pairs.values())).teacher_basis
-    assert rank is not None
-    save_bridge(Bridge(rank.shape[0], pairs, student, teacher, CapturePoint()), to)
+    identities = [
+        ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size)
+        for spec in map(read_model_spec, models)
+    ]
+    rank = MAPS[kind](moments[0][-1], moments[1][-1]).shape[0]
+    save_bridge(Bridge(rank, pairs, identities[0], identities[1], CapturePoint()), to)

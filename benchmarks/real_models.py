@@ -39,8 +39,8 @@ def make_models(root: Path, gguf: Path | None) -> None:
 
 def kept_layers(root: Path) -> list[int]:
     """The teacher's layers whose weights the pruned student has, in its order."""
-    found = re.search(r": ([\d,]+)$", (root / "pruned.txt").read_text().strip())
-    assert found is not None, "prune_layers prints the kept layers last"
+    found = re.search(r": ([\d,]+)$", (root / "pruned.txt").read_text(), re.MULTILINE)
+    assert found is not None, "prune_layers prints the kept layers"
     return [int(layer) for layer in found[1].split(",")]
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_arms import Arm, sweep
-from benchmarks.real_models import HELDOUT, LAYER_MAPS, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
+from benchmarks.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
 
 RESULTS = Path(__file__).parent / "results" / "real_study"
 RESPONSES, NEW_TOKENS = 8, 48
@@ -116,7 +116,9 @@ class Study:
             directory = self.root / "models" / "teacher"
             tokenizer, model = Tokenizer.load(directory), load_model(directory, torch.float32)
             prompts = [tokenizer.encode_prompt(list(prompt.messages)) for prompt in load_prompts(TRAIN)[:64]]
-            found = sample_responses(model, prompts, tokenizer.eos_ids, Sampling(NEW_TOKENS, 1.0, 0, 64))
+            found = sample_responses(
+                model, prompts, tokenizer.eos_ids, tokenizer.vocab_size, Sampling(NEW_TOKENS, 1.0, 0, 64)
+            )
             torch.save(measure(model, [(r.prompt + r.tokens, len(r.prompt)) for r in found]), file)
         return torch.load(file, weights_only=True)
 
@@ -228,7 +230,7 @@ def main() -> None:
     parser.add_argument("--output", default="runs/real_study", metavar="DIR")
     parser.add_argument("--gguf", metavar="FILE", help="the teacher's GGUF file, needed once")
     parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs; each has one thread")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only arms whose name contains one of these texts")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only arms whose names contain one of these")
     options = parser.parse_args()
     if options.command == "run":
         study = Study(Path(options.output).absolute())

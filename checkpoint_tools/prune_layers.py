@@ -2,6 +2,8 @@
 
 python checkpoint_tools/prune_layers.py --hf-path MODEL --output STUDENT --keep 20 --prompts FILE
 python checkpoint_tools/prune_layers.py --hf-path MODEL --output STUDENT --layers 1,2,3,6,7,8
+
+The last line is a setting for training: it compares each of the student's layers with the model's layer that it was.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def main() -> None:
     options = _parse()
 
     def prune() -> int:
-        from nemo_oprd.weights.pruning import prune_layers
+        from nemo_oprd.weights.pruning import kept_map, prune_layers
 
         source, target = Path(options.hf_path), Path(options.output)
         if target.resolve() == source.resolve():
@@ -37,6 +39,7 @@ def main() -> None:
         kept = _given(options.layers) if options.layers else _measured(source, options)
         spec = prune_layers(source, target, kept)
         print(f"{target}: {spec.num_layers} layers of {source}: {','.join(map(str, kept))}")
+        print(kept_map(kept))
         return 0
 
     run(prune)

@@ -97,7 +97,9 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--temperature", type=float, default=1.0, help="0: most probable (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    command.add_argument("--batch", type=_positive, default=64, metavar="N", help="sampled at once (default: %(default)s)")
+    command.add_argument(
+        "--batch", type=_positive, default=64, metavar="N", help="sampled at once (default: %(default)s)"
+    )
     command.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
 
 

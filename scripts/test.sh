@@ -8,7 +8,7 @@
 # beside the other tests, which wait more than they compute, and some files of its own; their output follows at the end.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
-services="slurm or vllm or nemo"
+services="slurm or vllm or nemo or smollm"
 beside=(tests/functional/test_{bad_inputs,prune_layers,safe_unpickling,vllm_engine}.py)
 if [ "${1:-}" = --integration ]; then
   shift

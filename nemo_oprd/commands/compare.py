@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,10 @@ from nemo_oprd.evaluation.generations import digest, model_identity, write_lines
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.models import read_model_spec
+from nemo_oprd.observability.report.comparison import TEACHER, markdown_table
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 FORMAT = 1
-TEACHER = "teacher"
-DTYPES = ("float32", "bfloat16")
-# (heading, source of the text, value) of the printed table, in its order
-COLUMNS = (
-    ("KL(s|t)", "on_teacher", "reverse_kl"),
-    ("KL(t|s)", "on_teacher", "forward_kl"),
-    ("greedy", "on_teacher", "greedy_agreement"),
-    ("own KL(s|t)", "on_student", "reverse_kl"),
-    ("own KL(t|s)", "on_student", "forward_kl"),
-    ("own entropy", "on_student", "student_entropy"),
-    ("teacher's ppl", "on_student", "teacher_perplexity"),
-    ("distinct 4", "on_student", "distinct_4"),
-    ("length", "on_student", "length"),
-)
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,7 @@ class CompareOptions:
     output: Path
     count: int = 64
     dtype: str = "float32"
-    sampling: Sampling = Sampling(max_new_tokens=64, temperature=1.0, seed=0, batch=64)
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=64, temperature=1.0, seed=0, batch=64))
 
 
 def parse_students(given: Sequence[str]) -> dict[str, Path]:
@@ -95,7 +82,7 @@ def compare(options: CompareOptions) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(options)
     results = {name: comparison.student(name) for name in options.students}
-    print(table(results))
+    print(markdown_table(results))
 
 
 class Comparison:
@@ -144,7 +131,7 @@ class Comparison:
         if kept is not None:
             return self._read_responses(TEACHER)
         print(f"{TEACHER}: {self.options.teacher}", file=sys.stderr, flush=True)
-        responses = sample_responses(self.teacher, self.ids, self.tokenizer.eos_ids, self.options.sampling)
+        responses = self._sample(self.teacher)
         self._write(TEACHER, {**self.settings, "text": describe_text(responses)}, responses)
         return responses
 
@@ -158,7 +145,7 @@ class Comparison:
         teachers = self.teacher_responses
         print(f"{name}: {directory}", file=sys.stderr, flush=True)
         model = self._load(directory)
-        own = sample_responses(model, self.ids, self.tokenizer.eos_ids, self.options.sampling)
+        own = self._sample(model)
         parts = {
             source: measure(model, self.teacher, responses, self.tokenizer.vocab_size)
             for source, responses in (("on_teacher", teachers), ("on_student", own))
@@ -171,6 +158,10 @@ class Comparison:
         }
         self._write(name, result, own)
         return result
+
+    def _sample(self, model: Any) -> list[Response]:
+        tokenizer = self.tokenizer
+        return sample_responses(model, self.ids, tokenizer.eos_ids, tokenizer.vocab_size, self.options.sampling)
 
     def _load(self, directory: Path) -> Any:
         import torch
@@ -206,12 +197,3 @@ class Comparison:
         lines = (self.options.output / f"{name}.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         return [Response(r["prompt_ids"], r["response_ids"], r["ended"]) for r in records]
-
-
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The measurements as a Markdown table; "own" columns are on the student's responses, the first ones on the teacher's."""
-    lines = ["| student | " + " | ".join(heading for heading, _, _ in COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
-    for name, result in results.items():
-        cells = [f"{result[source][key]:.3g}" for _, source, key in COLUMNS]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

@@ -70,19 +70,23 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 def sample_responses(
-    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], sampling: Sampling
+    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], vocab_size: int, sampling: Sampling
 ) -> list[Response]:
-    """One response per prompt. The result depends on the seed, the prompts, their order and the batch size."""
+    """One response per prompt. The result depends on the seed, the prompts, their order and the batch size.
+
+    Args:
+        vocab_size: ids from here on are padding of the embedding and are not sampled.
+    """
     responses: list[Response] = []
     with torch.random.fork_rng():
         torch.manual_seed(sampling.seed)
         for first in tqdm(range(0, len(prompts), sampling.batch), desc="sampling", unit="batch"):
-            responses += _sample_batch(model, prompts[first : first + sampling.batch], eos_ids, sampling)
+            responses += _sample_batch(model, prompts[first : first + sampling.batch], eos_ids, vocab_size, sampling)
     return responses
 
 
 def _sample_batch(
-    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], sampling: Sampling
+    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], vocab_size: int, sampling: Sampling
 ) -> Iterator[Response]:
     from transformers import GenerationConfig
 
@@ -93,7 +97,11 @@ def _sample_batch(
     if sampling.temperature > 0:
         chosen = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
     settings = GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens, eos_token_id=list(eos_ids), pad_token_id=pad, **chosen
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=list(eos_ids),
+        pad_token_id=pad,
+        suppress_tokens=list(range(vocab_size, model.config.vocab_size)) or None,
+        **chosen,
     )
     output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
     for prompt, row in zip(prompts, output[:, width:].tolist(), strict=True):

@@ -101,6 +101,16 @@ def prune_layers(source: Path, target: Path, kept: Sequence[int]) -> ModelSpec:
     return read_model_spec(target)
 
 
+def kept_map(kept: Sequence[int]) -> str:
+    """The setting that compares every layer of a pruned student with the teacher's layer whose weights it has.
+
+    >>> kept_map([1, 3, 6])
+    'loss.representation.layer_map={1:1,2:3,3:6}'
+    """
+    pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate(kept, start=1))
+    return f"loss.representation.layer_map={{{pairs}}}"
+
+
 def _kept_tensors(source: Path, kept: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """(New name, tensor) of the tensors outside of layers and of the kept layers, which are numbered anew."""
     checkpoint = HFCheckpoint(source)

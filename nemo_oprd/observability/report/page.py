@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.observability.report.comparison import COLUMNS, DIRECTORY, Comparison, read_comparison
 from nemo_oprd.observability.report.figures import (
     COLORS,
     PHASES,
@@ -97,13 +98,14 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     paths, output = [Path(run) for run in runs], Path(output)
     if output.is_dir():
         raise ValueError(f"{output} is a directory, expected a file to write; add a name such as report.html")
-    page = _render([read_run(path, name) for path, name in zip(paths, short_names(paths), strict=True)])
+    read = [read_run(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
+    page = _render(read, [read_comparison(path / DIRECTORY) for path in paths])
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page)
     return output
 
 
-def _render(runs: list[Run]) -> str:
+def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
     text = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     # autoescape: names of runs, sets and models come from files
     environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
@@ -113,6 +115,12 @@ def _render(runs: list[Run]) -> str:
         colors=COLORS,
         cards=[Card(run_key(index, run), _settings(run), run.cut_line) for index, run in enumerate(runs)],
         validation={"metrics": _validation_metrics(runs), "rows": _validation_rows(runs)},
+        columns=COLUMNS,
+        comparisons=[
+            (run_key(index, run), comparison)
+            for index, (run, comparison) in enumerate(zip(runs, comparisons, strict=True))
+            if comparison is not None
+        ],
         figures=[_figure(panel, steps, f"f{index}") for index, panel in enumerate(panels(runs))],
         metrics=_first_and_last(runs),
     )
