@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,9 @@ from typing import Any
 
 from benchmarks.real_arms import Arm, sweep
 from benchmarks.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
+from benchmarks.real_tables import RESULTS, line, read_results, tables
+from nemo_oprd.evaluation.agreement import Response, describe_text
 
-RESULTS = Path(__file__).parent / "results" / "real_study"
 RESPONSES, NEW_TOKENS = 8, 48
 HELDOUT_PROMPTS = 48
 # of a training record; `rep/loss_layer/*` show where the loss is
@@ -130,8 +132,7 @@ class Study:
             "--output", str(place), "--count", str(HELDOUT_PROMPTS), "--max-new-tokens", str(NEW_TOKENS),
         ]  # fmt: skip
         self._command("compare", arguments, f"{name}.compare")
-        found = json.loads((place / f"{name}.json").read_text())
-        return {source: found[source] for source in ("on_teacher", "on_student")}
+        return read_measurements(place, name)
 
     def _command(self, command: str, arguments: list[str], log_name: str) -> None:
         log = self.root / "logs" / f"{log_name}.log"
@@ -150,6 +151,23 @@ def _supervised(arm: Arm, pairs: dict[int, int]) -> dict[int, int]:
 
     named = [s.split("=", 1)[1] for s in arm.all_settings if s.startswith("loss.representation.layers=")]
     return {layer: pairs[layer] for layer in supervised_layers(named[-1] if named else "all", len(pairs))}
+
+
+def read_measurements(place: Path, name: str) -> dict[str, dict[str, list[float]]]:
+    """What `nemo-oprd compare` wrote, per held-out prompt: {"on_teacher" or "on_student": {measure: [values]}}.
+
+    Values of models are sums over the tokens of a response, so that means over any set of prompts can be formed.
+    """
+    result = json.loads((place / f"{name}.json").read_text())
+    found = {
+        source: {key: [part[key] for part in parts] for key in parts[0]}
+        for source, parts in result["per_prompt"].items()
+    }
+    rows = [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
+    responses = [Response(row["prompt_ids"], row["response_ids"], row["ended"]) for row in rows]
+    described = [describe_text([response]) for response in responses]
+    found["on_student"] |= {key: [each[key] for each in described] for key in ("distinct_4", "truncated")}
+    return found
 
 
 def curves(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -179,6 +197,8 @@ def _short(value: Any) -> Any:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
     return _short(value)
 
 
@@ -191,22 +211,9 @@ def write_result(name: str, content: dict[str, Any]) -> None:
     from nemo_oprd.fault_tolerance.files import write_atomically
 
     RESULTS.mkdir(parents=True, exist_ok=True)
-    write_atomically(_result(name), json.dumps(_rounded(content), indent=1) + "\n")
-
-
-def read_results() -> dict[str, dict[str, Any]]:
-    """All finished runs by name."""
-    return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
-
-
-def line(measured: dict[str, Any]) -> str:
-    """The main numbers of one run."""
-    on_teacher, own = measured["on_teacher"], measured["on_student"]
-    return (
-        f"KL(t|s) {on_teacher['forward_kl']:.3f}  KL(s|t) {on_teacher['reverse_kl']:.3f}  "
-        f"greedy {on_teacher['greedy_agreement']:.3f}  own KL(s|t) {own['reverse_kl']:.3f}  "
-        f"entropy {own['student_entropy']:.2f}  ppl {own['teacher_perplexity']:.1f}  distinct {own['distinct_4']:.3f}"
-    )
+    lists = re.compile(r"\[[^\[\]{}]*\]")  # one line each
+    text = lists.sub(lambda found: " ".join(found[0].split()), json.dumps(_rounded(content), indent=1))
+    write_atomically(_result(name), text + "\n")
 
 
 def run_all(study: Study, arms: Iterable[Arm], jobs: int) -> None:
@@ -236,7 +243,7 @@ def main() -> None:
         study = Study(Path(options.output).absolute())
         study.prepare(Path(options.gguf) if options.gguf else None)
         run_all(study, [a for a in sweep() if not options.only or any(t in a.name for t in options.only)], options.jobs)
-    print(read_results().keys())
+    print(tables(read_results()))
 
 
 if __name__ == "__main__":

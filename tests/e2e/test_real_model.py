@@ -21,9 +21,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of the project that has the model, in this process's environment."""
     real_model()
     copy = tmp_path_factory.mktemp("clone") / "nemo_oprd"
-    shutil.copytree(
-        ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "models", "__pycache__", ".*_cache")
-    )
+    ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=lambda place, names: {*ignored(place, names), *_top(place, "models")})
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").write_text("")
     (copy / ".venv" / "ready").write_text("")
@@ -31,6 +30,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (copy / "models" / MODEL.name).symlink_to(MODEL)
     yield copy
     shutil.rmtree(copy)
+
+
+def _top(place: str, name: str) -> set[str]:
+    return {name} if Path(place) == ROOT else set()
 
 
 def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

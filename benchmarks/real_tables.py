@@ -1,0 +1,178 @@
+"""Tables of the study on a real language model, from the JSON files of its finished runs.
+
+The held-out prompts are split: the first half chooses a loss's learning rate (the lowest mean of both divergences on
+the teacher's responses), and every number in a table is measured on the second half. Intervals are 95 % percentile
+bootstrap intervals over prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results" / "real_study"
+DRAWS = 2000
+
+Results = dict[str, dict[str, Any]]
+Measured = dict[str, dict[str, list[float]]]
+
+
+def read_results() -> Results:
+    """All finished runs by name."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def _mean(measured: Measured, source: str, key: str, prompts: slice | np.ndarray) -> float:
+    """The mean over tokens of a sum, or over responses of a description."""
+    values = np.array(measured[source][key], dtype=float)[prompts]
+    if key in ("distinct_4", "truncated", "tokens"):
+        return float(values.mean())
+    return float(values.sum() / np.array(measured[source]["tokens"], dtype=float)[prompts].sum())
+
+
+# (heading, value for the measurements of some prompts)
+COLUMNS: tuple[tuple[str, Callable[[Measured, Any], float]], ...] = (
+    ("KL(t\\|s)", lambda m, at: _mean(m, "on_teacher", "forward_kl", at)),
+    ("KL(s\\|t)", lambda m, at: _mean(m, "on_teacher", "reverse_kl", at)),
+    ("same greedy token", lambda m, at: _mean(m, "on_teacher", "same_greedy", at)),
+    ("own KL(s\\|t)", lambda m, at: _mean(m, "on_student", "reverse_kl", at)),
+    ("own entropy", lambda m, at: _mean(m, "on_student", "student_entropy", at)),
+    ("teacher's perplexity", lambda m, at: math.exp(_mean(m, "on_student", "teacher_nll", at))),
+    ("distinct 4-grams", lambda m, at: _mean(m, "on_student", "distinct_4", at)),
+    ("length", lambda m, at: _mean(m, "on_student", "tokens", at)),
+)
+
+
+def halves(measured: Measured) -> tuple[slice, slice]:
+    """The prompts that choose, and those that are reported."""
+    count = len(measured["on_teacher"]["tokens"])
+    return slice(0, count // 2), slice(count // 2, count)
+
+
+def distance(measured: Measured) -> float:
+    """What chooses a learning rate: the mean of both divergences on the teacher's responses to the first prompts."""
+    chooses, _ = halves(measured)
+    return sum(_mean(measured, "on_teacher", key, chooses) for key in ("forward_kl", "reverse_kl")) / 2
+
+
+def best_runs(results: Results, student: str, change: str = "") -> dict[str, str]:
+    """Loss -> the name of its run with the best rate, among the runs with seed 0."""
+    best: dict[str, str] = {}
+    for name, result in results.items():
+        arm = result.get("arm")
+        if arm is None or (arm["student"], arm["change"], arm["seed"]) != (student, change, 0):
+            continue
+        loss = arm["loss"]
+        if loss not in best or distance(result["measured"]) < distance(results[best[loss]]["measured"]):
+            best[loss] = name
+    return best
+
+
+def line(measured: Measured) -> str:
+    """The main numbers of one run, on all prompts."""
+    return "  ".join(f"{name} {value(measured, slice(None)):.3f}" for name, value in COLUMNS)
+
+
+def interval(one: Measured, other: Measured, value: Callable[[Measured, Any], float]) -> tuple[float, float, float]:
+    """Difference of a value between two runs on the reported prompts, with its paired bootstrap interval."""
+    _, reported = halves(one)
+    at = np.arange(len(one["on_teacher"]["tokens"]))[reported]
+    draw = np.random.default_rng(0)
+    differences = [value(one, chosen) - value(other, chosen) for chosen in draw.choice(at, (DRAWS, len(at)))]
+    low, high = np.percentile(differences, [2.5, 97.5])
+    return value(one, at) - value(other, at), float(low), float(high)
+
+
+def _row(label: str, measured: Measured) -> str:
+    _, reported = halves(measured)
+    return f"| {label} | " + " | ".join(f"{value(measured, reported):.3g}" for _, value in COLUMNS) + " |"
+
+
+def _header(first: str) -> str:
+    return f"| {first} | " + " | ".join(name for name, _ in COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|"
+
+
+def best_table(results: Results, student: str) -> str:
+    """Every loss at its best rate, and the student before training."""
+    best = best_runs(results, student)
+    lines = [_header(student), _row("(start)", results[f"{student}-start"]["measured"])]
+    for loss, name in sorted(best.items(), key=lambda item: distance(results[item[1]]["measured"])):
+        lines.append(_row(f"{loss}, {results[name]['arm']['rate']:g}", results[name]["measured"]))
+    return "\n".join(lines)
+
+
+def rates_table(results: Results, student: str) -> str:
+    """Both divergences on the teacher's responses at every rate that was tried."""
+    arms = {
+        (r["arm"]["loss"], r["arm"]["rate"]): r["measured"]
+        for r in results.values()
+        if "arm" in r and (r["arm"]["student"], r["arm"]["change"], r["arm"]["seed"]) == (student, "", 0)
+    }
+    if not arms:
+        return ""
+    rates = sorted({rate for _, rate in arms})
+    lines = ["| loss | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---" * (1 + len(rates)) + "|"]
+    for loss in dict.fromkeys(loss for loss, _ in arms):
+        cells = [_both(arms[loss, rate]) if (loss, rate) in arms else "" for rate in rates]
+        lines.append(f"| {loss} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _both(measured: Measured) -> str:
+    _, reported = halves(measured)
+    return " / ".join(f"{value(measured, reported):.2f}" for _, value in COLUMNS[:2])
+
+
+def against_table(results: Results, student: str, base: str) -> str:
+    """The difference of every loss from `base`, each at its best rate, with intervals."""
+    best = best_runs(results, student)
+    if base not in best:
+        return ""
+    reference = results[best[base]]["measured"]
+    lines = [f"| minus {base} | KL(t\\|s) | KL(s\\|t) | same greedy token |", "|---|---|---|---|"]
+    for loss, name in best.items():
+        if loss != base:
+            cells = [interval(results[name]["measured"], reference, value) for _, value in COLUMNS[:3]]
+            texts = [f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]" for difference, low, high in cells]
+            lines.append(f"| {loss} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def changes_table(results: Results, student: str) -> str:
+    """Runs in which one setting differs from the loss's."""
+    found = [(n, r) for n, r in results.items() if "arm" in r and r["arm"]["change"] and r["arm"]["student"] == student]
+    rows = [_row(f"{r['arm']['loss']}, {r['arm']['change']}, {r['arm']['rate']:g}", r["measured"]) for _, r in found]
+    return "\n".join([_header(f"{student}, changes"), *rows]) if rows else ""
+
+
+def seeds_table(results: Results, student: str) -> str:
+    """Mean and range over seeds of the losses that ran with several."""
+    groups: dict[tuple[str, float], list[Measured]] = {}
+    for result in results.values():
+        arm = result.get("arm")
+        if arm and arm["student"] == student and not arm["change"]:
+            groups.setdefault((arm["loss"], arm["rate"]), []).append(result["measured"])
+    rows = []
+    for (loss, rate), runs in groups.items():
+        if len(runs) > 1:
+            cells = []
+            for _, value in COLUMNS:
+                each = [value(run, halves(run)[1]) for run in runs]
+                cells.append(f"{sum(each) / len(each):.3g} ({min(each):.3g} to {max(each):.3g})")
+            rows.append(f"| {loss}, {rate:g}, {len(runs)} seeds | " + " | ".join(cells) + " |")
+    return "\n".join([_header(student), *rows]) if rows else ""
+
+
+def tables(results: Results, students: Iterable[str] = ("pruned", "quantised")) -> str:
+    """All tables in Markdown."""
+    parts = []
+    for student in students:
+        if f"{student}-start" in results:
+            made = (best_table, rates_table, seeds_table, changes_table)
+            parts += [table(results, student) for table in made] + [against_table(results, student, "mse")]
+    return "\n\n".join(part for part in parts if part)
