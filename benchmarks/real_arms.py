@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 STEPS = 30
@@ -56,11 +56,18 @@ class Arm:
         return (*LOSSES[self.loss], *self.settings)
 
 
-def sweep(student: str = "pruned") -> Iterator[Arm]:
-    """Every loss at every rate, one rate after the other, so that an unfinished sweep compares all losses."""
+def sweep(student: str, losses: Iterable[str]) -> Iterator[Arm]:
+    """These losses at every rate, one rate after the other, so that an unfinished sweep compares all losses."""
     for rate in RATES:
-        for loss in LOSSES:
+        for loss in losses:
             yield Arm(loss, rate, student=student)
+
+
+def seeds(best: Iterable[Arm]) -> Iterator[Arm]:
+    """The same runs with other prompts and other samples."""
+    for arm in best:
+        for seed in SEEDS[1:]:
+            yield replace(arm, seed=seed)
 
 
 def changes(base: Arm) -> Iterator[Arm]:
@@ -78,3 +85,8 @@ def changes(base: Arm) -> Iterator[Arm]:
         yield replace(base, change=name, settings=settings)
     for name in ("uniform", "next_input"):
         yield replace(base, change=f"map_{name}", layer_map=name)
+
+
+def is_hidden(arm: Arm) -> bool:
+    """Whether the loss compares hidden states only."""
+    return "loss.output.weight=1" not in arm.all_settings

@@ -20,19 +20,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_arms import Arm, sweep
+from benchmarks.real_arms import LOSSES, Arm, changes, is_hidden, seeds, sweep
 from benchmarks.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
-from benchmarks.real_tables import RESULTS, line, read_results, tables
+from benchmarks.real_tables import RESULTS, best_runs, distance, line, read_results, tables
 from nemo_oprd.evaluation.agreement import Response, describe_text
 
 RESPONSES, NEW_TOKENS = 8, 48
 HELDOUT_PROMPTS = 48
+SEVERAL = 3  # losses that run with several seeds, and on the second student
 # of a training record; `rep/loss_layer/*` show where the loss is
 CURVES = ("loss/total", "rep/loss", "rep/cosine_similarity", "actor/grad_norm", "actor/entropy", "teacher/entropy",
           "response_length/mean", "output/loss")  # fmt: skip
@@ -216,6 +217,30 @@ def write_result(name: str, content: dict[str, Any]) -> None:
     write_atomically(_result(name), text + "\n")
 
 
+def arm_of(result: dict[str, Any]) -> Arm:
+    """The arm that a result was measured with."""
+    known = {each.name for each in fields(Arm)}
+    values = {key: value for key, value in result["arm"].items() if key in known}
+    return Arm(**{**values, "settings": tuple(values["settings"])})
+
+
+def best_arms(results: dict[str, dict[str, Any]], student: str) -> list[Arm]:
+    """Every loss at its best rate, the best loss first."""
+    names = sorted(best_runs(results, student).values(), key=lambda name: distance(results[name]["measured"]))
+    return [arm_of(results[name]) for name in names]
+
+
+def stages() -> Iterator[list[Arm]]:
+    """The arms of the study in their order; a stage is chosen by the results of the stages before it."""
+    yield list(sweep("pruned", LOSSES))
+    best = best_arms(read_results(), "pruned")
+    hidden = [arm for arm in best if is_hidden(arm)]
+    yield list(seeds(best[:SEVERAL]))
+    yield list(changes(hidden[0]))
+    chosen = dict.fromkeys(arm.loss for arm in (hidden[0], *[arm for arm in best if not is_hidden(arm)][: SEVERAL - 1]))
+    yield list(sweep("quantised", chosen))
+
+
 def run_all(study: Study, arms: Iterable[Arm], jobs: int) -> None:
     """Runs arms in their order, `jobs` at a time; a failed one is reported and the others go on."""
 
@@ -242,7 +267,9 @@ def main() -> None:
     if options.command == "run":
         study = Study(Path(options.output).absolute())
         study.prepare(Path(options.gguf) if options.gguf else None)
-        run_all(study, [a for a in sweep() if not options.only or any(t in a.name for t in options.only)], options.jobs)
+        for arms in stages():
+            wanted = [arm for arm in arms if not options.only or any(text in arm.name for text in options.only)]
+            run_all(study, wanted, options.jobs)
     print(tables(read_results()))
 
 

@@ -30,8 +30,9 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip()
 ]
-# run elsewhere: the test command is what runs this file; sbatch has tests/e2e/test_slurm.py
-ELSEWHERE = ("bash scripts/test.sh", "sbatch ")
+# run elsewhere: the test command is what runs this file; sbatch has tests/e2e/test_slurm.py, and the real model has
+# tests/e2e/test_real_model.py
+ELSEWHERE = ("bash scripts/test.sh", "bash scripts/real_model.sh", "sbatch ")
 WITH_VLLM = [command for command in COMMANDS if "rollout.engine=vllm" in command and not command.startswith(ELSEWHERE)]
 QUICKSTART, *OTHERS = [
     command for command in COMMANDS if not command.startswith(ELSEWHERE) and command not in WITH_VLLM

@@ -1,0 +1,164 @@
+"""The study on a real language model: its runs, how a rate is chosen, intervals, and the tables in the documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import real_study, real_tables
+from benchmarks.real_arms import LOSSES, RATES, Arm, changes, is_hidden, seeds, sweep
+from benchmarks.real_bridges import MAPS, teacher_moments, write_bridge
+from benchmarks.real_gradients import injected
+from benchmarks.real_losses import relative_mse
+from benchmarks.real_models import layer_map
+from nemo_oprd.bridge.artifact import load_bridge
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.losses.representation import mse
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = real_tables.read_results()
+
+
+def measured(forward: list[float], tokens: list[int] | None = None) -> dict[str, dict[str, list[float]]]:
+    """Measurements in which both divergences are `forward`, sums over the tokens of each response."""
+    counts: Any = tokens or [10] * len(forward)
+    keys = ("reverse_kl", "forward_kl", "same_greedy", "student_entropy", "teacher_entropy", "teacher_nll")
+    one = {"tokens": counts, **dict.fromkeys(keys, forward)}
+    return {
+        "on_teacher": one,
+        "on_student": {**one, "distinct_4": [1.0] * len(forward), "truncated": [0.0] * len(forward)},
+    }
+
+
+def run(loss: str, rate: float, forward: list[float], seed: int = 0) -> dict[str, Any]:
+    arm = {"loss": loss, "rate": rate, "seed": seed, "student": "pruned", "change": "", "settings": []}
+    return {"arm": arm, "measured": measured(forward)}
+
+
+def test_every_run_has_a_name_of_its_own_and_settings_that_load() -> None:
+    base = Arm("mse", 1e-4)
+    arms = [*sweep("pruned", LOSSES), *sweep("quantised", ["mse"]), *seeds([base]), *changes(base)]
+    assert len({arm.name for arm in arms}) == len(arms)
+    assert len(list(sweep("pruned", LOSSES))) == len(LOSSES) * len(RATES)
+    for arm in arms:
+        settings = [setting for setting in arm.all_settings if not setting.startswith("bridge=")]
+        load_config("real_model", [*settings, f"train.lr={arm.rate}"])
+    assert [arm.loss for arm in sweep("pruned", LOSSES) if arm.rate == RATES[0] and not is_hidden(arm)] == [
+        "sampled_token", "full_vocab", "forward_kl", "cosine_full_vocab",
+    ]  # fmt: skip
+
+
+def test_layer_maps_of_a_pruned_student() -> None:
+    kept = [1, 2, 5, 8]
+    assert layer_map("kept", kept, 8) == {1: 1, 2: 2, 3: 5, 4: 8}
+    # the last layer before the next one that was kept: what that layer read in the teacher
+    assert layer_map("next_input", kept, 8) == {1: 1, 2: 4, 3: 7, 4: 8}
+    assert layer_map("uniform", kept, 8) is None
+
+
+def test_a_rate_is_chosen_on_the_first_half_of_the_prompts() -> None:
+    results = {
+        "a": run("mse", 1e-4, [10.0, 10.0, 90.0, 90.0]),
+        "b": run("mse", 3e-4, [20.0, 20.0, 0.0, 0.0]),
+        "c": run("cosine", 3e-4, [5.0, 5.0, 5.0, 5.0]),
+        "d": run("mse", 1e-3, [0.0] * 4, seed=1),
+    }
+    assert real_tables.best_runs(results, "pruned") == {"mse": "a", "cosine": "c"}
+    assert real_tables.distance(results["a"]["measured"]) == 1.0
+
+
+def test_means_are_over_the_tokens_of_the_reported_half() -> None:
+    found = measured([9.0, 9.0, 2.0, 12.0], tokens=[1, 1, 4, 10])
+    _, reported = real_tables.halves(found)
+    (_, forward), *_ = real_tables.COLUMNS
+    assert forward(found, reported) == 1.0
+
+
+def test_intervals_against_a_plain_loop() -> None:
+    draw = np.random.default_rng(7)
+    one, other = (measured(draw.uniform(0, 20, 12).tolist(), draw.integers(1, 30, 12).tolist()) for _ in range(2))
+    _, forward = real_tables.COLUMNS[0]
+    found = real_tables.interval(one, other, forward)
+    chosen = np.random.default_rng(0).choice(np.arange(6, 12), (real_tables.DRAWS, 6))
+    differences = []
+    for prompts in chosen:
+        values = []
+        for side in (one["on_teacher"], other["on_teacher"]):
+            total = sum(side["forward_kl"][prompt] for prompt in prompts)
+            values.append(total / sum(side["tokens"][prompt] for prompt in prompts))
+        differences.append(values[0] - values[1])
+    differences.sort()
+    assert found[1] == pytest.approx(differences[int(0.025 * len(differences))], rel=0.02)
+    assert found[2] == pytest.approx(differences[int(0.975 * len(differences))], rel=0.02)
+
+
+def test_bridges_of_one_width(tmp_path: Path) -> None:
+    """The maps, from states whose moments are known, and what the artifact holds."""
+    torch.manual_seed(0)
+    states_ND = torch.randn(4000, 6, dtype=torch.float64) * torch.tensor([1.0, 2.0, 0.5, 40.0, 1.0, 1.0]).double() + 3
+    mean_D, second_DD = states_ND.mean(0), states_ND.T @ states_ND / len(states_ND)
+    assert ((states_ND @ MAPS["standardized"](mean_D, second_DD)).std(0) - 1).abs().max() < 1e-3
+    assert MAPS["without_outliers"](mean_D, second_DD).diagonal().tolist() == [1, 1, 1, 0, 1, 1]
+    assert MAPS["principal"](mean_D, second_DD)[0].abs().argmax() == 3
+    whitened = (states_ND - mean_D) @ MAPS["principal_whitened"](mean_D, second_DD).T
+    assert (whitened.T @ whitened / len(whitened) - torch.eye(6)).abs().max() < 1e-6
+    golden = ROOT / "tests" / "golden" / "student"
+    width = json.loads((golden / "config.json").read_text())["hidden_size"]
+    moments = torch.zeros(2, width), torch.eye(width).expand(2, width, width)
+    write_bridge("standardized", moments, {1: 1, 2: 2}, (golden, golden), tmp_path / "bridge")
+    bridge = load_bridge(tmp_path / "bridge")
+    rows = torch.randn(3, width)
+    assert torch.allclose(bridge.project_teacher(1, rows), bridge.project_student(1, rows))
+    assert torch.allclose(bridge.project_teacher(1, rows), rows)
+
+
+def test_moments_are_those_of_response_tokens() -> None:
+    """Against states gathered one by one; prompts do not count."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "tests" / "golden" / "student", dtype=torch.float64).eval()
+    sequences = [([5, 6, 7, 8, 9], 2), ([4, 3, 2], 1)]
+    mean_LD, second_LDD = teacher_moments(model, sequences)
+    rows = []
+    for ids, prompt in sequences:
+        with torch.no_grad():
+            states = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states[1:]
+        rows.append(torch.stack([state[0, prompt:] for state in states]))
+    rows_LND = torch.cat(rows, 1)
+    assert torch.allclose(mean_LD, rows_LND.mean(1))
+    assert torch.allclose(second_LDD[-1], rows_LND[-1].T @ rows_LND[-1] / rows_LND.shape[1])
+
+
+def test_injected_gradients() -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    values, gradient = injected(mse, student, teacher)
+    assert torch.allclose(gradient, 2 * (student - teacher) / (5 * 6))
+    assert torch.allclose(values, (student - teacher).square().mean(-1))
+    relative = relative_mse(student[0], teacher[0], "mean")
+    assert relative.tolist() == pytest.approx(
+        [float(((s - t) ** 2).sum() / (t**2).sum()) for s, t in zip(student[0], teacher[0], strict=True)]
+    )
+
+
+def test_results_are_small_and_name_nothing_of_the_machine() -> None:
+    assert RESULTS, "benchmarks/results/real_study holds the finished runs"
+    for name, result in RESULTS.items():
+        text = json.dumps(result)
+        assert len(text) < 20_000 and "/tmp" not in text and "/home" not in text, name
+        tokens = result["measured"]["on_teacher"]["tokens"]
+        assert len(tokens) == real_study.HELDOUT_PROMPTS and min(tokens) > 0
+        if "arm" in result:
+            assert real_study.arm_of(result).name == name
+            assert len(result["training"]["loss/total"]) == result["arm"]["steps"]
+
+
+def test_the_documents_have_the_tables_of_the_results() -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    for table in real_tables.tables(RESULTS).split("\n\n"):
+        assert table in page, f"docs/results.md lacks this table of `python -m benchmarks.real_study table`:\n{table}"
