@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 
 import pytest
 
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.evaluation import grade
 from nemo_oprd.evaluation.extraction import final_part
 from nemo_oprd.evaluation.graders import BUILTIN, DATA_SOURCES, BuiltinGrader, GraderChoice, check_judge, resolve
+from nemo_oprd.setup.preflight import check_graders
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
 # (grader, response, reference, what is extracted, verdict)
@@ -210,6 +213,65 @@ def test_wrong_graders_are_refused_in_one_line(own: str, name: str, words: str) 
     with pytest.raises(ValueError, match=words.replace("?", r"\?")) as refused:
         resolve("--grader", name.replace("OWN", own)).check("5")
     assert "\n" not in str(refused.value)
+
+
+def test_a_configuration_chooses_graders_and_mistakes_are_found_before_models_are_read() -> None:
+    base = ["student.hf_path=a", "teacher.hf_path=b", "data.validation.sums=x.jsonl"]
+    config = load_config("verify", [*base, "evaluation.graders.sums=number", "evaluation.judge=text"])
+    assert (config.evaluation.graders, config.evaluation.judge) == ({"sums": "number"}, "text")
+    check_graders(config)
+    with pytest.raises(ValueError, match=r"evaluation.graders.other=number: there is no such set, .* \(sums\)"):
+        load_config("verify", [*base, "evaluation.graders.other=number"])
+    for name, words in (("boxd", "did you mean 'boxed'"), ("no_such_module_here:f", "no module 'no_such_module_here'")):
+        with pytest.raises(ValueError, match=rf"evaluation.graders.sums=.*{words}"):
+            check_graders(load_config("verify", [*base, f"evaluation.graders.sums={name}"]))
+
+
+PIECES = [
+    *(
+        "\\frac",
+        "\\sqrt",
+        "\\left",
+        "\\right",
+        "\\le",
+        "\\text{a}",
+        "\\begin{pmatrix}",
+        "\\end{pmatrix}",
+        "\\\\",
+        "\\pm",
+    ),
+    *(
+        "\\infty",
+        "\\cup",
+        "\\{",
+        "\\}",
+        "\\%",
+        "\\",
+        "\\sin",
+        "\\log",
+        "\\int",
+        "\\sum",
+        "\\lim",
+        "\\to",
+        "\\overline{3}",
+    ),
+    *("\\boxed{", "Answer:", "0.", "1", "2", "x", "i", *"{}^_()[]+-*/,=<&%!|$.: "),
+]
+
+
+def test_random_latex_never_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(grade, "TIME_LIMIT_S", 2)
+    draw, asked = random.Random(0), 0
+    for _ in range(300):
+        text = "".join(draw.choice(PIECES) for _ in range(draw.randint(1, 14)))
+        for answer in (r"\frac{1}{2}", "[1,2]", text):
+            judgement = grade.judge(text, answer, both=True)
+            asked += judgement.math_verify is not None
+            assert answer != text or judgement.correct
+        for name in BUILTIN:
+            BuiltinGrader(name, "text")(text, "5")
+    assert asked > 300
 
 
 @pytest.mark.parametrize("name", ["aime24", "aime25", "aimo", "amc23", "math_500", "dapo_math_17k"])
