@@ -13,7 +13,7 @@ from nemo_oprd.evaluation.grading import compare, read_graded
 from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference
 
 EVALUATIONS = "evaluations"  # of a run: one directory per evaluation
-_NAMES = ("avg", "best", "pass", "maj")
+_COMPARED = ("avg", "best", "pass", "maj")  # prefixes: avg_len, too
 Rows = Mapping[str, Mapping[str, Any]]
 
 
@@ -72,26 +72,25 @@ def table(rows: Rows) -> str:
         rows: label of a model -> its metrics, without a prefix between set and metric.
     """
     names = sorted({key.split("/")[1] for metrics in rows.values() for key in metrics})
-    lines: list[list[str]] = []
-    for name in names:
-        for label, metrics in rows.items():
-            own = _of_set(metrics, name)
-            if not own:
-                continue
-            columns = [*_with_k(own, "avg"), *_with_k(own, "best"), *_with_k(own, "maj"), "avg_len"]
-            columns += [column for column in ("truncated", "no_answer") if column in own]
-            lines.append([f"{name}  {label}", *(f"{column} {_cell(own, column)}" for column in columns)])
+    own = {(name, label): _of_set(metrics, name) for name in names for label, metrics in rows.items()}
+    every = {column: 0.0 for values in own.values() for column in values}
+    columns = [*_with_k(every, "avg"), *_with_k(every, "best"), *_with_k(every, "maj")]
+    columns += [column for column in ("avg_len", "truncated", "no_answer") if column in every]
+    lines = [["", *columns]]
+    for (name, label), values in own.items():
+        if values:
+            lines.append([f"{name}  {label}", *(_cell(values, c) if c in values else "" for c in columns)])
     return _aligned(lines)
 
 
 def details(rows: Rows) -> str:
-    """pass@k for every k, and the lines of subjects and levels; "" if there is nothing to show."""
+    """pass@k where some k is between 1 and all, and the lines of subjects and levels; "" if there is nothing to show."""
     lines: list[list[str]] = []
     for label, metrics in rows.items():
         for name in sorted({key.split("/")[1] for key in metrics}):
             own = _of_set(metrics, name)
             passes = _with_k(own, "pass")
-            if len(passes) > 1:
+            if len(passes) > 2:  # the first is avg@n, the last is best@n
                 lines.append([f"{name}  {label}", *(f"{each} {_cell(own, each)}" for each in passes)])
             for key in own:
                 group, _, last = key.rpartition("/")
@@ -110,7 +109,8 @@ def differences(found: Mapping[str, Mapping[str, Difference]], after: str, befor
     """
     lines: list[list[str]] = []
     for name, metrics in sorted(found.items()):
-        for metric in [each for each in metrics if each.startswith((*_NAMES, "avg_len"))]:
+        same = {"pass@1", *(each.replace("best", "pass") for each in metrics if each.startswith("best@"))}
+        for metric in [each for each in metrics if each.startswith(_COMPARED) and each not in same]:
             gap = metrics[metric]
             scale, digits, unit = (1, 1, "tokens") if metric == "avg_len" else (100, 1, "points")
             value = f"{scale * gap.value:+.{digits}f} [{scale * gap.low:+.{digits}f}, {scale * gap.high:+.{digits}f}]"

@@ -88,7 +88,7 @@ def test_the_files_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert metrics["val/sums/truncated"] == pytest.approx(2 / 6)
     assert metrics["val/sums/avg@2/ci"] == [0.5, 0.5]
     said = capsys.readouterr()
-    assert "sums  run" in said.out and "avg@2 50.0% [50.0, 50.0]" in said.out and "pass@2 100.0%" in said.out
+    assert "sums  run" in said.out and "50.0% [50.0, 50.0]" in said.out and "100.0% [100.0, 100.0]" in said.out
     assert "run: sums: graded by boxed (6 responses)" in said.err and "disagree about 1 answers" in said.err
 
 
@@ -335,3 +335,13 @@ def test_mistakes_are_one_line_and_change_nothing(
     before = sorted(tmp_path.rglob("*"))
     assert words in refused(capsys, *arguments)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_pass_at_k_between_one_and_all_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four responses to one problem, two of them right: pass@2 = 1 - 1/6."""
+    file = write_generations(tmp_path, [r"\boxed{4}", r"\boxed{4}", "", r"\boxed{5}"])
+    lines = [{**line, "problem": 0, "sample": i, "answer": "4"} for i, line in enumerate(read(file))]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    grade(tmp_path, "--judge", "text")
+    out = capsys.readouterr().out
+    assert "pass@1 50.0%" in out and "pass@2 83.3%" in out and "pass@4 100.0%" in out
