@@ -84,7 +84,7 @@ def table(rows: Rows) -> str:
 
 
 def details(rows: Rows) -> str:
-    """pass@k where some k is between 1 and all, and the lines of subjects and levels; "" if there is nothing to show."""
+    """pass@k where a k is between 1 and all, and the lines of subjects and levels; "" if there is nothing to show."""
     lines: list[list[str]] = []
     for label, metrics in rows.items():
         for name in sorted({key.split("/")[1] for key in metrics}):
