@@ -6,6 +6,7 @@ torchrun ... -m nemo_oprd train --config-name NAME [k=v]    distil
 torchrun ... -m nemo_oprd verify --config-name NAME [k=v]   losses and gradients on recorded rollouts
 torchrun ... -m nemo_oprd fit-bridge --config-name NAME [k=v]  projectors between models of different shape
 torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
+nemo-oprd grade RUN_OR_FILE [...] [--against OTHER]         grade kept responses again, without a model
 nemo-oprd serve --config-name NAME [--port P] [k=v]         a vLLM server for rollout.vllm.endpoints
 nemo-oprd plan --config-name NAME --ranks N [k=v]           memory, bytes and seconds of a run, before it is started
 nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
@@ -81,7 +82,28 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", metavar="RUN")
     report.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
     _add_compare(commands)
+    _add_grade(commands)
     return parser
+
+
+def _add_grade(commands: argparse._SubParsersAction) -> None:
+    text = "grade kept responses again and print their metrics with intervals; needs no model"
+    command = commands.add_parser("grade", help=text, description=text)
+    command.add_argument(
+        "targets",
+        nargs="+",
+        metavar="RUN_OR_FILE",
+        help="an output of `evaluate`, a run, or a file generations/SET.jsonl",
+    )
+    command.add_argument(
+        "--data", action="append", default=[], metavar="[SET=]FILE", help="take reference answers from this file"
+    )
+    command.add_argument(
+        "--grader", action="append", default=[], metavar="[SET=]NAME", help="a built-in grader, or MODULE:FUNCTION"
+    )
+    command.add_argument("--judge", default="math_verify", metavar="NAME", help="math_verify (default) or text")
+    command.add_argument("--against", metavar="RUN_OR_FILE", help="print paired differences from this evaluation")
+    command.add_argument("--output", metavar="DIR", help="of one evaluation (default: beside its generations)")
 
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
@@ -225,6 +247,8 @@ def _run(options: argparse.Namespace) -> int:
         return _run_doctor(options)
     elif options.command == "compare":
         _run_compare(options)
+    elif options.command == "grade":
+        _run_grade(options)
     else:
         _run_configured(options)
     return 0
@@ -245,6 +269,21 @@ def _run_compare(options: argparse.Namespace) -> None:
             count=options.count,
             dtype=options.dtype,
             sampling=Sampling(options.max_new_tokens, options.temperature, options.seed, options.batch),
+        )
+    )
+
+
+def _run_grade(options: argparse.Namespace) -> None:
+    from nemo_oprd.commands.grade import GradeOptions, by_set, grade
+
+    grade(
+        GradeOptions(
+            targets=tuple(Path(target) for target in options.targets),
+            data={name: Path(file) for name, file in by_set("--data", options.data).items()},
+            graders=by_set("--grader", options.grader),
+            judge=options.judge,
+            against=Path(options.against) if options.against else None,
+            output=Path(options.output) if options.output else None,
         )
     )
 

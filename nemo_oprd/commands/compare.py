@@ -29,7 +29,8 @@ from nemo_oprd.evaluation.agreement import (
     sample_responses,
     summarize,
 )
-from nemo_oprd.evaluation.generations import digest, model_identity, write_lines
+from nemo_oprd.evaluation.files import write_lines
+from nemo_oprd.evaluation.generations import digest, model_identity
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.models import read_model_spec

@@ -26,7 +26,7 @@ from nemo_oprd.diagnosis.hidden_errors import massive_activations
 from nemo_oprd.diagnosis.settings import Settings, evaluation_limit, for_diagnosis
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.evaluation.grade import is_correct
+from nemo_oprd.evaluation.graders import GraderChoice
 from nemo_oprd.fault_tolerance.signals import agree
 from nemo_oprd.megatron.parallel import device, init_distributed
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, SamplingParams
@@ -182,7 +182,7 @@ class Examination:
         # a teacher of the student's ids reads them in the student's template, as in the run
         reader = teacher if self.reads == "text" else student
         room = min(student.spec.max_positions, teacher.spec.max_positions)
-        problems = self._problems(number, [student.tokenizer, reader.tokenizer], room)
+        name, problems = self._problems(number, [student.tokenizer, reader.tokenizer], room)
         if not problems:
             of_teacher = "" if self.labels[number] is None else " of this teacher's data sources"
             return Finding(check, "skipped", f"data.validation has no problems with answers{of_teacher}; add a set")
@@ -190,34 +190,36 @@ class Examination:
             teacher.spec.check_tensor_parallel(self.config.rollout.tensor, "rollout.tensor")
         except ValueError as error:
             return Finding(check, "skipped", f"the teacher can't be sampled: {error}")
-        solved_by_student, cut = self._solved(self.engine, student.tokenizer, problems)
+        solved_by_student, cut = self._solved(self.engine, student.tokenizer, name, problems)
         layout, eos_ids = self.plan.student_layout, teacher.tokenizer.eos_ids
         engine = MegatronEngine(self.config, teacher.spec, layout, eos_ids)
         engine.load(teacher.read, str(teacher.directory))
-        solved_by_teacher, cut_too = self._solved(engine, reader.tokenizer, problems)
+        solved_by_teacher, cut_too = self._solved(engine, reader.tokenizer, name, problems)
         del engine
         gc.collect()
         limits = int(self.config.evaluation.max_new_tokens or 0), evaluation_limit(self.run)
         return sample_checks.teacher_is_better(solved_by_student, solved_by_teacher, cut + cut_too, *limits)
 
-    def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> list[Prompt]:
-        """Problems of the first validation set that has answers; of several teachers, those of its data sources.
+    def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> tuple[str, list[Prompt]]:
+        """(Name, problems) of the first validation set with answers; of several teachers, those of its data sources.
 
         Args:
             room: problems of as many tokens leave no room for a response, and are left out.
         """
         named = self.config.teacher_sources[number].data_sources
-        for file in self.config.data.validation.values():
+        for name, file in self.config.data.validation.items():
             problems = [p for p in load_prompts(file) if p.answer is not None]
             if named is not None:
                 problems = [p for p in problems if p.data_source in named]
             fitting = [p for p in problems if all(len(t.encode_prompt(list(p.messages))) < room for t in tokenizers)]
             if fitting:
-                return fitting[: self.settings.problems]
-        return []
+                return name, fitting[: self.settings.problems]
+        return "", []
 
-    def _solved(self, engine: MegatronEngine, tokenizer: Tokenizer, problems: list[Prompt]) -> tuple[list[bool], int]:
-        """(Which problems one response solves, on the first rank; how many responses were cut off)."""
+    def _solved(
+        self, engine: MegatronEngine, tokenizer: Tokenizer, name: str, problems: list[Prompt]
+    ) -> tuple[list[bool], int]:
+        """(Which problems of a set one response solves, on the first rank; how many responses were cut off)."""
         evaluation = self.config.evaluation
         requests = [Request(tokenizer.encode_prompt(list(p.messages)), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
@@ -226,7 +228,10 @@ class Examination:
         texts = [tokenizer.decode(rollout.response_ids) for rollout in rollouts]
         grades = [False] * len(problems)
         if dist.get_rank() == 0:
-            grades = [is_correct(text, p.answer or "") for text, p in zip(texts, problems, strict=True)]
+            choice = GraderChoice(evaluation.graders, evaluation.judge)
+            graders = [choice.of(name, problem.data_source) for problem in problems]
+            graded = zip(graders, texts, problems, strict=True)
+            grades = [grader(text, problem.answer or "").correct for grader, text, problem in graded]
         return grades, sum(rollout.finish_reason == "length" for rollout in rollouts)
 
     def check_models(self) -> None:

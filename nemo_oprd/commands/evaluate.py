@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import ExitStack
 from functools import cache
@@ -10,8 +11,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config
+from nemo_oprd.evaluation.files import METRICS
 from nemo_oprd.evaluation.generations import model_identity
-from nemo_oprd.evaluation.sample import Evaluator, table
+from nemo_oprd.evaluation.sample import Evaluator
+from nemo_oprd.evaluation.tables import details, table
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.layout import Layout
@@ -64,6 +67,8 @@ def evaluate(config: Config) -> None:
         seed_everything(config.seed)
         if dist.get_rank() == 0:
             place.begin(afresh=False)
-        metrics = evaluator.evaluate(engine, place)
+        evaluator.evaluate(engine, place)
     if dist.get_rank() == 0:
-        print(table({model.directory.name: metrics}, config.evaluation.samples))
+        # with the intervals, which only the file has
+        rows = {model.directory.name: json.loads((Path(config.output) / METRICS).read_text())}
+        print("\n".join(filter(None, (table(rows), details(rows)))))

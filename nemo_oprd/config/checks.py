@@ -241,6 +241,13 @@ def _check_evaluation(config: Config) -> None:
             f"data.validation has a set {wrong[0]!r}, whose name becomes part of file names; expected letters, digits, "
             "'_', '-' and '.', and no '.' or '-' at the start: rename the set"
         )
+    strange = [name for name in evaluation.graders if name not in config.data.validation]
+    if strange:
+        sets = ", ".join(config.data.validation) or "none"
+        raise ValueError(
+            f"evaluation.graders.{strange[0]}={evaluation.graders[strange[0]]}: there is no such set, expected one in "
+            f"data.validation ({sets}); correct the name"
+        )
     if evaluation.every and not config.data.validation:
         raise ValueError(
             f"evaluation.every={evaluation.every} needs at least one set in data.validation; "

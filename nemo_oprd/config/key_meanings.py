@@ -125,6 +125,8 @@ MEANINGS = {
     "evaluation.top_p": "of sampling",
     "evaluation.max_new_tokens": "most tokens of a response; null: `rollout.max_new_tokens`",
     "evaluation.limit": "problems per set; null: all",
+    "evaluation.graders": "set: its grader, a name or MODULE:FUNCTION (docs/evaluation.md); others: by data source",
+    "evaluation.judge": "what compares answers that differ as text: math-verify, or `text`: nothing, they differ",
     "evaluation.teacher": "evaluate the teacher once, before training",
     "logging.tensorboard": "write TensorBoard files",
     "logging.wandb": "name of a W&B project; null: none",

@@ -317,7 +317,11 @@ class TrainConfig:
 
 @dataclass(config=STRICT)
 class EvaluationConfig:
-    """Sampling on the validation sets every `every` steps (0: never), before the first and after the last step."""
+    """Sampling on the validation sets every `every` steps (0: never), before the first and after the last step.
+
+    `graders` maps a set in `data.validation` to a grader; the data source chooses for the other sets
+    (docs/evaluation.md). `judge` says whether math-verify decides where two answers differ as text.
+    """
 
     every: NonNegativeInt = 0
     samples: PositiveInt = 4
@@ -326,6 +330,8 @@ class EvaluationConfig:
     max_new_tokens: PositiveInt | None = None
     limit: PositiveInt | None = None
     teacher: bool = False
+    graders: dict[str, str] = field(default_factory=dict)
+    judge: Literal["math_verify", "text"] = "math_verify"
 
 
 @dataclass(config=STRICT)

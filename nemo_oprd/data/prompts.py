@@ -18,7 +18,19 @@ import numpy as np
 from nemo_oprd.fault_tolerance.files import parse_json
 
 PROMPT_FIELDS = ("prompt", "problem", "question")
-FIELDS = (*PROMPT_FIELDS, "answer", "hint", "data_source", "reward_model")
+# where a file may say what a problem is about and how hard it is; the first that is there counts
+SUBJECT_FIELDS, LEVEL_FIELDS = ("subject", "type"), ("level", "difficulty")
+FIELDS = (
+    *PROMPT_FIELDS,
+    *SUBJECT_FIELDS,
+    *LEVEL_FIELDS,
+    "answer",
+    "hint",
+    "data_source",
+    "reward_model",
+    "extra_info",
+    "id",
+)
 SHAPES = (
     "{prompt: [{role, content}], data_source, reward_model: {ground_truth}} or {prompt|problem|question: text, answer}"
 )
@@ -35,6 +47,7 @@ class Prompt:
             name without its extension.
         index: position in the file, from 0, not counting blank lines.
         hint: privileged information for the teacher only, such as a worked solution; None if the file has none.
+        subject, level: what the problem is about and how hard it is, for tables; None if the file does not say.
 
     Example: `Prompt(({"role": "user", "content": "What is 2+3?"},), "5", "toy", 0)`.
     """
@@ -44,6 +57,8 @@ class Prompt:
     data_source: str
     index: int
     hint: str | None = None
+    subject: str | None = None
+    level: str | None = None
 
     def teacher_messages(self, template: str | None) -> tuple[dict[str, str], ...]:
         """The conversation that the teacher reads: the last message is inserted into `template` (`teacher.prompt`).
@@ -73,7 +88,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 
     A row holds a conversation, or a plain text that becomes one user message. The answer is
     `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer is
-    None. Other fields are ignored.
+    None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in `extra_info`, describe the problem;
+    ids of the MATH data set hold its subject. Other fields are ignored.
 
     Raises:
         ValueError: the file is missing, empty, unreadable or has an unknown extension, or a row has none of the known
@@ -159,7 +175,32 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     if hint is not None and not isinstance(hint, str):
         raise _refused(f"{where}: hint", hint, "text; write what the teacher may know, or omit the field")
     messages = _messages(row[field], f"{where}: {field}")
-    return Prompt(messages, _answer(row, where), source or default_source, index, (hint or "").strip() or None)
+    return Prompt(
+        messages,
+        _answer(row, where),
+        source or default_source,
+        index,
+        (hint or "").strip() or None,
+        _label(row, SUBJECT_FIELDS) or _subject_of_math(row.get("id")),
+        _label(row, LEVEL_FIELDS),
+    )
+
+
+def _label(row: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    """The first of these fields, of the row or of its `extra_info`, that is a text or a whole number."""
+    extra = row.get("extra_info")
+    for fields in (row, extra if isinstance(extra, dict) else {}):
+        for name in names:
+            value = fields.get(name)
+            if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
+                return str(value).strip()
+    return None
+
+
+def _subject_of_math(identity: Any) -> str | None:
+    """The subject in an id of the MATH data set: `test/precalculus/807.json` -> `precalculus`."""
+    found = re.fullmatch(r"(?:test|train)/(\w+)/\d+\.json", identity) if isinstance(identity, str) else None
+    return found[1] if found else None
 
 
 def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:

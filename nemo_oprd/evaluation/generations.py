@@ -3,8 +3,8 @@
     generations/about.json            how the responses were sampled
     generations/SET.jsonl             the responses of a set, whole, in the order of (problem, sample)
     generations/.SET.part_RANK.jsonl  those that a rank has so far, in the order in which they became complete
-    grades/SET.jsonl                  one grade per response, in the same order
-    evaluation.json                   metric -> value
+
+`grading.py` writes what is made of them: the grades and the metrics.
 
 A part is appended to and given to the operating system after every call, so it outlives a killed process. Its last line
 may be damaged and is then sampled again. The other files appear whole or not at all. Nothing here samples or grades.
@@ -16,20 +16,22 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.evaluation.files import ABOUT, DISAGREEMENTS, GENERATIONS, GRADES, METRICS, write_lines
 from nemo_oprd.fault_tolerance.disk import naming
-from nemo_oprd.fault_tolerance.files import read_json, replacing, write_atomically
+from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.rollout.engine import Request
 
 # of about.json and the lines of SET.jsonl
 FORMAT = 1
-GENERATIONS, GRADES, ABOUT, METRICS = "generations", "grades", "about.json", "evaluation.json"
+# fields of a line that come from the data, not from sampling
+FACTS = ("answer", "data_source", "subject", "level", "grader")
 _FIX = "remove that directory, or choose another output"
 _SHOWN = 120  # characters of a value in a message
 
@@ -84,12 +86,14 @@ class SetKey:
         samples: responses per problem; response i is sample i % samples of problem i // samples.
         key: of the sampling; response i draws from (*key, i).
         model: name of the model's identity.
+        facts: per problem, what grading needs to know of it: fields that its lines hold, too.
     """
 
     name: str
     samples: int
     key: tuple[int, ...]
     model: str
+    facts: Sequence[Mapping[str, str]] = ()
 
     def record(self, index: int, rollout: Rollout, text: str) -> dict[str, Any]:
         """The line of response `index`."""
@@ -102,6 +106,7 @@ class SetKey:
             "finish_reason": rollout.finish_reason,
             "seed": [*self.key, index],
             "model": self.model,
+            **(self.facts[index // self.samples] if self.facts else {}),
         }
         return record if rollout.logprobs is None else {**record, "logprobs": rollout.logprobs}
 
@@ -156,7 +161,7 @@ class Generations:
         if afresh:
             # first, so that a killed process leaves no description of responses that are half removed
             (self._responses / ABOUT).unlink(missing_ok=True)
-            for directory in (self._responses, self.directory / GRADES):
+            for directory in (self._responses, self.directory / GRADES, self.directory / DISAGREEMENTS):
                 shutil.rmtree(directory, ignore_errors=True)
             (self.directory / METRICS).unlink(missing_ok=True)
         for directory in (self._responses, self.directory / GRADES):
@@ -190,6 +195,16 @@ class Generations:
         """Whether responses to a set are in parts, so that `finish` has something to do."""
         return bool(self._parts(name))
 
+    def is_current(self, of: SetKey) -> bool:
+        """Whether the lines of the whole SET.jsonl hold the facts of `of`, e.g. its reference answers."""
+        with self._whole(of.name).open("rb") as file:
+            for line in file:
+                record = json.loads(line)
+                now = dict(of.facts[int(record["problem"])]) if of.facts else {}
+                if {name: record[name] for name in FACTS if name in record} != now:
+                    return False
+        return True
+
     def finish(self, of: SetKey, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Writes the whole SET.jsonl on the first rank, and removes the parts; no rank may keep responses any more.
 
@@ -201,14 +216,6 @@ class Generations:
         for part in self._parts(of.name):
             part.unlink()
 
-    def write_grades(self, name: str, grades: Iterable[dict[str, Any]]) -> None:
-        """Writes the grades of a set. Raises OSError as `keep`."""
-        write_lines(self.directory / GRADES / f"{name}.jsonl", grades)
-
-    def write_metrics(self, metrics: dict[str, float]) -> None:
-        """Writes evaluation.json. Raises OSError as `keep`."""
-        write_atomically(self.directory / METRICS, json.dumps(metrics, indent=1) + "\n")
-
     def _whole(self, name: str) -> Path:
         return self._responses / f"{name}.jsonl"
 
@@ -219,13 +226,6 @@ class Generations:
         """The parts of all ranks, also of an earlier start with more ranks."""
         pattern = re.compile(rf"\.{re.escape(name)}\.part_\d+\.jsonl")
         return sorted(path for path in self._responses.glob(".*.jsonl") if pattern.fullmatch(path.name))
-
-
-def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes one JSON object per line; the file appears whole, flushed to the disk. Raises OSError as `replacing`."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def _ends_a_line(path: Path) -> bool:

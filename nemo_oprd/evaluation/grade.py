@@ -1,13 +1,13 @@
-"""Grades a response: is its last `\\boxed{...}` the reference answer?
+"""Judges whether two answers are equal, as text and by math-verify, and grades a boxed answer.
 
-Answers are first compared as text, after removing everything that does not change an answer's meaning; that settles
-nearly all of AIME and AMC. The others go to math-verify, restricted to its LaTeX grammar: its other parser passes whole
-expressions to Python's `eval` and finds numbers in prose. With LaTeX, sympy evaluates only number tokens
-(`Integer(10)`).
+Answers are first compared as text, after removing everything that does not change an answer's meaning
+(`spelling.py`); that settles nearly all of AIME and AMC. Two plain numbers are compared by value, words by their
+letters. The others go to math-verify, restricted to its LaTeX grammar: its other parser passes whole expressions to
+Python's `eval` and finds numbers in prose. With LaTeX, sympy evaluates only number tokens (`Integer(10)`).
 
 A model can box `9^{9^{9^9}}`. Python signals neither interrupt such a power (one C call) nor work outside the main
 thread. Therefore math-verify runs in a child process, which the operating system ends after the time limit, and
-math-verify's own timeouts are off. The child runs this file as a program and reads one JSON pair per line. It starts
+math-verify's own timeouts are off. The child runs `math_verify_child.py` and reads one JSON pair per line. It starts
 with the first answer that needs math-verify; a missing math-verify is reported then.
 
 There is no partial credit, no grade for answers without a box, and no tolerance beyond math-verify's six decimals.
@@ -20,108 +20,116 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 
-# name of this way of grading in the files of grades
-GRADER = "boxed"
+from nemo_oprd.evaluation.extraction import extract_boxed, final_part
+from nemo_oprd.evaluation.spelling import (
+    as_interval,
+    canonical,
+    clean,
+    is_interval,
+    is_number,
+    is_percentage,
+    is_words,
+    same_in_base,
+)
+
+# the signals that a scheduler or a user sends to all processes of a job
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_S = 10  # the slowest pair of MATH-500 takes well under one second
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge integer must exhaust the child's limit, not the machine's memory
 MAX_CHARACTERS = 1_000  # the longest reference answer of MATH-500 has 53; longer boxes hold prose
+_CHILD = Path(__file__).with_name("math_verify_child.py")
 
 logger = logging.getLogger(__name__)
 
 
-def extract_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
+@dataclass(frozen=True)
+class Judgement:
+    """Whether an answer equals the reference.
 
-    Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off is ignored.
-
-    Example: `extract_boxed(r"so \\boxed{\\frac{1}{2}}.") == r"\\frac{1}{2}"`.
+    Attributes:
+        correct: the verdict: `text`, or else `math_verify`.
+        text: whether the two are equal as canonical text, as words or as decimal numbers.
+        math_verify: its verdict; None if it was not asked or did not decide within its limits.
+        undecided: math-verify was asked and did not decide; the comparison as text is then the verdict.
     """
-    last: tuple[int, int] | None = None
-    open_braces: list[int | None] = []  # for each open brace, where a box's content starts; None if it is not a box
-    for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
-        if token.group() == "}" and open_braces:
-            start = open_braces.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, token.start())
-        elif token.group().endswith("{") and token.group() != r"\{":
-            open_braces.append(token.end() if len(token.group()) > 1 else None)
-    return None if last is None else text[last[0] : last[1]].strip()
+
+    correct: bool
+    text: bool
+    math_verify: bool | None = None
+    undecided: bool = False
+
+
+def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False) -> Judgement:
+    r"""Whether `given` equals the reference `answer`.
+
+    A percentage equals its number of percent and its value: 50\%, 50 and 0.5. May be called from any thread. An answer
+    of more than 1,000 characters is wrong. An expression that math-verify cannot decide within 10 seconds and 4 GiB is
+    compared as text; a warning is logged, because the grade then depends on the machine.
+
+    Args:
+        both: also ask math-verify where the texts are equal, to find where the two disagree.
+        by_text: never ask math-verify.
+
+    Raises:
+        RuntimeError: math-verify is needed, but does not start, for example because it is missing.
+    """
+    if not given or len(given) > MAX_CHARACTERS:
+        return Judgement(False, False)
+    plain_given, plain_answer = canonical(given), canonical(answer)
+    numbers = is_number(plain_given) and is_number(plain_answer)
+    text = plain_given == plain_answer
+    if numbers and not text and is_percentage(given) != is_percentage(answer):
+        a, b = Fraction(plain_given), Fraction(plain_answer)
+        text = a * 100 == b if is_percentage(answer) else a == b * 100
+    based = same_in_base(plain_given, plain_answer)
+    if based is not None:
+        return Judgement(based, based)
+    if numbers or is_words(answer) or by_text or (text and not both):
+        return Judgement(text, text)
+    verdict = _ask(_pairs(given, answer))
+    return Judgement(text or bool(verdict), text, verdict, undecided=verdict is None)
+
+
+def _pairs(given: str, answer: str) -> Iterator[tuple[str, str]]:
+    """The (reference, given) for math-verify, one of which must be equal: what was written, and what it may mean."""
+    wanted, found = clean(answer), clean(given)
+    yield wanted, found
+    if is_percentage(given) != is_percentage(answer):
+        value = r"\frac{%s}{100}"
+        yield (value % wanted, found) if is_percentage(answer) else (wanted, value % found)
+    for wanted_interval, found_interval in ((wanted, as_interval(found)), (as_interval(wanted), found)):
+        if wanted_interval and found_interval and is_interval(wanted_interval) and is_interval(found_interval):
+            yield wanted_interval, found_interval
+
+
+def _ask(pairs: Iterator[tuple[str, str]]) -> bool | None:
+    """Whether a pair is equal by math-verify; None if none is, and it did not decide one."""
+    undecided = False
+    for pair in pairs:
+        verdict = _VERIFIER.equivalent(*pair)
+        if verdict:
+            return True
+        undecided |= verdict is None
+    return None if undecided else False
 
 
 def is_correct(response: str, answer: str) -> bool:
     """Whether the response's last box holds the reference answer, as text or as an equivalent expression.
 
-    May be called from any thread. A box of more than 1,000 characters is graded as wrong, and so is an expression that
-    math-verify cannot decide within 10 seconds and 4 GiB. The latter logs a warning, because the grade then depends on
-    the machine.
-
     Raises:
-        RuntimeError: an answer needs math-verify, but math-verify does not start, for example because it is missing.
+        RuntimeError: as `judge`.
     """
-    boxed = extract_boxed(response)
-    if not boxed or len(boxed) > MAX_CHARACTERS:
-        return False
-    given, wanted = _canonical(boxed), _canonical(answer)
-    if given == wanted:
-        return True
-    if (_is_number(given) and _is_number(wanted)) or _is_words(answer):
-        return False
-    return _VERIFIER.equivalent(_clean(answer), _clean(boxed))
-
-
-# Applied in this order: normalises spacing and spelling, and removes units. A percent sign counts as a unit, because
-# 50 answers "how many percent".
-CLEANING = (
-    (r",\s*\\!\s*", ","),
-    (r"\N{MINUS SIGN}", "-"),
-    (r"(?<=\d)(?:\\[,;: ]|~| |\{,\})(?=\d{3}(?!\d))", ""),  # 10\,080 and 10{,}080
-    (r"(?<!\\)\\[!,;: ]|~", " "),
-    (r"\\(?:left|right)(?![a-zA-Z])|\$|\\\$", ""),
-    (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\frac\s*(\d|[a-zA-Z]|\\[a-zA-Z]+(?=[\s\d\\]))", r"\\frac{\1}"),
-    (r"(\\frac\{[^{}]*\})\s*(\d|[a-zA-Z]|\\pi(?![a-zA-Z]))", r"\1{\2}"),
-    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z])", ""),
-    (r"(?<=\d)\s*\\?%", ""),
-    (r"(?<=[\d}])\s*\\(?:text|mbox|mathrm|textrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?[23]\}?)?\s*$", ""),
-    (r"^\s*\\(?:text|mbox|textbf|textrm|mathrm|mathbf|boldsymbol)\s*\{([^{}]*)\}\s*$", r"\1"),
-    (r"[.,;\s]+$", ""),
-)
-NUMBER = re.compile(r"([+-]?)(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?")
-
-
-def _clean(text: str) -> str:
-    for pattern, replacement in CLEANING:
-        text = re.sub(pattern, replacement, text)
-    return text.strip()
-
-
-def _canonical(text: str) -> str:
-    """A canonical spelling: cleaned, spaces only between digits, one form per decimal number, words in lower case."""
-    text = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", _clean(text)))
-    number = NUMBER.fullmatch(text)
-    if number and (number[2] or number[3]):
-        whole, fraction = (number[2] or "").replace(",", "").lstrip("0"), (number[3] or "").rstrip("0")
-        value = (whole or "0") + ("." + fraction if fraction else "")
-        return "-" + value if number[1] == "-" and value != "0" else value
-    choice = re.fullmatch(r"\(([A-Za-z])\)", text)
-    text = choice[1] if choice else text
-    return text.lower() if text.isalpha() and len(text) > 1 else text
-
-
-def _is_number(canonical: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?", canonical) is not None
-
-
-def _is_words(answer: str) -> bool:
-    """Whether the whole answer is words: as an expression, `east` would be a product and equal to `seat`."""
-    return re.fullmatch(r"\s*\\text(bf|rm)?\s*\{[^{}]*\}\s*", answer) is not None
+    boxed = extract_boxed(final_part(response))
+    return boxed is not None and judge(boxed, answer).correct
 
 
 class _Verifier:
@@ -132,7 +140,8 @@ class _Verifier:
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
 
-    def equivalent(self, answer: str, given: str) -> bool:
+    def equivalent(self, answer: str, given: str) -> bool | None:
+        """math-verify's verdict; None if it reached its limit of time or memory."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None
@@ -151,7 +160,7 @@ class _Verifier:
                 "verdict; the error is printed above. To install math-verify: pip install 'math-verify[antlr4_9_3]'"
             )
         logger.warning("graded as wrong, stopped by signal %d (time or memory): %r against %r", -code, given, answer)
-        return False
+        return None
 
     def _running(self) -> subprocess.Popen[str]:
         """The running child. `_owner` is its parent: a forked process must not write into its parent's pipe."""
@@ -159,7 +168,7 @@ class _Verifier:
             self.close()
         if self._process is None or self._owner != os.getpid():
             # -P keeps this folder off the import path, where metrics.py would shadow other modules of that name.
-            command = [sys.executable, "-P", __file__, str(TIME_LIMIT_S)]
+            command = [sys.executable, "-P", str(_CHILD), str(TIME_LIMIT_S), str(MEMORY_LIMIT_BYTES)]
             # A signal to the whole job must not end the child before the child ignores such signals: the child starts
             # with them blocked and unblocks them once they are ignored.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
@@ -180,32 +189,3 @@ class _Verifier:
 
 _VERIFIER = _Verifier()
 atexit.register(_VERIFIER.close)
-
-
-def _serve(time_limit_s: int) -> None:
-    """The child's loop: reads a line `[answer, given]`, writes `true` or `false`; ends when its input closes."""
-    import resource
-
-    for number in JOB_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the parent handles a scheduler's signals to the job
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    grammar = [LatexExtractionConfig()]
-    for line in sys.stdin:
-        signal.alarm(time_limit_s)  # without a handler, the operating system ends the process, even inside a C call
-        answer, given = (
-            parse(rf"\boxed{{{text}}}", grammar, fallback_mode="no_fallback", parsing_timeout=0)
-            for text in json.loads(line)
-        )
-        verdict = bool(answer and given) and verify(answer, given, timeout_seconds=0)
-        signal.alarm(0)
-        print(json.dumps(bool(verdict)), flush=True)
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))

@@ -57,7 +57,7 @@ def summarize(samples: list[Sample], k: int) -> dict[str, float]:
                 f"problem {problem} has {len(group)} samples, expected k = {k}; sample every problem k times"
             )
     groups = list(by_problem.values())
-    diversity = [ratio for group in groups if (ratio := _distinct_ratio(s.response for s in group)) is not None]
+    diversity = [ratio for group in groups if (ratio := distinct_ratio(s.response for s in group)) is not None]
     return {
         f"avg@{k}": sum(s.correct for s in samples)
         / len(samples),  # k samples per problem: also the mean over problems
@@ -67,7 +67,7 @@ def summarize(samples: list[Sample], k: int) -> dict[str, float]:
     }
 
 
-def _distinct_ratio(responses: Iterable[str]) -> float | None:
+def distinct_ratio(responses: Iterable[str]) -> float | None:
     """Distinct / all 4-grams of the responses' whitespace tokens; None if no response has four tokens."""
     grams: list[tuple[str, ...]] = []
     for response in responses:

@@ -1,8 +1,7 @@
-"""Evaluation by sampling: k responses per problem from a rollout engine, graded against the answers."""
+"""Evaluation by sampling: k responses per problem from a rollout engine, which `grading.py` grades."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.evaluation.generations import Generations, SetKey, digest
-from nemo_oprd.evaluation.grade import GRADER, extract_boxed, is_correct
-from nemo_oprd.evaluation.metrics import Sample, summarize
+from nemo_oprd.evaluation.graders import GraderChoice
+from nemo_oprd.evaluation.grading import GradedSet, finish, grade_set
+from nemo_oprd.evaluation.intervals import scalars
 from nemo_oprd.evaluation.progress import Progress, say
+from nemo_oprd.evaluation.responses import Response
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
@@ -30,9 +31,11 @@ class Evaluator:
         """Reads and encodes the validation sets.
 
         Raises:
-            ValueError: a set cannot be read, or a problem has no answer or leaves no room for a response.
+            ValueError: a set cannot be read, a problem has no answer or leaves no room for a response, a grader cannot
+                be imported, or it cannot compare with the answer of a problem.
         """
         self.config, self.tokenizer = config, tokenizer
+        self.graders = GraderChoice(config.evaluation.graders, config.evaluation.judge)
         self.sets: dict[str, list[Prompt]] = {}
         self.ids: dict[str, list[list[int]]] = {}
         for name, path in config.data.validation.items():
@@ -43,6 +46,11 @@ class Evaluator:
                     f"data.validation.{name}={path}: problem {unanswered[0]} has no answer to grade against; add "
                     "an answer to each, or remove those without"
                 )
+            for problem in problems:
+                try:
+                    self.graders.of(name, problem.data_source).check(problem.answer or "")
+                except ValueError as error:
+                    raise ValueError(f"data.validation.{name}={path}: problem {problem.index}: {error}") from error
             self.sets[name] = problems
             self.ids[name] = [tokenizer.encode_prompt(list(p.messages)) for p in problems]
             long = [p.index for p, ids in zip(problems, self.ids[name], strict=True) if len(ids) >= max_positions]
@@ -84,6 +92,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """The metrics `val/<set>/<prefix>avg@k` etc., the same on every rank. Every rank calls this; rank 0 grades.
 
+        Intervals and the metrics of subjects and levels are in evaluation.json only.
+
         Responses that `place` has are not sampled again, and those that are sampled are kept there at once.
 
         Args:
@@ -96,23 +106,23 @@ class Evaluator:
             GenerationCancelled: see `RolloutEngine.generate`; the complete responses are kept.
         """
         samples, metrics = self.config.evaluation.samples, dict[str, dict[str, float]]()
+        graded: list[GradedSet] = []
         for number, name in enumerate(self.sets):
             key = (self.config.seed, EVALUATION_STREAM, number)
-            of = SetKey(name, samples, key, place.about["model"]["name"])
+            of = SetKey(name, samples, key, place.about["model"]["name"], self._facts(name))
             rollouts, sampled = self._responses(engine, place, of, prefix, should_cancel)
             summary: list[dict[str, float] | None] = [None]
             if dist.get_rank() == 0:
                 texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
-                if sampled or place.has_parts(name):
+                if sampled or place.has_parts(name) or not place.is_current(of):
                     place.finish(of, rollouts, texts)
-                summary = [self._grade(place, of, rollouts, texts)]
+                graded.append(grade_set(place.directory, name, self._to_grade(of, rollouts, texts), self.graders))
+                summary = [scalars(graded[-1].metrics())]
             dist.broadcast_object_list(summary, src=0)
             assert summary[0] is not None
             metrics[name] = summary[0]
         if dist.get_rank() == 0:
-            place.write_metrics(
-                {f"val/{name}/{key}": value for name, of in metrics.items() for key, value in of.items()}
-            )
+            finish(place.directory, graded, keep_others=False)
         return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
 
     def _responses(
@@ -153,54 +163,41 @@ class Evaluator:
         finally:
             progress.close()
 
-    @staticmethod
-    def _grade(place: Generations, of: SetKey, rollouts: list[Rollout], texts: list[str]) -> dict[str, float]:
-        """The summary of a set; writes its grades."""
-        samples, grades = [], []
-        for i, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
-            problem, sample = divmod(i, of.samples)
-            correct = is_correct(text, rollout.answer or "")
-            samples.append(Sample(problem, text, correct, len(rollout.response_ids)))
-            extracted = extract_boxed(text)
-            grades.append(
-                {"problem": problem, "sample": sample, "extracted": extracted, "correct": correct, "grader": GRADER}
+    def _facts(self, name: str) -> list[dict[str, str]]:
+        """What the lines of a set say of each problem, so that `nemo-oprd grade` needs neither data nor a model."""
+        grader = self.config.evaluation.graders.get(name)
+        return [
+            {
+                field: value
+                for field, value in (
+                    ("answer", problem.answer),
+                    ("data_source", problem.data_source),
+                    ("subject", problem.subject),
+                    ("level", problem.level),
+                    ("grader", grader),
+                )
+                if value is not None
+            }
+            for problem in self.sets[name]
+        ]
+
+    def _to_grade(self, of: SetKey, rollouts: list[Rollout], texts: list[str]) -> list[Response]:
+        problems = self.sets[of.name]
+        return [
+            Response(
+                problem=i // of.samples,
+                sample=i % of.samples,
+                text=text,
+                tokens=len(rollout.response_ids),
+                truncated=rollout.finish_reason == "length",
+                answer=problems[i // of.samples].answer or "",
+                data_source=problems[i // of.samples].data_source,
+                subject=problems[i // of.samples].subject,
+                level=problems[i // of.samples].level,
             )
-        place.write_grades(of.name, grades)
-        return summarize(samples, of.samples)
+            for i, (text, rollout) in enumerate(zip(texts, rollouts, strict=True))
+        ]
 
     @property
     def _max_new_tokens(self) -> int:
         return self.config.evaluation.max_new_tokens or self.config.rollout.max_new_tokens
-
-
-def before_and_after(metrics_file: Path) -> dict[str, dict[str, float]]:
-    """The rows of the final table from a run's metrics.jsonl: the first and the last evaluation, and the teacher's."""
-    lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    evaluated = [line for line in lines if any(name.startswith("val/") for name in line)]
-    first, last = evaluated[0], evaluated[-1]
-
-    def validation(line: dict, teacher: bool) -> dict[str, float]:
-        chosen = {n: v for n, v in line.items() if n.startswith("val/") and ("/teacher/" in n) == teacher}
-        return {name.replace("/teacher/", "/"): value for name, value in chosen.items()}
-
-    rows = {"student before": validation(first, False), "student after": validation(last, False)}
-    return {**rows, "teacher": validation(first, True)} if validation(first, True) else rows
-
-
-def table(rows: dict[str, dict[str, float]], samples: int) -> str:
-    """A text table with one line per set and model, from metrics such as `val/heldout/avg@4`.
-
-    Args:
-        rows: label of a model -> its metrics, without a prefix between set and metric.
-        samples: responses per problem.
-    """
-    columns = [f"avg@{samples}", f"best@{samples}", "avg_len"]
-    names = sorted({key.split("/")[1] for metrics in rows.values() for key in metrics})
-    width = max(len(f"{name}  {label}") for name in names for label in rows)
-    lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
-    for name in names:
-        for label, metrics in rows.items():
-            values = [metrics[f"val/{name}/{column}"] for column in columns]
-            cells = [f"{100 * values[0]:>11.1f}%", f"{100 * values[1]:>11.1f}%", f"{values[2]:>12.1f}"]
-            lines.append(f"{name + '  ' + label:<{width}}" + "".join(cells))
-    return "\n".join(lines)

@@ -16,14 +16,12 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.evaluation.generations import Generations, model_identity, trained_identity
 from nemo_oprd.evaluation.sample import Evaluator
+from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
 from nemo_oprd.weights.hf import TensorReader
-
-# directory of a run's evaluations, one per step and one for the teacher
-EVALUATIONS = "evaluations"
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Validation:
             return EvaluationOutcome()
         # an interrupted run that reaches this step again from an earlier checkpoint has other weights
         weights = _new_name()
-        place = self._place(self._evaluator, _of_step(done), self._trained(done, weights), afresh=True)
+        place = self._place(self._evaluator, step_directory(done), self._trained(done, weights), afresh=True)
         try:
             metrics = self._evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         except GenerationCancelled:
@@ -108,7 +106,7 @@ class Validation:
 
     def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
         self._log.say("evaluating the student before training")
-        place = self._place(evaluator, _of_step(0), model_identity(self._models.student))
+        place = self._place(evaluator, step_directory(0), model_identity(self._models.student))
         metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         if self._config.evaluation.teacher:
             self._log.say("evaluating the teacher")
@@ -143,7 +141,7 @@ class Validation:
         self._log.say(f"step {done}: the evaluation that was deferred")
         # a checkpoint of an earlier version does not name its weights: nothing that is kept can be theirs
         named = self._trained(done, weights if isinstance(weights, str) else _new_name())
-        place = self._place(evaluator, _of_step(done), named)
+        place = self._place(evaluator, step_directory(done), named)
         metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         best = self._if_best(done, metrics)
         if (
@@ -192,10 +190,6 @@ class Validation:
         self._log.write(done, metrics)
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
         self._log.say(f"step {done}/{self._config.train.steps}  " + "  ".join(shown))
-
-
-def _of_step(done: int) -> str:
-    return f"step_{done:07d}"
 
 
 def _new_name() -> str:

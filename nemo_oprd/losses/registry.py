@@ -8,14 +8,13 @@ how a built-in one is added.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+
+from nemo_oprd.losses.import_path import import_function, is_import_path
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +68,7 @@ def check_row_loss(kind: str, kind_args: Mapping[str, Any]) -> None:
     Raises:
         ValueError: `kind` is neither a built-in loss nor MODULE:FUNCTION, or a built-in one has no such argument.
     """
-    if _is_import_path(kind):
+    if is_import_path(kind):
         return
     own = ", or MODULE:FUNCTION for a function of your own (docs/losses.md)"
     _check_name("loss.representation.kind", kind, ROW_LOSSES, own)
@@ -101,9 +100,6 @@ def resolve_row_loss(
             value per row.
     """
     check_row_loss(kind, kind_args)
-    if kind not in ROW_LOSSES and not {"", os.getcwd()} & set(sys.path):
-        # `python -m` and torchrun's -m put the working directory first; the command nemo-oprd does not
-        sys.path.insert(0, os.getcwd())
     function = _import(ROW_LOSSES[kind].path if kind in ROW_LOSSES else kind)
     _check_signature(kind, function, kind_args)
     row_loss = partial(function, **kind_args)
@@ -118,11 +114,6 @@ def resolve_divergence(kind: str) -> Callable[..., torch.Tensor]:
     return _import(DIVERGENCES[kind].path)
 
 
-def _is_import_path(kind: str) -> bool:
-    module, _, function = kind.partition(":")
-    return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
 def _check_name(key: str, kind: str, names: Iterable[str], own: str = "") -> None:
     if kind in names:
         return
@@ -132,26 +123,7 @@ def _check_name(key: str, kind: str, names: Iterable[str], own: str = "") -> Non
 
 
 def _import(path: str) -> Callable[..., Any]:
-    """The object that MODULE:FUNCTION names; an error inside the user's module keeps its own traceback."""
-    module_name, _, name = path.partition(":")
-    key = f"loss.representation.kind={path}"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists and imports one that does not
-        raise ValueError(
-            f"{key}: no module {error.name!r}; expected one on Python's path or in the working directory: correct the "
-            "name, start in the directory that holds it, or set PYTHONPATH"
-        ) from error
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, vars(module), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "correct the name"
-        raise ValueError(f"{key}: module {module_name!r} has no {name!r}; expected a function in it: {hint}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise ValueError(f"{key} is {type(function).__name__}, expected a function; name one (docs/losses.md)")
-    return function
+    return import_function("loss.representation.kind", path, "docs/losses.md")
 
 
 def _check_signature(kind: str, function: Callable[..., Any], kind_args: Mapping[str, Any]) -> None:

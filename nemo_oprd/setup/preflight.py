@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
 from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.evaluation.graders import GraderChoice, check_judge
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.layer_mapping import (
     check_norms_match,
@@ -49,6 +50,8 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         check_evaluates(config)
     if command in ("train", "fit-bridge") and config.rollout.replay is None:
         check_prompts_given(config)
+    if command == "evaluate" or (command == "train" and config.evaluation.every):
+        check_graders(config)
     student = read_model_spec(model_directory(config.student))
     if command != "verify" and config.rollout.replay is None:
         check_engine(config, student)
@@ -270,6 +273,12 @@ def check_one_teacher(config: Config) -> None:
         raise ValueError(
             f"fit-bridge with {given}: a bridge belongs to one teacher; expected one: name it in teacher.hf_path"
         )
+
+
+def check_graders(config: Config) -> None:
+    """Raises ValueError unless the judge is installed and the graders exist; imports those of the user's own."""
+    check_judge("evaluation.judge", config.evaluation.judge)
+    GraderChoice(config.evaluation.graders, config.evaluation.judge)
 
 
 def check_evaluates(config: Config) -> None:

@@ -18,7 +18,8 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.sampling_check import SamplingCheck
 from nemo_oprd.distillation.trained_projectors import trained_bridge
-from nemo_oprd.evaluation.sample import Evaluator, before_and_after, table
+from nemo_oprd.evaluation.sample import Evaluator
+from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.run_lock import RunLock
@@ -72,7 +73,7 @@ class TrainingRun:
             export_hf(student.hf_weights(), self.files.student.directory, target, student.spec.torch_dtype)
             self.log.say(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
-            print(table(before_and_after(self.log.path), config.evaluation.samples), flush=True)
+            print(final_report(self.log.path), flush=True)
 
 
 @contextmanager

@@ -40,6 +40,10 @@ def test_cancelled_twice_it_samples_what_is_missing(pools: Pools, tmp_path: Path
     metrics = last["metrics"]
     lengths = [len(text) + 1 for text in TEXTS]
     assert metrics["val/sums/avg@2"] == pytest.approx(4 / 6) and metrics["val/sums/best@2"] == 1
+    assert metrics["val/sums/pass@1"] == metrics["val/sums/avg@2"] and metrics["val/sums/maj@2"] == pytest.approx(
+        2.5 / 3
+    )
+    assert metrics["val/sums/no_answer"] == pytest.approx(1 / 6) and metrics["val/sums/truncated"] == 0
     assert metrics["val/sums/avg_len"] == pytest.approx(sum(lengths) / 6)
     assert found["again"] == {name.replace("sums/", "sums/teacher/"): value for name, value in metrics.items()}
     check_files(tmp_path / "run", metrics)
@@ -49,7 +53,10 @@ def check_files(run: Path, metrics: dict[str, float]) -> None:
     """The formats of docs/runs.md, to the letter."""
     files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
     assert files == ["evaluation.json", "generations/about.json", "generations/sums.jsonl", "grades/sums.jsonl"]
-    assert json.loads((run / "evaluation.json").read_text()) == metrics
+    kept = json.loads((run / "evaluation.json").read_text())
+    assert {name: kept[name] for name in metrics} == metrics
+    assert kept.keys() - metrics.keys() == {"val/sums/problems", *(f"{name}/ci" for name in metrics)}
+    assert all(kept[f"{name}/ci"][0] <= metrics[name] <= kept[f"{name}/ci"][1] for name in metrics)
     assert lines(run / "generations" / "sums.jsonl") == [
         {
             "problem": i // 2,
@@ -60,6 +67,8 @@ def check_files(run: Path, metrics: dict[str, float]) -> None:
             "finish_reason": "stop",
             "seed": [0, 2, 0, i],
             "model": MODEL["name"],
+            "answer": ANSWERS[i // 2],
+            "data_source": "problems",
             "logprobs": [-0.5] * (len(text) + 1),
         }
         for i, text in enumerate(TEXTS)

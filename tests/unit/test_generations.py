@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -95,6 +96,20 @@ def test_the_whole_set_replaces_the_parts(place: Generations, tmp_path: Path) ->
     assert [r.response_ids for r in place.kept(OF, REQUESTS).values()] == [r.response_ids for r in rollouts]
 
 
+def test_lines_say_what_grading_needs_and_are_renewed_when_the_data_change(place: Generations, tmp_path: Path) -> None:
+    facts = [{"answer": str(problem), "data_source": "toy"} for problem in range(3)]
+    of = dataclasses.replace(OF, facts=facts)
+    rollouts, texts = [response(i)[1] for i in range(6)], [f"text {i}" for i in range(6)]
+    place.finish(of, rollouts, texts)
+    written = [json.loads(line) for line in (tmp_path / "generations" / "sums.jsonl").read_text().splitlines()]
+    assert [(line["answer"], line["data_source"]) for line in written] == [(str(i // 2), "toy") for i in range(6)]
+    assert place.is_current(of)
+    corrected = dataclasses.replace(OF, facts=[facts[0], {**facts[1], "answer": "7"}, facts[2]])
+    assert not place.is_current(corrected) and not place.is_current(OF)
+    place.finish(corrected, rollouts, texts)
+    assert place.is_current(corrected) and len(place.kept(corrected, REQUESTS)) == 6
+
+
 def test_other_settings_are_refused_with_the_value_the_expectation_and_the_fix(
     place: Generations, tmp_path: Path
 ) -> None:
@@ -126,8 +141,9 @@ def test_responses_of_unknown_origin_are_refused(place: Generations, tmp_path: P
 
 def test_begun_afresh_nothing_is_left(place: Generations, tmp_path: Path) -> None:
     place.keep(OF, 0, [response(0)])
-    place.write_grades("sums", [{"problem": 0}])
-    place.write_metrics({"val/sums/avg@2": 1.0})
+    for name in ("grades/sums.jsonl", "grades/.sums.part.jsonl", "disagreements/sums.jsonl", "evaluation.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
     other = place_in(tmp_path, samples=3)
     other.begin(afresh=True)
     other.check()

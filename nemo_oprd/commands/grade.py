@@ -1,0 +1,218 @@
+"""`grade`: grades kept responses again, needs no model and imports no torch.
+
+A target is the output of `evaluate`, a run with `evaluations/`, or a file of generations. What the grades depend on
+besides the responses is taken, in this order, from the command line, from the lines of the generations, and from the
+table of data sources (`evaluation/graders.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.data.prompts import load_prompts
+from nemo_oprd.evaluation.files import GENERATIONS, say
+from nemo_oprd.evaluation.graders import BUILTIN, GraderChoice, check_judge, check_name
+from nemo_oprd.evaluation.grading import GradedSet, check_answers, compare, finish, grade_set, samples_per_problem
+from nemo_oprd.evaluation.intervals import CI
+from nemo_oprd.evaluation.responses import FIX, Response, read_responses
+from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
+from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.files import write_atomically
+
+DIFFERENCES = "differences.json"
+
+
+@dataclass(frozen=True)
+class GradeOptions:
+    """What to grade, and how.
+
+    Attributes:
+        targets: outputs of `evaluate`, runs, or files SET.jsonl.
+        data: set -> file with its problems, whose answers replace those of the lines; "" stands for all other sets.
+        graders: set -> grader; "" stands for all other sets.
+        judge: `math_verify` or `text`.
+        against: an output of `evaluate` or a file to compare with; None compares a run's first and last evaluation.
+        output: where the results of a single file or evaluation go; None: beside its generations.
+    """
+
+    targets: tuple[Path, ...]
+    data: Mapping[str, Path] = field(default_factory=dict)
+    graders: Mapping[str, str] = field(default_factory=dict)
+    judge: str = "math_verify"
+    against: Path | None = None
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Files of responses that one evaluation.json describes.
+
+    Attributes:
+        label: for tables.
+        directory: where the results go.
+        files: set -> file of its responses.
+    """
+
+    label: str
+    directory: Path
+    files: dict[str, Path]
+
+
+def by_set(key: str, texts: Sequence[str]) -> dict[str, str]:
+    """`SET=VALUE` or `VALUE` for all sets, as set -> value; "" stands for all sets.
+
+    Example: `by_set("--grader", ["aime24=number", "boxed"]) == {"aime24": "number", "": "boxed"}`.
+
+    Raises:
+        ValueError: a set has two values, or a value is empty.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (equals and re.fullmatch(r"\w[\w.-]*", name)):
+            name, value = "", text
+        if name in found or not value:
+            raise ValueError(f"{key} {text}: expected one value for each set, as SET=VALUE or VALUE; correct it")
+        found[name] = value
+    return found
+
+
+def grade(options: GradeOptions) -> None:
+    """Writes grades, disagreements and evaluation.json beside the responses, and prints tables.
+
+    Raises:
+        ValueError: a target holds no responses, a reference answer is missing, or a grader is wrong; one line that
+            names the value, what was expected and the fix. Nothing is written then.
+        OSError: the disk is full or a file can't be written; the error names the file.
+    """
+    check_judge("--judge", options.judge)
+    evaluations = [each for target in options.targets for each in find(target)]
+    if options.output is not None:
+        if len(evaluations) != 1:
+            raise ValueError(
+                f"--output {options.output} with {len(evaluations)} evaluations, expected one; omit it, or name one"
+            )
+        evaluations = [replace(evaluations[0], directory=options.output)]
+    other = find(options.against) if options.against is not None else []
+    if len(other) > 1:
+        raise ValueError(
+            f"--against {options.against} holds {len(other)} evaluations, expected one; name e.g. {other[-1].directory}"
+        )
+    known = {name for each in (*evaluations, *other) for name in each.files}
+    for key, given in (("--data", options.data), ("--grader", options.graders)):
+        strange = sorted(set(given) - known - {""})
+        if strange:
+            raise ValueError(
+                f"{key} {strange[0]}={given[strange[0]]}: there is no such set, expected one of "
+                f"{', '.join(sorted(known))}; correct the name"
+            )
+    loaded = [_load(each, options) for each in (*evaluations, *other)]
+    graded: dict[str, list[GradedSet]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for each, (sets, choice) in zip((*evaluations, *other), loaded, strict=True):
+        label = each.label if each.label not in rows else str(each.directory)
+        check_output(str(each.directory))
+        graded[label] = [grade_set(each.directory, name, responses, choice) for name, responses in sets.items()]
+        rows[label] = finish(each.directory, graded[label], keep_others=True)
+        for line in (line for one in graded[label] for line in one.statement()):
+            say(f"{label}: {line}")
+    print(table(rows), flush=True)
+    print(details(rows), flush=True)
+    _compare(evaluations, list(graded.items()), len(other))
+
+
+def find(target: Path) -> list[Evaluation]:
+    """The evaluations of a target; those of a run in the order of their steps, then the teacher's.
+
+    Raises:
+        ValueError: there are no responses.
+    """
+    if target.is_file():
+        if not target.name.endswith(".jsonl"):
+            raise ValueError(f"{target}: expected a file SET.jsonl of responses; {FIX}")
+        of_evaluation = target.parent.name == GENERATIONS
+        directory = target.parent.parent if of_evaluation else target.parent
+        return [Evaluation(_label(directory), directory, {target.stem: target})]
+    directory = target.parent if target.name == GENERATIONS else target
+    if not directory.is_dir():
+        raise ValueError(f"{target}: there is no such file or directory, expected responses to grade; {FIX}")
+    files = {file.stem: file for file in sorted((directory / GENERATIONS).glob("[!.]*.jsonl"))}
+    if files:
+        return [Evaluation(_label(directory), directory, files)]
+    inner = [path for path in sorted((directory / EVALUATIONS).glob("*")) if (path / GENERATIONS).is_dir()]
+    found = [each for path in inner if any((path / GENERATIONS).glob("[!.]*.jsonl")) for each in find(path)]
+    if not found:
+        partly = [*directory.glob(f"{GENERATIONS}/.*.jsonl")]
+        fix = "finish sampling with the command that began it" if partly else FIX
+        raise ValueError(f"{target}: no {GENERATIONS}/SET.jsonl, expected responses to grade; {fix}")
+    return found
+
+
+def _label(directory: Path) -> str:
+    """Example: runs/a/evaluations/step_0000050 -> "a step 50"; runs/eval -> "eval"."""
+    place = directory.resolve()
+    if place.parent.name != EVALUATIONS:
+        return place.name
+    step = re.fullmatch(r"step_0*(\d+)", place.name)
+    return f"{place.parent.parent.name} {'step ' + step[1] if step else place.name}"
+
+
+def _load(each: Evaluation, options: GradeOptions) -> tuple[dict[str, list[Response]], GraderChoice]:
+    """(Set -> responses, the choice of graders) of an evaluation; nothing is graded yet."""
+    sets: dict[str, list[Response]] = {}
+    graders = dict(options.graders)
+    for name, file in each.files.items():
+        data = options.data.get(name, options.data.get(""))
+        problems = None if data is None else load_prompts(data)
+        responses, named = read_responses(file, problems, data)
+        if named is not None and name not in graders and "" not in graders:
+            # a line never makes this process import code: it may come from somebody else
+            check_name(f"{file}: grader", named)
+            if named not in BUILTIN:
+                raise ValueError(
+                    f"{file}: was graded by {named}, a function that is not built in, expected it on the command line; "
+                    f"add --grader {name}={named}, or choose a built-in grader"
+                )
+            graders[name] = named
+        sets[name] = responses
+    own = {name: grader for name, grader in graders.items() if name in each.files or not name}
+    choice = GraderChoice(own, options.judge, key="--grader {}")
+    for name, responses in sets.items():
+        # everything is checked before anything is written
+        samples_per_problem(name, responses)
+        check_answers(name, responses, [choice.of(name, response.data_source) for response in responses])
+    return sets, choice
+
+
+def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list[GradedSet]]], others: int) -> None:
+    """Prints and writes paired differences: against the other evaluation, or of the last and first step of a run."""
+    pairs: list[tuple[int, int]] = []
+    if others:
+        pairs = [(number, len(graded) - 1) for number in range(len(evaluations))]
+    else:
+        for number, each in enumerate(evaluations):
+            steps = [
+                index
+                for index, other in enumerate(evaluations)
+                if other.directory.parent == each.directory.parent
+                and other.directory.parent.name == EVALUATIONS
+                and other.directory.name.startswith("step_")
+            ]
+            if len(steps) > 1 and number == steps[-1]:
+                pairs.append((number, steps[0]))
+    for after, before in pairs:
+        found = compare(graded[after][1], graded[before][1])
+        print(differences(found, graded[after][0], graded[before][0]), flush=True)
+        flat = {
+            f"val/{name}/{metric}{suffix}": value
+            for name, metrics in found.items()
+            for metric, gap in metrics.items()
+            for suffix, value in (("", gap.value), (CI, [gap.low, gap.high]))
+        }
+        content = {"against": graded[before][0], **flat}
+        write_atomically(evaluations[after].directory / DIFFERENCES, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,219 @@
+r"""Numbers of one evaluation set with what they are worth: pass@k, maj@k, bootstrap intervals, paired differences.
+
+A problem's k samples are not independent of each other, so problems are what is resampled: every metric here is a mean
+over problems of one value per problem, and its interval says how the mean would vary with other problems of the same
+kind. docs/evaluation.md has the equations.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from nemo_oprd.evaluation.metrics import Sample, distinct_ratio, summarize
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+SEED = 0
+_CHUNK = 1_000_000  # numbers drawn at a time, 8 bytes each
+CI = "/ci"
+PROBLEMS = "problems"
+
+Values = dict[str, np.ndarray]
+Metrics = dict[str, float | list[float]]
+
+
+@dataclass(frozen=True)
+class GradedSample(Sample):
+    """A `Sample` with all that the metrics need.
+
+    Attributes:
+        vote: what equal wrong answers share; None without a gradable answer. Right answers need no common spelling.
+        truncated: whether the response was cut off; None if it is not known.
+        subject, level: of the problem; None if the data has none.
+    """
+
+    vote: str | None = None
+    truncated: bool | None = None
+    subject: str | None = None
+    level: str | None = None
+
+
+def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
+    """The unbiased estimate of the probability that at least one of k samples is right, per problem.
+
+    1 - C(n - c, k) / C(n, k): the share of the k-subsets of the n samples that hold one of the c right ones.
+
+    Args:
+        correct: int [P], the right ones of each problem's `samples`.
+
+    Raises:
+        ValueError: k is not between 1 and `samples`.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples, expected k from 1 to {samples}; choose another k")
+    table = [float(1 - Fraction(math.comb(samples - c, k), math.comb(samples, k))) for c in range(samples + 1)]
+    return np.array(table)[correct]
+
+
+def majority(group: Sequence[GradedSample]) -> float:
+    """The probability that the most frequent answer of a problem's samples is right, ties broken at random.
+
+    Right answers are one answer; wrong ones are the same answer if their votes are equal; samples without an answer do
+    not vote.
+    """
+    votes = Counter((s.correct, "" if s.correct else s.vote) for s in group if s.correct or s.vote is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [right for (right, _), count in votes.items() if count == most]
+    return sum(winners) / len(winners)
+
+
+def ks_of(samples: int) -> list[int]:
+    """The k of pass@k: the powers of two up to the number of samples, and that number."""
+    return sorted({*(2**i for i in range(samples.bit_length())), samples})
+
+
+def per_problem(samples: Sequence[GradedSample], k: int) -> Values:
+    """Metric -> float [P], one value per problem in the order of their numbers; NaN where a problem has none."""
+    groups = _by_problem(samples)
+    correct = np.array([sum(s.correct for s in group) for group in groups])
+    values = {f"avg@{k}": correct / k, f"best@{k}": (correct > 0).astype(float)}
+    values |= {f"pass@{each}": pass_at_k(correct, k, each) for each in ks_of(k)}
+    values[f"maj@{k}"] = np.array([majority(group) for group in groups])
+    ratios = [distinct_ratio(s.response for s in group) for group in groups]
+    values["dist_4g"] = np.array([math.nan if ratio is None else ratio for ratio in ratios])
+    values["avg_len"] = np.array([sum(s.num_tokens for s in group) / k for group in groups])
+    if all(s.truncated is not None for s in samples):
+        values["truncated"] = np.array([sum(bool(s.truncated) for s in group) / k for group in groups])
+    values["no_answer"] = np.array([sum(s.vote is None for s in group) / k for group in groups])
+    return values
+
+
+def _by_problem(samples: Iterable[GradedSample]) -> list[list[GradedSample]]:
+    groups: dict[int, list[GradedSample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.problem].append(sample)
+    return [groups[problem] for problem in sorted(groups)]
+
+
+def measure(samples: Sequence[GradedSample], k: int) -> Metrics:
+    """The metrics of a set with k samples per problem, each with its interval under METRIC/ci.
+
+    Also avg@k, its interval and the number of problems of every subject and level, if the set has at least two, as
+    `subject/NAME/avg@k`.
+
+    Raises:
+        ValueError: as `metrics.summarize`.
+    """
+    found: Metrics = dict(summarize(list(samples), k))
+    values = per_problem(samples, k)
+    found |= {name: float(np.mean(value)) for name, value in values.items() if name not in found}
+    found |= {name + CI: list(interval) for name, interval in bootstrap(values).items()}
+    found[PROBLEMS] = len(values[f"avg@{k}"])
+    for kind in ("subject", "level"):
+        groups: dict[str, list[GradedSample]] = defaultdict(list)
+        for sample in samples:
+            groups[getattr(sample, kind) or "none"].append(sample)
+        for name in sorted(groups) if len(groups) > 1 else ():
+            label = re.sub(r"[^\w.-]+", "_", name)
+            prefix, average = f"{kind}/{label}", f"avg@{k}"
+            own = {average: per_problem(groups[name], k)[average]}
+            found[f"{prefix}/{average}"] = float(np.mean(own[average]))
+            found[f"{prefix}/{average}{CI}"] = list(bootstrap(own)[average])
+            found[f"{prefix}/{PROBLEMS}"] = len(own[average])
+    return found
+
+
+def scalars(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
+    """The metrics of a set that are one number each, without those of subjects and levels: what a run logs."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and "/" not in name and name != PROBLEMS
+    }
+
+
+def bootstrap(values: Values, resamples: int = RESAMPLES, seed: int = SEED) -> dict[str, tuple[float, float]]:
+    """Percentile intervals of means over problems.
+
+    Every resample draws P problems with replacement, the same for all metrics. The result is a pure function of the
+    arguments in all versions of numpy, which guarantees the raw draws of its generators. A NaN does not count in its
+    metric's mean; a metric of NaNs alone has the interval (0, 0), as its value is 0.
+
+    Args:
+        values: metric -> float [P], the same P for all.
+    """
+    names = list(values)
+    matrix = np.stack([np.asarray(values[name], dtype=float) for name in names], axis=1)
+    present = np.isfinite(matrix)
+    filled = np.where(present, matrix, 0.0)
+    problems = len(matrix)
+    generator, rows, means = np.random.PCG64(seed), max(1, _CHUNK // problems), []
+    for first in range(0, resamples, rows):
+        count = min(rows, resamples - first)
+        drawn = (generator.random_raw(count * problems) % np.uint64(problems)).astype(np.int64).reshape(count, problems)
+        cells = (drawn + np.arange(count)[:, None] * problems).ravel()
+        weights = np.bincount(cells, minlength=count * problems).reshape(count, problems).astype(float)
+        with np.errstate(invalid="ignore"):
+            means.append((weights @ filled) / (weights @ present.astype(float)))
+    tail = 100 * (1 - CONFIDENCE) / 2
+    means_RM = np.concatenate(means)
+    found = {}
+    for number, name in enumerate(names):
+        column = means_RM[:, number]
+        column = column[np.isfinite(column)]
+        low, high = np.percentile(column, [tail, 100 - tail]) if len(column) else (0.0, 0.0)
+        found[name] = (float(low), float(high))
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean over problems of (value of one evaluation - value of the other), with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def real(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+
+def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
+    """The difference per metric of two evaluations of the same problems in the same order.
+
+    Pairing removes what the two share: some problems are hard for both. Metrics that only one of them has, such as
+    pass@8 of 4 samples, are left out; so are problems that lack a value in either.
+
+    Raises:
+        ValueError: the number of problems differs.
+    """
+    counts = {len(value) for value in (*after.values(), *before.values())}
+    if len(counts) > 1:
+        raise ValueError(
+            f"evaluations of {' and '.join(map(str, sorted(counts)))} problems, expected the same problems in both; "
+            "compare evaluations of one set"
+        )
+    gaps = {_unified(name): value for name, value in after.items()}
+    others = {_unified(name): value for name, value in before.items()}
+    gaps = {name: gaps[name] - others[name] for name in gaps if name in others}
+    intervals = bootstrap(gaps)
+    return {
+        name: Difference(float(np.nanmean(gap)) if np.isfinite(gap).any() else 0.0, *intervals[name])
+        for name, gap in gaps.items()
+    }
+
+
+def _unified(name: str) -> str:
+    """avg@4 and avg@16 estimate the same number; all other k are part of what is measured."""
+    return "avg" if name.startswith("avg@") else name

@@ -1,0 +1,43 @@
+"""The child process of `grade.py`: math-verify behind a limit of time and of memory.
+
+Reads a line `[answer, given]`, writes `true` or `false`, and ends when its input closes. It is run by path and imports
+nothing of this package, which need not be on the child's import path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def serve(time_limit_s: int, memory_limit_bytes: int) -> None:
+    """The child's loop. A pair that takes longer than the limit ends the process with SIGALRM."""
+    import resource
+
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the parent handles a scheduler's signals to the job
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    grammar = [LatexExtractionConfig()]
+    for line in sys.stdin:
+        signal.alarm(time_limit_s)  # without a handler, the operating system ends the process, even inside a C call
+        answer, given = (
+            parse(rf"\boxed{{{text}}}", grammar, fallback_mode="no_fallback", parsing_timeout=0)
+            for text in json.loads(line)
+        )
+        verdict = bool(answer and given) and verify(answer, given, timeout_seconds=0)
+        signal.alarm(0)
+        print(json.dumps(bool(verdict)), flush=True)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))

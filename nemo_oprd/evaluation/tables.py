@@ -1,0 +1,142 @@
+"""Text tables of evaluations: metrics with their intervals, subjects and levels, and paired differences."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.evaluation.files import METRICS
+from nemo_oprd.evaluation.grading import compare, read_graded
+from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference
+
+EVALUATIONS = "evaluations"  # of a run: one directory per evaluation
+_COMPARED = ("avg", "best", "pass", "maj")  # prefixes: avg_len, too
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+def step_directory(step: int) -> str:
+    """The name of the directory of the evaluation after `step` updates of a run."""
+    return f"step_{step:07d}"
+
+
+def before_and_after(metrics_file: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a run's final table: its first and last evaluation and the teacher's, with intervals where kept.
+
+    Args:
+        metrics_file: the run's metrics.jsonl; the intervals come from `evaluations/` beside it.
+    """
+    lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    evaluated = [line for line in lines if any(name.startswith("val/") for name in line)]
+    first, last = evaluated[0], evaluated[-1]
+
+    def validation(line: dict[str, Any], place: str) -> dict[str, Any]:
+        teacher = place == "teacher"
+        chosen = {n: v for n, v in line.items() if n.startswith("val/") and ("/teacher/" in n) == teacher}
+        file = metrics_file.parent / EVALUATIONS / place / METRICS
+        kept = json.loads(file.read_text()) if chosen and file.exists() else {}
+        intervals = {name: value for name, value in kept.items() if name.endswith(CI)}
+        return {name.replace("/teacher/", "/"): value for name, value in chosen.items()} | intervals
+
+    rows = {
+        "student before": validation(first, step_directory(first["step"])),
+        "student after": validation(last, step_directory(last["step"])),
+    }
+    teacher = validation(first, "teacher")
+    return {**rows, "teacher": teacher} if teacher else rows
+
+
+def final_report(metrics_file: Path) -> str:
+    """What a run prints at its end: the table of `before_and_after`, and how far the student has come, per set."""
+    rows = before_and_after(metrics_file)
+    parts = [table(rows), details(rows)]
+    steps = sorted((metrics_file.parent / EVALUATIONS).glob("step_*"))
+    kept = [metrics_file.parent / EVALUATIONS / step_directory(step) for step in _evaluated_steps(metrics_file)]
+    if len(kept) > 1 and {kept[0], kept[-1]} <= set(steps):
+        found = compare(read_graded(kept[-1]).values(), read_graded(kept[0]).values())
+        parts.append(differences(found, "student after", "before"))
+    return "\n".join(filter(None, parts))
+
+
+def _evaluated_steps(metrics_file: Path) -> list[int]:
+    lines = map(json.loads, metrics_file.read_text().splitlines())
+    return sorted({line["step"] for line in lines if any(name.startswith("val/") for name in line)})
+
+
+def table(rows: Rows) -> str:
+    """One line per set and model, from metrics such as `val/heldout/avg@4`, shares in percent, intervals in brackets.
+
+    Args:
+        rows: label of a model -> its metrics, without a prefix between set and metric.
+    """
+    names = sorted({key.split("/")[1] for metrics in rows.values() for key in metrics})
+    own = {(name, label): _of_set(metrics, name) for name in names for label, metrics in rows.items()}
+    every = {column: 0.0 for values in own.values() for column in values}
+    columns = [*_with_k(every, "avg"), *_with_k(every, "best"), *_with_k(every, "maj")]
+    columns += [column for column in ("avg_len", "truncated", "no_answer") if column in every]
+    lines = [["", *columns]]
+    for (name, label), values in own.items():
+        if values:
+            lines.append([f"{name}  {label}", *(_cell(values, c) if c in values else "" for c in columns)])
+    return _aligned(lines)
+
+
+def details(rows: Rows) -> str:
+    """pass@k where a k is between 1 and all, and the lines of subjects and levels; "" if there is nothing to show."""
+    lines: list[list[str]] = []
+    for label, metrics in rows.items():
+        for name in sorted({key.split("/")[1] for key in metrics}):
+            own = _of_set(metrics, name)
+            passes = _with_k(own, "pass")
+            if len(passes) > 2:  # the first is avg@n, the last is best@n
+                lines.append([f"{name}  {label}", *(f"{each} {_cell(own, each)}" for each in passes)])
+            for key in own:
+                group, _, last = key.rpartition("/")
+                if re.fullmatch(r"avg@\d+", last) and group:
+                    count = own[f"{group}/{PROBLEMS}"]
+                    lines.append([f"{name}  {label}  {group}", f"{last} {_cell(own, key)}", f"{count} problems"])
+    return _aligned(lines)
+
+
+def differences(found: Mapping[str, Mapping[str, Difference]], after: str, before: str) -> str:
+    """The paired differences of two evaluations per set, in percentage points or tokens.
+
+    Args:
+        found: set -> metric -> difference.
+        after, before: labels of the evaluations.
+    """
+    lines: list[list[str]] = []
+    for name, metrics in sorted(found.items()):
+        same = {"pass@1", *(each.replace("best", "pass") for each in metrics if each.startswith("best@"))}
+        for metric in [each for each in metrics if each.startswith(_COMPARED) and each not in same]:
+            gap = metrics[metric]
+            scale, digits, unit = (1, 1, "tokens") if metric == "avg_len" else (100, 1, "points")
+            value = f"{scale * gap.value:+.{digits}f} [{scale * gap.low:+.{digits}f}, {scale * gap.high:+.{digits}f}]"
+            verdict = "real: the interval excludes 0" if gap.real else "not shown: the interval contains 0"
+            lines.append([f"{name}  {after} - {before}", metric, f"{value} {unit}", verdict])
+    return _aligned(lines)
+
+
+def _of_set(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
+    prefix = f"val/{name}/"
+    return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+
+
+def _with_k(own: Mapping[str, Any], kind: str) -> list[str]:
+    """The metrics `kind@k` of a set, in the order of k."""
+    found = [key for key in own if re.fullmatch(rf"{kind}@\d+", key)]
+    return sorted(found, key=lambda key: int(key.partition("@")[2]))
+
+
+def _cell(own: Mapping[str, Any], name: str) -> str:
+    scale, unit = (1, "") if name == "avg_len" else (100, "%")
+    text = f"{scale * own[name]:.1f}{unit}"
+    interval = own.get(name + CI)
+    return text if interval is None else f"{text} [{scale * interval[0]:.1f}, {scale * interval[1]:.1f}]"
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*(line + [""] * 20 for line in lines), strict=False)]
+    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
