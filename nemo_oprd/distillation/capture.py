@@ -46,6 +46,7 @@ class HiddenStateCapture:
         return hidden
 
     def _keep(self, layer: int, hidden: torch.Tensor) -> None:
-        picked = hidden.flatten(0, 1).index_select(0, self.rows)
+        # in a loop of another program gradients may be enabled, and the rows would keep the whole graph in memory
+        picked = hidden.detach().flatten(0, 1).index_select(0, self.rows)
         for key in self.keys_of_layer[layer]:
             self.captured[key] = picked if self.project is None else self.project(key, picked)

@@ -6,7 +6,8 @@ arrives from the next layer. Autograd keeps the hidden state anyway, as the inpu
 the rows' indices, weights and targets besides. (For the last layer of a stage it keeps a copy of the rows, see
 `inject_gradient`.)
 
-S packed sequence, D hidden size, n supervised rows of a microbatch on this rank.
+S tokens of a sequence or of a pack, B sequences (1 for packs), D hidden size, n supervised rows of a microbatch on this
+rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def row_chunks(n: int) -> Iterator[slice]:
 
 
 class _InjectGradient(torch.autograd.Function):
-    """The identity on a hidden state [S, 1, D]; its backward adds the gradient of `loss(hidden[rows])`.
+    """The identity on a hidden state [S, B, D]; its backward adds the gradient of `loss(hidden[rows])`.
 
     The parameters of the loss are inputs of this function, so that autograd accumulates their gradients as it does for
     any weight, and recomputation, DDP and the optimizer treat them as usual.
@@ -56,7 +57,8 @@ class _InjectGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         kept, rows = ctx.saved_tensors
-        total = grad_output.clone()
+        # contiguous, so that `flat` is a view of it
+        total = grad_output.clone(memory_format=torch.contiguous_format)
         flat = total.flatten(0, 1)
         squared = torch.zeros((), dtype=torch.float64, device=total.device)
         parameter_grads = [torch.zeros_like(parameter) for parameter in ctx.parameters]
@@ -84,10 +86,10 @@ def inject_gradient(
     on_injected: Callable[[torch.Tensor], None] = lambda squared: None,
     parameters: Parameters = (),
 ) -> torch.Tensor:
-    """Returns `hidden` [S, 1, D] unchanged; in backward, its rows also receive the gradient of `loss(hidden[rows])`.
+    """Returns `hidden` [S, B, D] unchanged; in backward, its rows also receive the gradient of `loss(hidden[rows])`.
 
     Args:
-        rows: int64 [n], indices into the S tokens.
+        rows: int64 [n], indices into the S * B tokens (B is 1 for packed sequences).
         loss: called in backward, on chunks of the rows.
         keep_rows: save a copy of the rows for backward instead of the hidden state. This is needed for the last layer
             of a pipeline stage: the schedule frees a stage's output after sending it, and saving the output would

@@ -62,18 +62,44 @@ def check_injections(
         CaptureError: names the layer, its stage and the settings that can be the cause.
     """
     expected_per_group = [expected_injections(plan, sorted(counts)) for plan in plans]
+    expected = {layer: sum(group[layer] for group in expected_per_group) for layer in counts}
+    stages = {layer: plans[0].layout.stage_of_layer(layer, num_layers) for layer in counts}
+    places = {layer: f"(pipeline stage {stage}, model chunk {chunk})" for layer, (stage, chunk) in stages.items()}
+    check_layer_counts(counts, expected, squared_norms, places, identical=identical)
+
+
+def check_layer_counts(
+    counts: dict[int, int],
+    expected: dict[int, int],
+    squared_norms: dict[int, float],
+    places: dict[int, str],
+    *,
+    identical: set[int],
+    settings: tuple[str, str] = ("student.recompute", "loss.representation.kind"),
+) -> None:
+    """Compares the injections of an update with the expected numbers, and looks for gradients that are zero.
+
+    Args:
+        counts, expected: layer -> injections over all ranks.
+        squared_norms: layer -> squared norm of all injected gradients.
+        places: layer -> where it is, for the message.
+        identical: as for `check_injections`.
+        settings: the user's names of the recompute settings and of the loss, for the messages.
+
+    Raises:
+        CaptureError: names the layer, its place and the settings that can be the cause.
+    """
+    recompute, kind = settings
     for layer, count in counts.items():
-        expected = sum(counts_of_group[layer] for counts_of_group in expected_per_group)
-        stage, chunk = plans[0].layout.stage_of_layer(layer, num_layers)
-        where = f"layer {layer} (pipeline stage {stage}, model chunk {chunk})"
-        if count != expected:
+        where = f"layer {layer} {places[layer]}"
+        if count != expected[layer]:
             raise CaptureError(
-                f"{where} received its loss gradient {count} time(s) in this step, expected {expected}: the "
-                "layer's forward was bypassed or its output was detached. Check student.recompute and the code that "
+                f"{where} received its loss gradient {count} time(s) in this step, expected {expected[layer]}: the "
+                f"layer's forward was bypassed or its output was detached. Check {recompute} and the code that "
                 "replaces the layer's forward (CUDA graphs, custom schedules); otherwise the layer would train nothing"
             )
         if squared_norms[layer] == 0.0 and layer not in identical:
             raise CaptureError(
                 f"{where} received a gradient of exactly zero although student and teacher differ; expected a "
-                "nonzero gradient: check loss.representation.kind, and that the teacher is not the student"
+                f"nonzero gradient: check {kind}, and that the teacher is not the student"
             )

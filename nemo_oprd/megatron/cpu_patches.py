@@ -39,6 +39,7 @@ MODULES_ASKING_FOR_CUDA = (
     "megatron.core.tensor_parallel.mappings",
     "megatron.core.tensor_parallel.random",
     "megatron.core.tensor_parallel.utils",
+    "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
 

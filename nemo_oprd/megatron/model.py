@@ -35,7 +35,12 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from nemo_oprd.losses.vocab_parallel import matmul
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
 from nemo_oprd.megatron.kernels import apex_accumulates
-from nemo_oprd.megatron.observed_layer import ObservedLayer, ObservedSequences
+from nemo_oprd.megatron.observed_layer import (
+    ObservedLayer,
+    ObservedSequences,
+    observe_block_output,
+    refuse_schedule_plan,
+)
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.megatron.rotary import RotatedSelfAttention, Rotation, decoding_rotation, packed_rotation
@@ -254,15 +259,8 @@ class DistillingModel(GPTModel):
         return {key: value for key, value in state.items() if not key.endswith(_NORM_EXTRA_STATE)}
 
     def build_schedule_plan(self, *_: Any, **__: Any) -> None:
-        """Not supported: a schedule plan runs the parts of a layer without the layer's forward.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "overlap_moe_expert_parallel_comm=True (a schedule plan) bypasses the layers' forward, where hidden states "
-            "are captured; expected overlap_moe_expert_parallel_comm=False"
-        )
+        """Not supported; raises ValueError."""
+        refuse_schedule_plan()
 
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor | None, sequences: ObservedSequences | DecodeParams
@@ -276,16 +274,7 @@ class DistillingModel(GPTModel):
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
         sequences = replace(sequences, rotation=self._rotation(sequences))
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
-        if not self.post_process and self._skips_last_layer(sequences):
-            # the schedule frees a stage's output, so the output must not be the input (or, under recompute, its view)
-            hidden = hidden.clone()
-        if self.post_process and isinstance(sequences, ObservedSequences) and sequences.observer is not None:
-            hidden = sequences.observer.after_final_norm(hidden)
-        return hidden
-
-    def _skips_last_layer(self, sequences: ObservedSequences | DecodeParams) -> bool:
-        depth = getattr(sequences, "depth", None)
-        return depth is not None and self.decoder.layers[-1].layer_number > depth
+        return observe_block_output(self.decoder, hidden, sequences)
 
     def _rotation(self, sequences: ObservedSequences | DecodeParams) -> Rotation:
         dtype = self.config.params_dtype

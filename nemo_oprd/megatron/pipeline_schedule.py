@@ -137,9 +137,12 @@ def run_schedule(
 
 def _forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Any]:
     microbatch = next(data_iterator)
-    return model(microbatch.input_ids, microbatch.sequences), _root
+    return model(microbatch.input_ids, microbatch.sequences), zero_loss
 
 
-def _root(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """The schedule's loss: a zero that depends on `hidden` [S, 1, D]. A token count of 0 prevents rescaling."""
-    return hidden.narrow(0, 0, 0).sum(), torch.zeros((), dtype=torch.int, device=hidden.device), {}
+def zero_loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """The schedule's loss function: a zero that depends on the model's output, so that backward runs.
+
+    The token count of 0 prevents Megatron from dividing the gradients, which already contain 1 / counts.
+    """
+    return output.narrow(0, 0, 0).sum(), torch.zeros((), dtype=torch.int, device=output.device), {}

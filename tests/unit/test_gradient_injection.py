@@ -38,3 +38,12 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, keep_rows: bool)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours is not None
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_in_another_memory_order() -> None:
+    """A batch [S, B, D] may get its gradient as a transposed [B, S, D]; the rows' gradients are added to it, too."""
+    hidden = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = inject_gradient(hidden, torch.tensor([1, 4]), lambda rows_ND, part: rows_ND.sum(), keep_rows=False)
+    out.backward(torch.zeros(2, 3, 4).transpose(0, 1))
+    assert hidden.grad is not None
+    assert hidden.grad.flatten(0, 1).sum(-1).tolist() == [0, 4, 0, 0, 4, 0]

@@ -29,6 +29,7 @@ ORDER = [
     ("setup",),
     ("capacity",),
     ("train",),
+    ("nemo",),
     ("diagnosis",),
     ("commands",),
     ("cli",),

@@ -1,0 +1,89 @@
+"""What a model of another program must not have, because hidden states would be missed or gradients scaled wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_oprd.megatron.pipeline_schedule import refuse_layer_bypasses
+from nemo_oprd.models import ModelSpec, parse_model_spec, read_model_spec
+
+# float32 powers may be rounded differently; another base or scaling differs by far more
+_SAME_FREQUENCY = 1e-5
+
+
+def refuse_unservable(config: Any) -> None:
+    """Raises ValueError for a Megatron `TransformerConfig` whose layers can't be observed."""
+    refuse_layer_bypasses(config)
+    depth = getattr(config, "mtp_num_layers", None)
+    if depth:
+        raise ValueError(
+            f"mtp_num_layers={depth}: layers for multi-token prediction move the final norm to another place and count "
+            "as further layers; expected none: build the model with mtp_num_layers=None"
+        )
+
+
+def refuse_untrainable(config: Any) -> None:
+    """Raises ValueError for a `TransformerConfig` under which Megatron would rescale injected gradients.
+
+    Injected gradients already contain 1 / counts of the whole batch, and are added inside the backward pass.
+    """
+    if not config.calculate_per_token_loss:
+        raise ValueError(
+            "calculate_per_token_loss=False: Megatron would divide injected gradients by the number of microbatches "
+            "and average them over data-parallel ranks; expected calculate_per_token_loss=True: set it before DDP "
+            "wraps the model"
+        )
+    if config.fp16:
+        raise ValueError(
+            "fp16=True: the optimizer would divide injected gradients by a loss scale that they do not have; expected "
+            "fp16=False: train in bf16 or float32"
+        )
+
+
+def refuse_loss_scale(config: Any, device: torch.device) -> None:
+    """Raises ValueError if the optimizer's `grad_scale_func` scales the loss (`OptimizerConfig.loss_scale`)."""
+    if config.grad_scale_func is None:
+        return
+    scale = float(config.grad_scale_func(torch.ones((), device=device)))
+    if scale != 1.0:
+        raise ValueError(
+            f"grad_scale_func multiplies losses by {scale:g}: the optimizer would divide injected gradients by a scale "
+            "that they do not have; expected 1: set loss_scale=None in the optimizer's config and train in bf16 or "
+            "float32"
+        )
+
+
+def check_rope(model: Any, hf_config: str | Path | dict) -> None:
+    """Raises ValueError unless a `GPTModel` rotates by the frequencies of the Hugging Face config.
+
+    The frequencies themselves are compared, because base, scaling and share can be set in several places of a model.
+    A wrong base gives no error anywhere else: the model merely predicts worse.
+    """
+    spec = parse_model_spec(hf_config) if isinstance(hf_config, dict) else read_model_spec(hf_config)
+    rotary: Any = getattr(model, "rotary_pos_emb", None)
+    frequencies = getattr(rotary, "inv_freq", None)
+    if spec.rope.switch is not None or spec.rope.scale != 1.0 or frequencies is None:
+        kind = getattr(model, "position_embedding_type", None)
+        raise ValueError(
+            f"position_embedding_type={kind} cannot be compared with RoPE of type {spec.rope.kind!r} in the HF config; "
+            "expected 'rope' and a type without scaled cosines: leave out hf_config, and compare both models' logits"
+        )
+    built = frequencies.detach().cpu() / (rotary.seq_len_interpolation_factor or 1.0)
+    expected = spec.rope.inv_freq(spec.head_dim)[0]
+    if built.shape != expected.shape or not torch.allclose(built, expected, rtol=_SAME_FREQUENCY, atol=0.0):
+        raise ValueError(
+            f"rotary_base={model.rotary_base} with {_describe(built)} is not the RoPE of the HF config, which has "
+            f"rope_theta={spec.rope.theta:g}, type {_kind(spec)} and {_describe(expected)}; expected equal "
+            "frequencies: build the model with the config's rotary_base, scaling and rotary_percent"
+        )
+
+
+def _describe(frequencies: torch.Tensor) -> str:
+    return f"{len(frequencies)} frequencies down to {float(frequencies[-1]):.3g}"
+
+
+def _kind(spec: ModelSpec) -> str:
+    return repr(spec.rope.kind) + (f" (factor {spec.rope.factor:g})" if spec.rope.kind == "llama3" else "")
