@@ -1,4 +1,4 @@
-"""The models of the study on a real language model: the teacher from a GGUF file, and two students made from it."""
+"""The models of the study on a real language model: the teacher, and two students made from it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ STUDENTS = ("pruned", "quantised")
 LAYER_MAPS = ("kept", "uniform", "next_input")
 
 
-def make_models(root: Path, gguf: Path | None) -> None:
-    """Writes the models that are missing below `root`: teacher, pruned, quantised.
+def make_models(root: Path, model: Path) -> None:
+    """Writes the models that are missing below `root`: teacher (a link to `model`), pruned, quantised.
 
     Raises:
-        ValueError: the teacher is missing and there is no GGUF file to make it from.
+        ValueError: there is no such model.
     """
     root.mkdir(parents=True, exist_ok=True)
     teacher = root / "teacher"
     if not teacher.is_dir():
-        if gguf is None:
-            raise ValueError(f"{teacher} is missing; expected --gguf FILE to make it from: give the file of the model")
-        _tool("gguf_to_hf", "--gguf", str(gguf), "--output", str(teacher))
+        if not model.is_dir():
+            raise ValueError(
+                f"{model}: no such directory; expected the teacher: bash scripts/fetch_smollm2.sh makes it"
+            )
+        teacher.symlink_to(model.resolve())
     common = ["--hf-path", str(teacher), "--output"]
     if not (root / "pruned").is_dir():
         chosen = ["--keep", str(KEEP), "--prompts", str(TRAIN), "--count", "64"]

@@ -1,6 +1,7 @@
 """Compares losses on a real language model: runs what is missing, then writes tables from all finished runs.
 
-    python -m benchmarks.real_study run --output runs/real_study --gguf FILE --jobs 2
+    bash scripts/fetch_smollm2.sh
+    python -m benchmarks.real_study run --output runs/real_study --jobs 2
     python -m benchmarks.real_study table
 
 The teacher is SmolLM2-135M-Instruct; students are 20 of its 30 layers, or its weights rounded to 2 bits. A run is
@@ -45,10 +46,10 @@ class Study:
 
     root: Path
 
-    def prepare(self, gguf: Path | None) -> None:
+    def prepare(self, teacher: Path) -> None:
         """Makes the models and bridges that are missing, and measures the students before training."""
         models = self.root / "models"
-        make_models(models, gguf)
+        make_models(models, teacher)
         self.kept = kept_layers(models)
         self.depth = json.loads((models / "teacher" / "config.json").read_text())["num_hidden_layers"]
         for student in STUDENTS:
@@ -260,13 +261,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["run", "table"])
     parser.add_argument("--output", default="runs/real_study", metavar="DIR")
-    parser.add_argument("--gguf", metavar="FILE", help="the teacher's GGUF file, needed once")
+    parser.add_argument("--teacher", default="models/SmolLM2-135M-Instruct", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs; each has one thread")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only arms whose names contain one of these")
     options = parser.parse_args()
     if options.command == "run":
         study = Study(Path(options.output).absolute())
-        study.prepare(Path(options.gguf) if options.gguf else None)
+        study.prepare(Path(options.teacher))
         for arms in stages():
             wanted = [arm for arm in arms if not options.only or any(text in arm.name for text in options.only)]
             run_all(study, wanted, options.jobs)
