@@ -31,6 +31,7 @@ def main() -> None:
     options = _parse()
 
     def prune() -> int:
+        from nemo_oprd.models import read_model_spec
         from nemo_oprd.weights.pruning import kept_map, prune_layers
 
         source, target = Path(options.hf_path), Path(options.output)
@@ -39,7 +40,7 @@ def main() -> None:
         kept = _given(options.layers) if options.layers else _measured(source, options)
         spec = prune_layers(source, target, kept)
         print(f"{target}: {spec.num_layers} layers of {source}: {','.join(map(str, kept))}")
-        print(kept_map(kept))
+        print(kept_map(kept, read_model_spec(source).num_layers))
         return 0
 
     run(prune)

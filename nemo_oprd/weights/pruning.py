@@ -101,13 +101,20 @@ def prune_layers(source: Path, target: Path, kept: Sequence[int]) -> ModelSpec:
     return read_model_spec(target)
 
 
-def kept_map(kept: Sequence[int]) -> str:
+def kept_map(kept: Sequence[int], num_layers: int) -> str:
     """The setting that compares every layer of a pruned student with the teacher's layer whose weights it has.
 
-    >>> kept_map([1, 3, 6])
+    The last layers are compared with each other, because their states are taken after the final norm.
+
+    Args:
+        kept: as for `prune_layers`.
+        num_layers: of the teacher.
+
+    >>> kept_map([1, 3, 5], 6)
     'loss.representation.layer_map={1:1,2:3,3:6}'
     """
-    pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate(kept, start=1))
+    matched = [*kept[:-1], num_layers]
+    pairs = ",".join(f"{student}:{teacher}" for student, teacher in enumerate(matched, start=1))
     return f"loss.representation.layer_map={{{pairs}}}"
 
 

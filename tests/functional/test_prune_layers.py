@@ -86,7 +86,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("influence") == 3
     assert done.stdout.count("left out") == 1
-    kept = done.stdout.strip().rsplit(" ", 1)[1]
+    *_, made, setting = done.stdout.strip().splitlines()
+    kept = made.rsplit(" ", 1)[1]
+    first = kept.split(",")[0]
+    # the last layers are compared with each other, whichever layer was kept last
+    assert setting == f"loss.representation.layer_map={{1:{first},2:3}}"
     again = command("--hf-path", golden, "--output", str(tmp_path / "b"), "--layers", kept)
     assert again.returncode == 0, again.stderr
     files = [(tmp_path / place / "model.safetensors").read_bytes() for place in ("a", "b")]

@@ -99,7 +99,7 @@ def test_a_pruned_student_against_the_reference(model: Path, tmp_path: Path) -> 
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "nemo_oprd",
         "verify", "--against", "reference", "--config-name", "verify", f"student.hf_path={tmp_path / 'student'}",
         f"teacher.hf_path={model}", f"rollout.replay={tmp_path / 'rollouts.jsonl'}", f"output={tmp_path / 'out'}",
-        "student.parallel.pipeline=2", kept_map(kept), "loss.representation.positions=all", "loss.output.weight=1",
+        "student.parallel.pipeline=2", kept_map(kept, 30), "loss.representation.positions=all", "loss.output.weight=1",
         "loss.output.kind=full_vocab",
     ]  # fmt: skip
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
