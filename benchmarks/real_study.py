@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from benchmarks.real_tables import RESULTS, best_runs, distance, line, read_resu
 from nemo_oprd.evaluation.agreement import Response, describe_text
 
 RESPONSES, NEW_TOKENS = 8, 48
+PROMPT_TOKENS = 48  # of an average prompt of examples/real_model in the chat template
 HELDOUT_PROMPTS = 48
 SEVERAL = 3  # losses that run with several seeds, and on the second student
 # of a training record; `rep/loss_layer/*` show where the loss is
@@ -67,6 +68,7 @@ class Study:
         records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         measured = self._compare(arm.name, directory / "hf")
         write_result(arm.name, {"arm": asdict(arm), "settings": arm.all_settings, "measured": measured,
+                                "operations": operations(self._settings(arm, directory)),
                                 "training": curves(records), "machine": machine(),
                                 "seconds": round(time.time() - began)})  # fmt: skip
         shutil.rmtree(directory / "hf")
@@ -172,6 +174,17 @@ def read_measurements(place: Path, name: str) -> dict[str, dict[str, list[float]
     return found
 
 
+def operations(settings: list[str]) -> dict[str, float]:
+    """Counted floating-point operations of an update in 10^9, by `nemo-oprd plan`'s formulas; metrics are left out."""
+    from nemo_oprd.capacity.operations import step_flops
+    from nemo_oprd.capacity.workload import make_workload
+    from nemo_oprd.config.loading import load_config
+
+    unwatched = [*settings, "logging.output_metrics_every=0"]
+    work = make_workload(load_config("real_model", unwatched), prompt=PROMPT_TOKENS, response=NEW_TOKENS)
+    return {kind: value / 1e9 for kind, value in asdict(step_flops(work)).items()}
+
+
 def curves(records: list[dict[str, Any]]) -> dict[str, Any]:
     """The training's curves, its first and last losses per layer, and its seconds per phase."""
     layers = [key for key in records[0] if key.startswith("rep/loss_layer/")]
@@ -231,6 +244,13 @@ def best_arms(results: dict[str, dict[str, Any]], student: str) -> list[Arm]:
     return [arm_of(results[name]) for name in names]
 
 
+def equal_operations(cheaper: Arm, dearer: Arm) -> list[Arm]:
+    """The cheaper loss with as many counted operations as the other one's run, and so with more updates."""
+    results = read_results()
+    ours, theirs = (sum(results[arm.name]["operations"].values()) for arm in (cheaper, dearer))
+    return [replace(cheaper, change="equal_operations", steps=round(dearer.steps * theirs / ours))]
+
+
 def stages() -> Iterator[list[Arm]]:
     """The arms of the study in their order; a stage is chosen by the results of the stages before it."""
     yield list(sweep("pruned", LOSSES))
@@ -238,6 +258,7 @@ def stages() -> Iterator[list[Arm]]:
     hidden = [arm for arm in best if is_hidden(arm)]
     yield list(seeds(best[:SEVERAL]))
     yield list(changes(hidden[0]))
+    yield equal_operations(hidden[0], next(arm for arm in best if not is_hidden(arm)))
     chosen = dict.fromkeys(arm.loss for arm in (hidden[0], *[arm for arm in best if not is_hidden(arm)][: SEVERAL - 1]))
     yield list(sweep("quantised", chosen))
 

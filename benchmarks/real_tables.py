@@ -123,6 +123,20 @@ def rates_table(results: Results, student: str) -> str:
     return "\n".join(lines)
 
 
+def cost_table(results: Results, student: str) -> str:
+    """Counted operations of an update of every loss."""
+    counted = {loss: results[name]["operations"] for loss, name in best_runs(results, student).items()}
+    if "mse" not in counted:
+        return ""
+    headings = ("sampling, GFLOP", "teacher", "update", "all, mse = 1")
+    lines = [f"| {student}, per update | " + " | ".join(headings) + " |", "|---" * (1 + len(headings)) + "|"]
+    for loss, each in counted.items():
+        cells = [f"{each[kind]:.0f}" for kind in ("sampling", "teacher", "update")]
+        share = sum(each.values()) / sum(counted["mse"].values())
+        lines.append(f"| {loss} | " + " | ".join([*cells, f"{share:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
 def _both(measured: Measured) -> str:
     _, reported = halves(measured)
     return " / ".join(f"{value(measured, reported):.2f}" for _, value in COLUMNS[:2])
@@ -173,6 +187,6 @@ def tables(results: Results, students: Iterable[str] = ("pruned", "quantised")) 
     parts = []
     for student in students:
         if f"{student}-start" in results:
-            made = (best_table, rates_table, seeds_table, changes_table)
+            made = (best_table, rates_table, seeds_table, changes_table, cost_table)
             parts += [table(results, student) for table in made] + [against_table(results, student, "mse")]
     return "\n\n".join(part for part in parts if part)

@@ -146,6 +146,15 @@ def test_injected_gradients() -> None:
     )
 
 
+def test_equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap, dear = Arm("mse", 1e-4), Arm("full_vocab", 3e-4)
+    counted = {cheap.name: {"teacher": 10.0, "update": 20.0}, dear.name: {"teacher": 10.0, "update": 26.0}}
+    results = {name: {"operations": each} for name, each in counted.items()}
+    monkeypatch.setattr(real_study, "read_results", lambda: results)
+    (arm,) = real_study.equal_operations(cheap, dear)
+    assert (arm.loss, arm.steps, arm.change) == ("mse", 36, "equal_operations")
+
+
 def test_results_are_small_and_name_nothing_of_the_machine() -> None:
     assert RESULTS, "benchmarks/results/real_study holds the finished runs"
     for name, result in RESULTS.items():
