@@ -31,7 +31,7 @@ def make_models(root: Path, model: Path) -> None:
             )
         teacher.symlink_to(model.resolve())
     common = ["--hf-path", str(teacher), "--output"]
-    if not (root / "pruned").is_dir():
+    if not (root / "pruned.txt").is_file():
         chosen = ["--keep", str(KEEP), "--prompts", str(TRAIN), "--count", "64"]
         text = _tool("prune_layers", *common, str(root / "pruned"), *chosen)
         (root / "pruned.txt").write_text(text)

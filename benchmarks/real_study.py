@@ -29,8 +29,11 @@ from typing import Any
 
 from benchmarks.real_arms import LOSSES, Arm, changes, is_hidden, seeds, sweep
 from benchmarks.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
-from benchmarks.real_tables import RESULTS, best_runs, distance, line, read_results, tables
+from benchmarks.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, distance, line, read_results, tables
 from nemo_oprd.evaluation.agreement import Response, describe_text
+from nemo_oprd.evaluation.files import read_lines
+from nemo_oprd.losses.layer_mapping import layer_map as paper_map
+from nemo_oprd.models import read_model_spec
 
 RESPONSES, NEW_TOKENS = 8, 48
 PROMPT_TOKENS = 48  # of an average prompt of examples/real_model in the chat template
@@ -53,6 +56,7 @@ class Study:
         make_models(models, teacher)
         self.kept = kept_layers(models)
         self.depth = json.loads((models / "teacher" / "config.json").read_text())["num_hidden_layers"]
+        self._moments()  # before runs begin side by side: sampling has one random state per process
         for student in STUDENTS:
             if not _result(f"{student}-start").is_file():
                 write_result(f"{student}-start", {"measured": self._compare(f"{student}-start", models / student)})
@@ -60,6 +64,7 @@ class Study:
     def run(self, arm: Arm) -> None:
         """Trains and measures one arm, unless its result is there."""
         if _result(arm.name).is_file():
+            check_result(arm, json.loads(_result(arm.name).read_text()))
             return
         began = time.time()
         directory = self.root / "runs" / arm.name
@@ -99,20 +104,25 @@ class Study:
 
     def _bridge(self, arm: Arm, kind: str) -> Path:
         """The bridge of a kind between the arm's student and the teacher, made if it is missing."""
-        from benchmarks.real_bridges import teacher_moments, write_bridge
+        from benchmarks.real_bridges import write_bridge
 
         place = self.root / "bridges" / f"{arm.student}-{arm.layer_map}-{kind}"
         if not (place / "bridge.json").is_file():
             models = self.root / "models"
-            pairs = self._layer_map(arm) or {layer: layer for layer in range(1, self.depth + 1)}
-            write_bridge(kind, self._moments(teacher_moments), pairs, (models / arm.student, models / "teacher"), place)
+            pairs = self._layer_map(arm)
+            if pairs is None:
+                depth = read_model_spec(models / arm.student).num_layers
+                pairs = paper_map(list(range(1, depth + 1)), depth, self.depth)
+            write_bridge(kind, self._moments(), pairs, (models / arm.student, models / "teacher"), place)
         return place
 
-    def _moments(self, measure: Any) -> Any:
+    def _moments(self) -> Any:
         """Moments of the teacher's states on its own responses to training prompts, computed once."""
         import torch
 
+        from benchmarks.real_bridges import teacher_moments
         from nemo_oprd.evaluation.agreement import Sampling, load_model, sample_responses
+        from nemo_oprd.fault_tolerance.files import replacing
 
         file = self.root / "moments.pt"
         if not file.is_file():
@@ -125,7 +135,9 @@ class Study:
             found = sample_responses(
                 model, prompts, tokenizer.eos_ids, tokenizer.vocab_size, Sampling(NEW_TOKENS, 1.0, 0, 64)
             )
-            torch.save(measure(model, [(r.prompt + r.tokens, len(r.prompt)) for r in found]), file)
+            moments = teacher_moments(model, [(r.prompt + r.tokens, len(r.prompt)) for r in found])
+            with replacing(file) as partial:
+                torch.save(moments, partial)
         return torch.load(file, weights_only=True)
 
     def _compare(self, name: str, model: Path) -> dict[str, Any]:
@@ -133,7 +145,8 @@ class Study:
         place = self.root / "compare"
         arguments = [
             f"{name}={model}", "--teacher", str(self.root / "models" / "teacher"), "--prompts", str(HELDOUT),
-            "--output", str(place), "--count", str(HELDOUT_PROMPTS), "--max-new-tokens", str(NEW_TOKENS),
+            "--output", str(place), "--teacher-responses", str(TEACHER_RESPONSES),
+            "--count", str(HELDOUT_PROMPTS), "--max-new-tokens", str(NEW_TOKENS),
         ]  # fmt: skip
         self._command("compare", arguments, f"{name}.compare")
         return read_measurements(place, name)
@@ -167,11 +180,23 @@ def read_measurements(place: Path, name: str) -> dict[str, dict[str, list[float]
         source: {key: [part[key] for part in parts] for key in parts[0]}
         for source, parts in result["per_prompt"].items()
     }
-    rows = [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
+    rows = [row for _, row in read_lines(place / f"{name}.jsonl", "responses", "measure again")]
     responses = [Response(row["prompt_ids"], row["response_ids"], row["ended"]) for row in rows]
-    described = [describe_text([response]) for response in responses]
-    found["on_student"] |= {key: [each[key] for each in described] for key in ("distinct_4", "truncated")}
+    found["on_student"]["truncated"] = [float(not response.ended) for response in responses]
+    found["on_student"]["distinct_4"] = [  # None: too short to have any 4-gram
+        describe_text([response])["distinct_4"] if len(response.tokens) >= 4 else None for response in responses
+    ]
     return found
+
+
+def check_result(arm: Arm, result: dict[str, Any]) -> None:
+    """Raises ValueError if a finished run of this name had other settings than the arm has now."""
+    found = {**result["arm"], "settings": tuple(result["arm"]["settings"])}, tuple(result["settings"])
+    if found != (asdict(arm), arm.all_settings):
+        raise ValueError(
+            f"{_result(arm.name)} was measured with {found}, the arm is {asdict(arm)} with {arm.all_settings}; "
+            "expected the same: remove the file to run it again, or rename the arm"
+        )
 
 
 def operations(settings: list[str]) -> dict[str, float]:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results" / "real_study"
+# responses to the held-out prompts that all runs are measured on, so that runs of several machines can be paired
+TEACHER_RESPONSES = RESULTS.parent / "real_study_teacher.jsonl"
 DRAWS = 2000
 
 Results = dict[str, dict[str, Any]]
@@ -29,9 +31,9 @@ def read_results() -> Results:
 
 def _mean(measured: Measured, source: str, key: str, prompts: slice | np.ndarray) -> float:
     """The mean over tokens of a sum, or over responses of a description."""
-    values = np.array(measured[source][key], dtype=float)[prompts]
+    values = np.array(measured[source][key], dtype=float)[prompts]  # None becomes NaN
     if key in ("distinct_4", "truncated", "tokens"):
-        return float(values.mean())
+        return float(np.nanmean(values))
     return float(values.sum() / np.array(measured[source]["tokens"], dtype=float)[prompts].sum())
 
 
@@ -80,6 +82,10 @@ def line(measured: Measured) -> str:
 
 def interval(one: Measured, other: Measured, value: Callable[[Measured, Any], float]) -> tuple[float, float, float]:
     """Difference of a value between two runs on the reported prompts, with its paired bootstrap interval."""
+    if one["on_teacher"]["tokens"] != other["on_teacher"]["tokens"]:
+        raise ValueError(
+            "two runs were measured on other responses of the teacher; expected the same: measure one again"
+        )
     _, reported = halves(one)
     at = np.arange(len(one["on_teacher"]["tokens"]))[reported]
     draw = np.random.default_rng(0)

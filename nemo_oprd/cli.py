@@ -122,6 +122,9 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--batch", type=_positive, default=64, metavar="N", help="sampled at once (default: %(default)s)"
     )
+    command.add_argument(
+        "--teacher-responses", metavar="FILE", help="recorded responses of the teacher, in place of new samples"
+    )
     command.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
 
 
@@ -268,6 +271,7 @@ def _run_compare(options: argparse.Namespace) -> None:
             output=Path(options.output),
             count=options.count,
             dtype=options.dtype,
+            teacher_responses=Path(options.teacher_responses) if options.teacher_responses else None,
             sampling=Sampling(options.max_new_tokens, options.temperature, options.seed, options.batch),
         )
     )

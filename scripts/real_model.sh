@@ -52,7 +52,8 @@ if [ ! -f "$home/$student.txt" ]; then
 fi
 tail -n 2 "$home/$student.txt" >&2
 map=()
-if [ "$student" = pruned ]; then
+# the map names every layer; a choice of layers brings its own map, or the paper's
+if [ "$student" = pruned ] && [[ " ${settings[*]} " != *" loss.representation.layers="* ]]; then
   map=("$(tail -n 1 "$home/pruned.txt")")  # each layer is compared with the teacher's layer whose weights it has
 fi
 echo "3/5 distilling on two ranks" >&2

@@ -5,12 +5,14 @@
     DIR/NAME.json              one student's measurements
     DIR/NAME.jsonl             that student's responses
 
-A file that is there already is used again if it was measured with equal settings on the same models, so a command that
-was interrupted goes on where it stopped, and another student can be added later.
+A file that is there already is used again if it was measured with equal settings on the same weights and the same
+responses of the teacher, so a command that was interrupted goes on where it stopped, and another student can be added
+later.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -29,8 +31,8 @@ from nemo_oprd.evaluation.agreement import (
     sample_responses,
     summarize,
 )
-from nemo_oprd.evaluation.files import write_lines
-from nemo_oprd.evaluation.generations import digest, model_identity
+from nemo_oprd.evaluation.files import read_lines, write_lines
+from nemo_oprd.evaluation.generations import digest
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.models import read_model_spec
@@ -50,6 +52,7 @@ class CompareOptions:
     output: Path
     count: int = 64
     dtype: str = "float32"
+    teacher_responses: Path | None = None  # recorded ones, in place of new samples
     sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=64, temperature=1.0, seed=0, batch=64))
 
 
@@ -100,6 +103,7 @@ class Comparison:
                 )
         self.prompts: list[Prompt] = load_prompts(options.prompts)[: options.count]
         self.ids = [self.tokenizer.encode_prompt(list(prompt.messages)) for prompt in self.prompts]
+        self.recorded = None if options.teacher_responses is None else self._recorded(options.teacher_responses)
         limit = read_model_spec(options.teacher).max_positions
         longest = max(map(len, self.ids)) + options.sampling.max_new_tokens
         if longest > limit:
@@ -113,7 +117,7 @@ class Comparison:
         """What must be equal for a measurement to be used again."""
         return {
             "format": FORMAT,
-            "teacher": model_identity(self.options.teacher),
+            "teacher": _weights_digest(self.options.teacher),
             "prompts": digest(self.ids),
             "count": len(self.ids),
             "dtype": self.options.dtype,
@@ -128,22 +132,26 @@ class Comparison:
     @cached_property
     def teacher_responses(self) -> list[Response]:
         """The teacher's responses, sampled or read."""
-        kept = self._kept(TEACHER, self.settings)
+        settings = self.settings
+        if self.recorded is not None:
+            settings |= {"responses": _digest_of(self.recorded)}
+        kept = self._kept(TEACHER, settings)
         if kept is not None:
-            return self._read_responses(TEACHER)
+            return _read_responses(self.options.output / f"{TEACHER}.jsonl")
         print(f"{TEACHER}: {self.options.teacher}", file=sys.stderr, flush=True)
-        responses = self._sample(self.teacher)
-        self._write(TEACHER, {**self.settings, "text": describe_text(responses)}, responses)
+        responses = self._sample(self.teacher) if self.recorded is None else self.recorded
+        found = {**settings, "responses": _digest_of(responses), "text": describe_text(responses)}
+        self._write(TEACHER, found, responses)
         return responses
 
     def student(self, name: str) -> dict[str, Any]:
         """The measurements of one student."""
         directory = self.options.students[name]
-        settings = {**self.settings, "student": model_identity(directory)}
+        teachers = self.teacher_responses
+        settings = {**self.settings, "responses": _digest_of(teachers), "student": _weights_digest(directory)}
         kept = self._kept(name, settings)
         if kept is not None:
             return kept
-        teachers = self.teacher_responses
         print(f"{name}: {directory}", file=sys.stderr, flush=True)
         model = self._load(directory)
         own = self._sample(model)
@@ -178,7 +186,8 @@ class Comparison:
         return kept if all(kept.get(key) == value for key, value in settings.items()) else None
 
     def _write(self, name: str, result: dict[str, Any], responses: list[Response]) -> None:
-        """Responses first: the other file says that both are whole."""
+        """Responses first: the other file, of which an older one is removed before, says that both are whole."""
+        (self.options.output / f"{name}.json").unlink(missing_ok=True)
         write_lines(
             self.options.output / f"{name}.jsonl",
             (
@@ -194,7 +203,46 @@ class Comparison:
         )
         write_atomically(self.options.output / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
-    def _read_responses(self, name: str) -> list[Response]:
-        lines = (self.options.output / f"{name}.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        return [Response(r["prompt_ids"], r["response_ids"], r["ended"]) for r in records]
+    def _recorded(self, file: Path) -> list[Response]:
+        """The responses to these prompts in a file that an earlier comparison wrote."""
+        responses = _read_responses(file)[: len(self.ids)]
+        for number, (ids, response) in enumerate(zip(self.ids, responses, strict=False), 1):
+            if response.prompt != ids:
+                raise ValueError(
+                    f"{file}, line {number} answers another prompt than line {number} of {self.options.prompts}; "
+                    "expected responses to the same prompts in the same order: give the file that belongs to them"
+                )
+        if len(responses) < len(self.ids):
+            raise ValueError(
+                f"{file} holds {len(responses)} responses, expected {len(self.ids)}, one per prompt: lower --count, or "
+                "give another file"
+            )
+        return responses
+
+
+def _digest_of(responses: Sequence[Response]) -> str:
+    return digest([asdict(response) for response in responses])
+
+
+def _weights_digest(directory: Path) -> str:
+    """sha256 (hex) of a model's weights and config.json: an export that is written again is the same model."""
+    found = hashlib.sha256()
+    for file in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
+        with file.open("rb") as stream:
+            found.update(hashlib.file_digest(stream, "sha256").digest())
+    return found.hexdigest()
+
+
+def _read_responses(file: Path) -> list[Response]:
+    """The responses in a file that `Comparison` wrote.
+
+    Raises:
+        ValueError: there is no such file, or a line lacks ids.
+    """
+    fix, found = "give a file that nemo-oprd compare wrote", []
+    for where, record in read_lines(file, "responses with prompt_ids and response_ids", fix):
+        try:
+            found.append(Response(record["prompt_ids"], record["response_ids"], record["ended"]))
+        except KeyError as error:
+            raise ValueError(f"{where} has no {error}; expected prompt_ids, response_ids and ended; {fix}") from error
+    return found

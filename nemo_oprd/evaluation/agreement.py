@@ -62,10 +62,12 @@ class PromptAgreement:
 
 def load_model(directory: Path, dtype: torch.dtype) -> Any:
     """The Hugging Face model in `directory`, for reading, on the GPU where there is one."""
-    from transformers import AutoModelForCausalLM  # seconds to import
+    from transformers import AutoModelForCausalLM, GenerationConfig  # seconds to import
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
+    # a model's own generation_config.json, such as a penalty on repetitions, would fill what `Sampling` leaves open
+    model.generation_config = GenerationConfig()
     return model.to(place).eval()
 
 

@@ -173,7 +173,9 @@ def transformer_config(
         # At PP2 with virtual stages both neighbours are the same rank, and batched p2p confuses the two directions.
         batch_p2p_comm=layout.virtual_pipeline == 1,
         overlap_p2p_comm=layout.virtual_pipeline > 1,
-        deallocate_pipeline_outputs=layout.pipeline > 1,
+        # With overlapped sends Megatron frees an output whose send may be under way. On CUDA the order of the streams
+        # protects the bytes; gloo would send what the next tensor has written there.
+        deallocate_pipeline_outputs=layout.pipeline > 1 and (layout.virtual_pipeline == 1 or torch.cuda.is_available()),
         # Injected gradients already contain 1 / counts; with this setting data parallelism sums and nothing is
         # rescaled.
         calculate_per_token_loss=True,

@@ -26,7 +26,13 @@ from nemo_oprd.megatron.observed_layer import (
     observe_block_output,
     refuse_schedule_plan,
 )
-from nemo_oprd.nemo.refusals import check_rope, refuse_unservable, refuse_untrainable
+from nemo_oprd.nemo.refusals import (
+    check_rope,
+    refuse_freed_sends,
+    refuse_rescaling_buffers,
+    refuse_unservable,
+    refuse_untrainable,
+)
 
 
 class ObservedBlock(TransformerBlock):
@@ -99,8 +105,10 @@ def adopt(chunks: Sequence[torch.nn.Module], *, hf_config: str | Path | dict | N
                     "TransformerLayers"
                 )
         refuse_unservable(model.config)
+        refuse_freed_sends(model.config)
         if any(parameter.requires_grad for parameter in model.parameters()):
             refuse_untrainable(model.config)
+            refuse_rescaling_buffers(chunks[number])
         if hf_config is not None:
             check_rope(model, hf_config)
     for model in models:

@@ -25,6 +25,41 @@ def refuse_unservable(config: Any) -> None:
         )
 
 
+def refuse_freed_sends(config: Any) -> None:
+    """Raises ValueError for a schedule that frees outputs before gloo has sent them: other bytes would arrive.
+
+    Megatron's interleaved schedule does so. On CUDA the order of the streams protects the bytes.
+    """
+    if config.overlap_p2p_comm and config.deallocate_pipeline_outputs and not torch.cuda.is_available():
+        raise ValueError(
+            "overlap_p2p_comm=True with deallocate_pipeline_outputs=True and no CUDA: Megatron frees a stage's output "
+            "while gloo sends it; expected outputs that are kept: set deallocate_pipeline_outputs=False"
+        )
+
+
+def refuse_rescaling_buffers(chunk: Any) -> None:
+    """Raises ValueError for a chunk in a DDP wrapper that rescales gradients, whatever the config says by now.
+
+    Megatron's DDP reads `calculate_per_token_loss` when it wraps the model.
+    """
+    buffers = [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])] if _is_ddp(chunk) else []
+    factors = {buffer.gradient_scaling_factor for buffer in buffers} - {1.0}
+    if factors:
+        raise ValueError(
+            f"the model's DDP multiplies gradients by {min(factors):g}, because calculate_per_token_loss was False "
+            "when DDP wrapped the model; expected 1: set calculate_per_token_loss=True before"
+        )
+    if buffers and chunk.ddp_config.average_in_collective:
+        raise ValueError(
+            "average_in_collective=True: data-parallel ranks would average injected gradients, which already contain "
+            "1 / counts of the whole batch; expected False: set it in DistributedDataParallelConfig"
+        )
+
+
+def _is_ddp(chunk: Any) -> bool:
+    return isinstance(getattr(chunk, "buffers", None), list) and hasattr(chunk, "ddp_config")
+
+
 def refuse_untrainable(config: Any) -> None:
     """Raises ValueError for a `TransformerConfig` under which Megatron would rescale injected gradients.
 

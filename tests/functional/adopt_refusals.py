@@ -146,6 +146,21 @@ def _refuse_empty_update(model: Any) -> None:
     _distillation(model).finish()
 
 
+def rescaled_by_ddp(**ddp: Any) -> None:
+    """A model whose DDP rescales or averages gradients; its config says by now that it does not."""
+    from stock_models import wrapped
+
+    from nemo_oprd.nemo import adopt
+
+    layout = Layout(data=2)
+    with megatron_groups(layout):
+        (model,) = stock_model("student", layout)
+        model.config.calculate_per_token_loss = bool(ddp)
+        (chunk,) = wrapped([model], **ddp)
+        model.config.calculate_per_token_loss = True
+        adopt([chunk])
+
+
 def target_on_another_stage() -> None:
     """A teacher whose layers are split over two stages in another way than the student's."""
     from nemo_oprd.nemo import HiddenStateDistillation, adopt

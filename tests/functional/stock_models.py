@@ -85,7 +85,8 @@ def stock_config(layout: Layout, **settings: Any) -> Any:
         values["pipeline_model_parallel_layout"] = [["embedding", "decoder"], ["decoder"], ["decoder"], ["loss"]]
         # both neighbours are the same rank here, and batched p2p confuses the two directions
         values |= {"virtual_pipeline_model_parallel_size": layout.virtual_pipeline, "batch_p2p_comm": False}
-        values["overlap_p2p_comm"] = True
+        # gloo sends outputs while the schedule would free them, see `refuse_freed_sends`
+        values |= {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False}
     elif layout.pipeline > 1:
         values["num_layers_in_first_pipeline_stage"] = 2
     return TransformerConfig(**{**values, **settings})
@@ -133,9 +134,9 @@ def stock_model(
     return chunks
 
 
-def wrapped(chunks: list[Any]) -> list[Any]:
+def wrapped(chunks: list[Any], **settings: Any) -> list[Any]:
     """The chunks in Megatron's DDP, one bucket each."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, **settings)
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]

@@ -193,6 +193,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"calculate_per_token_loss": False},
         "calculate_per_token_loss=False: .*expected calculate_per_token_loss=True: set it before DDP",
     ),
+    "outputs that are freed while gloo sends them": (
+        "adopt",
+        {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True},
+        "overlap_p2p_comm=True with deallocate_pipeline_outputs=True and no CUDA: .*set deallocate_pipeline",
+    ),
     "another layer": ("layer", {}, "layer . of model chunk 0 is a Identity; expected a TransformerLayer"),
     "another model": ("adopt_other_model", {}, "is a ColumnParallelLinear without a TransformerBlock.*GPTModel"),
     "a model of this project": (
@@ -224,6 +229,14 @@ def test_refusals(pools: Pools, name: str) -> None:
     what, changes, pattern = REFUSALS[name]
     message = pools[1].run("adopt_refusals:refusal", what=what, **changes)
     assert re.search(pattern, message) and "\n" not in message, message
+
+
+def test_gradients_that_ddp_rescales_are_refused(pools: Pools) -> None:
+    """The config may say otherwise by the time of `adopt`: DDP has read it when it wrapped the model."""
+    with pytest.raises(AssertionError, match="DDP multiplies gradients by 0.5, because calculate"):
+        pools[2].run("adopt_refusals:rescaled_by_ddp")
+    with pytest.raises(AssertionError, match="average_in_collective=True: .*expected False"):
+        pools[2].run("adopt_refusals:rescaled_by_ddp", average_in_collective=True)
 
 
 def test_a_frozen_teacher_may_have_what_only_training_forbids(pools: Pools) -> None:

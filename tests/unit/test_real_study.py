@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks.real_losses import relative_mse
 from benchmarks.real_models import layer_map
 from nemo_oprd.bridge.artifact import load_bridge
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.evaluation.files import read_lines
 from nemo_oprd.losses.representation import mse
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,9 +81,22 @@ def test_means_are_over_the_tokens_of_the_reported_half() -> None:
     assert forward(found, reported) == 1.0
 
 
+def test_runs_on_other_texts_are_not_paired() -> None:
+    with pytest.raises(ValueError, match="other responses of the teacher"):
+        real_tables.interval(measured([1.0, 2.0]), measured([1.0, 2.0], tokens=[3, 4]), real_tables.COLUMNS[0][1])
+
+
+def test_responses_without_a_4_gram_do_not_count() -> None:
+    found = measured([1.0] * 4)
+    found["on_student"]["distinct_4"] = [1.0, None, 0.5, None]  # type: ignore[list-item]
+    (distinct,) = (value for name, value in real_tables.COLUMNS if name == "distinct 4-grams")
+    assert distinct(found, slice(None)) == 0.75
+
+
 def test_intervals_against_a_plain_loop() -> None:
     draw = np.random.default_rng(7)
-    one, other = (measured(draw.uniform(0, 20, 12).tolist(), draw.integers(1, 30, 12).tolist()) for _ in range(2))
+    tokens = draw.integers(1, 30, 12).tolist()
+    one, other = (measured(draw.uniform(0, 20, 12).tolist(), tokens) for _ in range(2))
     _, forward = real_tables.COLUMNS[0]
     found = real_tables.interval(one, other, forward)
     chosen = np.random.default_rng(0).choice(np.arange(6, 12), (real_tables.DRAWS, 6))
@@ -157,13 +172,19 @@ def test_equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_results_are_small_and_name_nothing_of_the_machine() -> None:
     assert RESULTS, "benchmarks/results/real_study holds the finished runs"
+    teacher = list(read_lines(real_tables.TEACHER_RESPONSES, "responses", ""))
     for name, result in RESULTS.items():
         text = json.dumps(result)
         assert len(text) < 20_000 and "/tmp" not in text and "/home" not in text, name
         tokens = result["measured"]["on_teacher"]["tokens"]
+        assert tokens == [len(row["response_ids"]) for _, row in teacher]
         assert len(tokens) == real_study.HELDOUT_PROMPTS and min(tokens) > 0
         if "arm" in result:
-            assert real_study.arm_of(result).name == name
+            arm = real_study.arm_of(result)
+            assert arm.name == name
+            real_study.check_result(arm, result)
+            with pytest.raises(ValueError, match="expected the same: remove the file"):
+                real_study.check_result(replace(arm, steps=31), result)
             assert len(result["training"]["loss/total"]) == result["arm"]["steps"]
 
 

@@ -11,6 +11,7 @@ from nemo_oprd.fault_tolerance.files import parse_json, read_json
 DIRECTORY = "compare"
 TEACHER = "teacher"
 SHOWN_RESPONSES = 8
+_SHARED = ("teacher", "prompts", "responses", "count", "dtype", "sampling")
 _FIX = "remove the directory and measure again"
 
 
@@ -64,7 +65,7 @@ def markdown_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def read_comparison(directory: Path) -> Comparison | None:
-    """What is in `directory`; None if nothing was measured there.
+    """What is in `directory`; None if nothing was measured there. Measurements of other settings are left out.
 
     Raises:
         ValueError: a file is damaged.
@@ -73,8 +74,11 @@ def read_comparison(directory: Path) -> Comparison | None:
     if not files:
         return None
     rows, texts = [], {TEACHER: _responses(directory / f"{TEACHER}.jsonl")}
+    teacher = read_json(directory / f"{TEACHER}.json", "an object", _FIX)
     for file in files:
         result = read_json(file, "an object", _FIX)
+        if any(result.get(key) != teacher.get(key) for key in _SHARED):
+            continue  # measured with settings that have changed since then
         try:
             rows.append((file.stem, cells(result)))
         except (KeyError, TypeError) as error:
@@ -93,7 +97,8 @@ def _responses(file: Path) -> list[tuple[str, str]]:
     if not file.is_file():
         return []
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    # not splitlines(), which also ends lines at separators that a response may contain
+    for number, line in enumerate(filter(None, file.read_text(encoding="utf-8").split("\n")), 1):
         row = parse_json(line, f"{file}, line {number}", "an object with prompt and response", _FIX)
         found.append((str(row["prompt"]), str(row["response"])))
     return found
