@@ -155,7 +155,7 @@ def rescaled_by_ddp(**ddp: Any) -> None:
     layout = Layout(data=2)
     with megatron_groups(layout):
         (model,) = stock_model("student", layout)
-        model.config.calculate_per_token_loss = bool(ddp)
+        model.config.calculate_per_token_loss = False
         (chunk,) = wrapped([model], **ddp)
         model.config.calculate_per_token_loss = True
         adopt([chunk])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -96,6 +97,33 @@ def test_other_settings_are_measured_again(place: Path, measured: Path) -> None:
     assert (place / "other" / "teacher.jsonl").read_text() != (measured / "teacher.jsonl").read_text()
 
 
+def test_the_same_weights_written_again_are_the_same_model(place: Path, measured: Path) -> None:
+    os.utime(place / "student" / "model.safetensors", ns=(0, 0))
+    status, _, err = compare(place, f"first={place / 'student'}")
+    assert status == 0 and "first:" not in err
+
+
+def test_recorded_responses_of_the_teacher(place: Path, measured: Path, tmp_path: Path) -> None:
+    recorded = ["--teacher-responses", str(measured / "teacher.jsonl")]
+    status, _, err = compare(place, f"first={place / 'student'}", "--seed", "5", *recorded, output="recorded")
+    assert status == 0, err
+    found, before = (json.loads((d / "first.json").read_text()) for d in (place / "recorded", measured))
+    assert found["on_teacher"] == before["on_teacher"] and found["on_student"] != before["on_student"]
+    lines = (measured / "teacher.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "swapped.jsonl").write_text("".join([lines[1], lines[0], lines[2]]))
+    (tmp_path / "short.jsonl").write_text(lines[0])
+    (tmp_path / "other.jsonl").write_text('{"text": "1"}\n')
+    for name, says in (
+        ("swapped", "line 1 answers another prompt than line 1 of"),
+        ("short", "holds 1 responses, expected 3"),
+        ("other", "line 1 has no 'prompt_ids'"),
+        ("nowhere", "no such file"),
+    ):
+        file = str(tmp_path / f"{name}.jsonl")
+        status, _, err = compare(place, f"a={place / 'student'}", "--teacher-responses", file, output="bad")
+        assert status == 2 and says in err, err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -136,7 +164,8 @@ def test_the_report_shows_it(measured: Path, tmp_path: Path) -> None:
     without = write_report([run], tmp_path / "without.html").read_text()
     assert "Next-token distributions" not in without and "held-out prompts" not in without
     shutil.copytree(measured, run / "compare")
-    text = (run / "compare" / "first.jsonl").read_text().replace('"response": "', '"response": "<b>&')
+    # markup, and characters at which str.splitlines would end a line
+    text = (run / "compare" / "first.jsonl").read_text().replace('"response": "', '"response": "<b>&\u2028\x85')
     (run / "compare" / "first.jsonl").write_text(text)
     page = write_report([run], tmp_path / "page.html").read_text()
     comparison = read_comparison(run / "compare")
@@ -147,6 +176,11 @@ def test_the_report_shows_it(measured: Path, tmp_path: Path) -> None:
             assert f'<td class="number">{cell}</td>' in page
     assert "&lt;b&gt;&amp;" in page and "<b>&" not in page
     assert page.count('class="sample"') == 3
-    (run / "compare" / "first.json").write_text("{}")
+    other = json.loads((run / "compare" / "first.json").read_text()) | {"count": 2}
+    (run / "compare" / "first.json").write_text(json.dumps(other))
+    comparison = read_comparison(run / "compare")
+    assert comparison is not None and [name for name, _ in comparison.rows] == ["same"]  # measured in another way
+    del other["on_teacher"]
+    (run / "compare" / "first.json").write_text(json.dumps(other | {"count": 3}))
     with pytest.raises(ValueError, match="what nemo-oprd compare writes"):
         write_report([run], tmp_path / "page.html")

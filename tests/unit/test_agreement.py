@@ -39,6 +39,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
         )  # fmt: skip
         place = tmp_path_factory.mktemp("model")
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place)
+        # a model's own preferences must not change what is sampled
+        (place / "generation_config.json").write_text('{"repetition_penalty": 1.8, "min_new_tokens": 4}')
         made.append(load_model(place, torch.float64))
     return made[0], made[1]
 
