@@ -10,21 +10,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.evaluation.files import GENERATIONS, say
+from nemo_oprd.evaluation.files import DIFFERENCES, GENERATIONS, say
 from nemo_oprd.evaluation.graders import BUILTIN, GraderChoice, check_judge, check_name
-from nemo_oprd.evaluation.grading import GradedSet, check_answers, compare, finish, grade_set, samples_per_problem
+from nemo_oprd.evaluation.grading import (
+    GradedSet,
+    Side,
+    check_answers,
+    check_comparable,
+    compare,
+    finish,
+    grade_set,
+    samples_per_problem,
+)
 from nemo_oprd.evaluation.intervals import CI
 from nemo_oprd.evaluation.responses import FIX, Response, read_responses
 from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import write_atomically
-
-DIFFERENCES = "differences.json"
+from nemo_oprd.fault_tolerance.run_lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -86,12 +95,13 @@ def grade(options: GradeOptions) -> None:
     """Writes grades, disagreements and evaluation.json beside the responses, and prints tables.
 
     Raises:
-        ValueError: a target holds no responses, a reference answer is missing, or a grader is wrong; one line that
-            names the value, what was expected and the fix. Nothing is written then.
+        ValueError: a target holds no responses, a reference answer is missing, a grader is wrong, `against` has other
+            problems or graders, or another process uses a directory; one line that names the value, what was expected
+            and the fix. Nothing is written then.
         OSError: the disk is full or a file can't be written; the error names the file.
     """
     check_judge("--judge", options.judge)
-    evaluations = [each for target in options.targets for each in find(target)]
+    evaluations = _merged([each for target in options.targets for each in find(target)])
     if options.output is not None:
         if len(evaluations) != 1:
             raise ValueError(
@@ -111,19 +121,70 @@ def grade(options: GradeOptions) -> None:
                 f"{key} {strange[0]}={given[strange[0]]}: there is no such set, expected one of "
                 f"{', '.join(sorted(known))}; correct the name"
             )
-    loaded = [_load(each, options) for each in (*evaluations, *other)]
-    graded: dict[str, list[GradedSet]] = {}
+    every = [*evaluations, *other]
+    loaded = [_load(each, options) for each in every]
+    for number in range(len(evaluations)) if other else ():
+        _check_comparable(every[number], loaded[number], every[-1], loaded[-1])
+    with ExitStack() as stack:
+        for each in every:
+            check_output(str(each.directory))
+        for directory in {each.directory.resolve(): None for each in every}:
+            stack.callback(RunLock(directory).undo)
+        graded, rows = _grade(every, loaded)
+        print(table(rows), flush=True)
+        print(details(rows), flush=True)
+        _compare(evaluations, list(zip(rows, graded, strict=True)), len(other))
+
+
+Loaded = tuple[dict[str, list[Response]], GraderChoice]
+
+
+def _grade(
+    every: Sequence[Evaluation], loaded: Sequence[Loaded]
+) -> tuple[list[list[GradedSet]], dict[str, dict[str, Any]]]:
+    """(The grades of each evaluation, label of an evaluation -> its metrics), both in the order of the evaluations."""
+    graded: list[list[GradedSet]] = []
     rows: dict[str, dict[str, Any]] = {}
-    for each, (sets, choice) in zip((*evaluations, *other), loaded, strict=True):
-        label = each.label if each.label not in rows else str(each.directory)
-        check_output(str(each.directory))
-        graded[label] = [grade_set(each.directory, name, responses, choice) for name, responses in sets.items()]
-        rows[label] = finish(each.directory, graded[label], keep_others=True)
-        for line in (line for one in graded[label] for line in one.statement()):
+    for number, (each, (sets, choice)) in enumerate(zip(every, loaded, strict=True), 1):
+        label = next(
+            text for text in (each.label, str(each.directory), f"{each.directory} ({number})") if text not in rows
+        )
+        graded.append([grade_set(each.directory, name, responses, choice) for name, responses in sets.items()])
+        rows[label] = finish(each.directory, graded[-1], keep_others=True)
+        for line in (line for one in graded[-1] for line in one.statement()):
             say(f"{label}: {line}")
-    print(table(rows), flush=True)
-    print(details(rows), flush=True)
-    _compare(evaluations, list(graded.items()), len(other))
+    return graded, rows
+
+
+def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """One evaluation per directory, with the files of all that were given.
+
+    Raises:
+        ValueError: two different files of one directory are of the same set.
+    """
+    found: dict[Path, Evaluation] = {}
+    for each in evaluations:
+        place = each.directory.resolve()
+        known = found.get(place, each)
+        for name, file in each.files.items():
+            if known.files.get(name, file).resolve() != file.resolve():
+                raise ValueError(
+                    f"{file} and {known.files[name]} are both of the set {name}, expected one file; omit one"
+                )
+        found[place] = replace(known, files={**each.files, **known.files})
+    return list(found.values())
+
+
+def _check_comparable(mine: Evaluation, loaded: Loaded, other: Evaluation, others: Loaded) -> None:
+    """Raises ValueError if a set of both evaluations has other problems or graders in one than in the other."""
+
+    def side(each: Evaluation, of: Loaded, name: str) -> Side:
+        sets, choice = of
+        answers = {response.problem: response.answer for response in sets[name]}
+        return str(each.directory), answers, {choice.of(name, response.data_source).name for response in sets[name]}
+
+    for name in mine.files.keys() & other.files.keys():
+        check_comparable(name, side(mine, loaded, name), side(other, others, name))
 
 
 def find(target: Path) -> list[Evaluation]:
@@ -162,7 +223,7 @@ def _label(directory: Path) -> str:
     return f"{place.parent.parent.name} {'step ' + step[1] if step else place.name}"
 
 
-def _load(each: Evaluation, options: GradeOptions) -> tuple[dict[str, list[Response]], GraderChoice]:
+def _load(each: Evaluation, options: GradeOptions) -> Loaded:
     """(Set -> responses, the choice of graders) of an evaluation; nothing is graded yet."""
     sets: dict[str, list[Response]] = {}
     graders = dict(options.graders)
@@ -206,7 +267,11 @@ def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list
             if len(steps) > 1 and number == steps[-1]:
                 pairs.append((number, steps[0]))
     for after, before in pairs:
-        found = compare(graded[after][1], graded[before][1])
+        try:
+            found = compare(graded[after][1], graded[before][1])
+        except ValueError as error:  # of a run, which may have begun with other problems or graders
+            say(f"no comparison of {graded[after][0]} with {graded[before][0]}: {error}")
+            continue
         print(differences(found, graded[after][0], graded[before][0]), flush=True)
         flat = {
             f"val/{name}/{metric}{suffix}": value

@@ -9,14 +9,37 @@ Every function takes time linear in the length of the text, because a degenerate
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+
+from nemo_oprd.evaluation.spelling import UNITS
 
 _THINK = re.compile(r"<(/?)think>")
 _ANSWER = re.compile(r"\banswer\s*(?:[*_]{1,3}\s*)?(?:is\s*)?:", re.IGNORECASE)
-_ANSWER_IS = re.compile(r"\banswer\s+is\b\s*:?", re.IGNORECASE)
-_HASHES = re.compile(r"####")
-# a number as people write it: sign, thousands separators, decimals; not the digits inside a word or a longer number
-_NUMBER = re.compile(r"(?<![\w.,])[-+\N{MINUS SIGN}]?\s?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?![\w]|,\d|\.\d)")
-_LETTER = re.compile(r"[\s(\[*_$]*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?[\s(*]*([A-Za-z])(?![A-Za-z0-9'^+*/=-])")
+_ANSWER_IS = re.compile(r"\banswer\s+is\b(?!\s*:)", re.IGNORECASE)
+# `####` before an answer, as GSM8K writes it; at the start of a line it also begins a heading of Markdown
+_HASHES = re.compile(r"(?<!#)####(?!#)\s*")
+_HASHED_NUMBER = re.compile(r"[-+$\\*_\N{MINUS SIGN}]*\.?\d")
+# a line with nothing but arithmetic, a unit and a remark in brackets: no "2. Add the prices"
+_NUMBER_LINE = re.compile(
+    r"(?!\d++[.)][ \t]+\S)(?=[-+$\\* \N{MINUS SIGN}]*\.?\d)[\d\s.,+*/^=$\\%{}\N{MINUS SIGN}-]*+"
+    r"(?:(?:[a-z][\w/]*+|[A-Z]{3}\b)[ \t]*+){0,4}+(?:\([^()]*+\))?[.*!\s]*+"
+)
+_HASHED_LETTER = re.compile(r"(?<!#)####[ \t]*(?=[(\[*_$]*[A-Za-z][)\]*_$.]*\s*$)", re.MULTILINE)
+# a number as people write it: sign, thousands separators, decimals, a unit; not the digits inside a word or a number
+_NUMBER = re.compile(
+    r"(?<![\w.,])[-+\N{MINUS SIGN}]?\s?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+    rf"(?:(?![\w]|,\d|\.\d)|(?<=\d)(?=(?:{UNITS})\b))"
+)
+_BULLET = re.compile(r"^[ \t]*[-+*][ \t]+", re.MULTILINE)
+_OPERATOR = re.compile(
+    r"[-+*/^\N{MINUS SIGN}\N{MULTIPLICATION SIGN}\N{DIVISION SIGN}\N{MIDDLE DOT}]|\\(?:times|cdot|div)"
+)
+_CLAUSE = re.compile(r"[;:\n]|,(?!\d)|\(\s*[A-Za-z]{2}")  # what a calculation does not have
+_LETTER = re.compile(
+    r"([\s(\[*_$]*+)(?:(?i:option|choice|letter)\b[\s:(\[*_$]*+)?"
+    r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{[\s(*]*+)?([A-Za-z])(?![A-Za-z0-9'^+*/=-])"
+)
+_ROUNDS = 20  # of removing what surrounds an answer; nobody wraps an answer more often
 _WRAPPED = tuple(
     re.compile(rf"{re.escape(opening)}((?:(?!{re.escape(closing)}).)+){re.escape(closing)}", re.DOTALL)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("`", "`"), ('"', '"'))
@@ -81,7 +104,11 @@ def _rest_of_line(text: str, start: int) -> str:
     rest = text[start:].lstrip("*_ \t\r\n")
     for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):
         if rest.startswith(opening):
-            return unwrap(rest[: rest.find(closing, len(opening)) + len(closing)])
+            end = rest.find(closing, len(opening))
+            if end >= 0:
+                return unwrap(rest[: end + len(closing)])
+            rest = rest[len(opening) :].lstrip()  # a formula that the length limit cut off
+            break
     return unwrap(rest.partition("\n")[0])
 
 
@@ -90,12 +117,14 @@ def unwrap(line: str) -> str:
     boxed = extract_boxed(line)
     if boxed is not None:
         return boxed
-    before = None
-    while line != before:
+    for _ in range(_ROUNDS):
         before, line = line, line.strip().strip("*").strip()
-        line = re.sub(r"(?<![.\\])\.$", "", line)
+        if line.endswith(".") and not line.endswith(("..", "\\.")):
+            line = line[:-1]
         inner = next((found for wrapped in _WRAPPED if (found := wrapped.fullmatch(line))), None)
         line = line if inner is None else inner[1]
+        if line == before:
+            break
     return line
 
 
@@ -108,47 +137,85 @@ def extract_answer_line_or_boxed(text: str) -> str | None:
 def extract_number(text: str) -> str | None:
     """The final number: in the last box, `Answer:` line or `####` line, whichever is last; without any, the last one.
 
+    A heading of Markdown that begins with `####` is no such line. Of an equation that is marked as the answer, the
+    number behind its last equals sign counts.
+
     Example: `extract_number("12 + 5 = 17, so $1,017 in all.") == "1,017"`.
     """
-    marked = _last_marked(text)
-    numbers = _numbers(text if marked is None else marked)
-    if not numbers:
-        return None
+    marked = marked_number(text)
+    if marked is None:
+        numbers = numbers_in(_BULLET.sub("", text))
+        return numbers[-1] if numbers else None
+    left, _, right = marked.rpartition("=")
+    is_calculation = not _CLAUSE.search(left) and (_OPERATOR.search(left) or not numbers_in(left))
     # "Answer: 5 (of 12)": what was marked as the answer begins with it; prose ends with it
-    return numbers[-1] if marked is None else numbers[0]
+    numbers = (numbers_in(right) if is_calculation else []) or numbers_in(marked)
+    return numbers[0] if numbers else None
+
+
+def marked_number(text: str) -> str | None:
+    """What is marked as the answer by a box, `Answer:` or `####` before a number; None without such a mark."""
+    return _last_marked(text, (_ends_of(_ANSWER), _ends_of_hashes))
+
+
+def _ends_of_hashes(text: str) -> Iterator[int]:
+    """The ends of each `####` that marks a number as the answer."""
+    for found in _HASHES.finditer(text):
+        end = found.end()
+        if found.start() and text[found.start() - 1] != "\n":
+            marks = _HASHED_NUMBER.match(text, end)
+        else:
+            line_end = text.find("\n", end)
+            marks = _NUMBER_LINE.fullmatch(text, end, len(text) if line_end < 0 else line_end)
+        if marks:
+            yield end
 
 
 def extract_choice(text: str) -> str | None:
     """The letter of a multiple-choice answer, in upper case: in the last box, `Answer:`, `answer is` or `####`.
 
-    A response that is nothing but a letter is that letter. Other letters in prose are no answers: "A" starts sentences.
+    A response that is nothing but a letter is that letter. Other letters in prose are no answers: "A" starts sentences,
+    and "the answer is a bit tricky" names none. `####` counts before a letter that is alone in its line.
 
     Example: `extract_choice("A bird flies, so the answer is (b).") == "B"`.
     """
-    marked = _last_marked(text, (_ANSWER, _ANSWER_IS, _HASHES))
+    marks = (_ends_of(_ANSWER), _ends_of(_HASHED_LETTER))
+    marked = _last_marked(text, (*marks, _ends_of(_ANSWER_IS)))
     if marked is None:
         marked = text if len(text.strip()) <= 12 else ""
         alone = re.fullmatch(r"[\s(\[*_$]*([A-Za-z])[\s)\].*_$]*", marked)
         return alone[1].upper() if alone else None
     letter = _LETTER.match(marked)
-    return letter[1].upper() if letter else None
+    if letter is None or (_is_article(marked, letter) and marked != _last_marked(text, marks)):
+        return None
+    return letter[2].upper()
+
+
+def _is_article(marked: str, letter: re.Match[str]) -> bool:
+    """Whether the letter may be a word of a sentence, as in "a bit": small, bare, and followed by another word."""
+    return letter[2].islower() and not letter[1].strip() and re.match(r"\s+\w", marked[letter.end() :]) is not None
 
 
 def extract_exact(text: str) -> str | None:
     """The content of the last box or `Answer:` line, whichever is last; without any, the whole response."""
-    marked = _last_marked(text, (_ANSWER,))
+    marked = _last_marked(text, (_ends_of(_ANSWER),))
     return (unwrap(text) if marked is None else marked) or None
 
 
-def _last_marked(text: str, marks: tuple[re.Pattern[str], ...] = (_ANSWER, _HASHES)) -> str | None:
+def _ends_of(mark: re.Pattern[str]) -> Callable[[str], Iterator[int]]:
+    return lambda text: (found.end() for found in mark.finditer(text))
+
+
+def _last_marked(text: str, marks: tuple[Callable[[str], Iterator[int]], ...]) -> str | None:
     """The content of the last box or what follows the last mark in its line, whichever stands later."""
     box = _last_box(text)
     place, content = (-1, None) if box is None else (box[1], text[box[0] : box[1]].strip())
-    ends = [found.end() for mark in marks for found in mark.finditer(text)]
+    ends = [end for mark in marks for end in mark(text)]
     return _rest_of_line(text, max(ends)) if ends and max(ends) > place else content
 
 
-def _numbers(text: str) -> list[str]:
+def numbers_in(text: str) -> list[str]:
+    """The numbers in a text as people write them, in its order, without dollar and plus signs."""
     text = text.replace(r"\$", "$").replace("{,}", ",").replace(r"\!", "")
     found = (match.group() for match in _NUMBER.finditer(text))
     return [

@@ -5,6 +5,7 @@ OUTPUT/grades/SET.jsonl             one grade per response, in the same order
 OUTPUT/grades/.SET.part.jsonl       the grades so far, while a set is graded
 OUTPUT/disagreements/SET.jsonl      the responses about which text comparison and math-verify disagree
 OUTPUT/evaluation.json              metric -> value
+OUTPUT/differences.json             metric -> difference from another evaluation (`nemo-oprd grade` writes it)
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 from nemo_oprd.fault_tolerance.files import parse_json, replacing
 
-GENERATIONS, GRADES, DISAGREEMENTS, ABOUT, METRICS = (
+GENERATIONS, GRADES, DISAGREEMENTS, ABOUT, METRICS, DIFFERENCES = (
     "generations",
     "grades",
     "disagreements",
     "about.json",
     "evaluation.json",
+    "differences.json",
 )
 
 

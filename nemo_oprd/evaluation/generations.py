@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.evaluation.files import ABOUT, DISAGREEMENTS, GENERATIONS, GRADES, METRICS, write_lines
+from nemo_oprd.evaluation.files import ABOUT, DIFFERENCES, DISAGREEMENTS, GENERATIONS, GRADES, METRICS, write_lines
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.rollout.engine import Request
@@ -163,7 +163,8 @@ class Generations:
             (self._responses / ABOUT).unlink(missing_ok=True)
             for directory in (self._responses, self.directory / GRADES, self.directory / DISAGREEMENTS):
                 shutil.rmtree(directory, ignore_errors=True)
-            (self.directory / METRICS).unlink(missing_ok=True)
+            for name in (METRICS, DIFFERENCES):
+                (self.directory / name).unlink(missing_ok=True)
         for directory in (self._responses, self.directory / GRADES):
             with naming(directory):
                 directory.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,7 @@ def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False)
         text = a * 100 == b if is_percentage(answer) else a == b * 100
     based = same_in_base(plain_given, plain_answer)
     if based is not None:
-        return Judgement(based, based)
+        return Judgement(based or text, based or text)  # a numeral with a digit that its base lacks equals itself
     if numbers or is_words(answer) or by_text or (text and not both):
         return Judgement(text, text)
     verdict = _ask(_pairs(given, answer))
@@ -159,7 +159,7 @@ class _Verifier:
                 f"math-verify's process ended with code {code} at answer {answer!r}, given {given!r}, expected a "
                 "verdict; the error is printed above. To install math-verify: pip install 'math-verify[antlr4_9_3]'"
             )
-        logger.warning("graded as wrong, stopped by signal %d (time or memory): %r against %r", -code, given, answer)
+        logger.warning("compared as text, stopped by signal %d (time or memory): %r against %r", -code, given, answer)
         return None
 
     def _running(self) -> subprocess.Popen[str]:

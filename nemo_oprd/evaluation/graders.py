@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -20,10 +21,11 @@ from typing import Any, Protocol
 
 from nemo_oprd.evaluation import extraction
 from nemo_oprd.evaluation.grade import Judgement, judge
+from nemo_oprd.evaluation.spelling import canonical, is_number
 from nemo_oprd.losses.import_path import import_function, is_import_path
 
 # increase when a built-in grader gives another grade for the same response: kept partial grades are then not used
-VERSION = 1
+VERSION = 2
 DEFAULT = "boxed"
 JUDGES = ("math_verify", "text")
 
@@ -66,11 +68,13 @@ class _Builtin:
         summary: for messages.
         extract: finds the answer in the final part of a response.
         mathematical: compared by value with math-verify; else by `compare`.
+        reference: what answers are compared with by value, from the reference answer; None: with nothing.
     """
 
     summary: str
     extract: Callable[[str], str | None]
     mathematical: bool = True
+    reference: Callable[[str], str | None] = lambda answer: answer
     compare: Callable[[str, str], bool] = lambda given, answer: given == answer
     accepts: Callable[[str], bool] = lambda answer: True
     expected: str = "an answer"
@@ -94,6 +98,19 @@ def _letter(answer: str) -> str | None:
     return extraction.extract_choice(answer) or extraction.extract_choice(f"Answer: {answer}")
 
 
+@lru_cache(maxsize=100_000)
+def _number(answer: str) -> str | None:
+    """The number of a reference answer: an expression itself, and what a text marks, or the only number in a text."""
+    numbers = extraction.numbers_in(answer)
+    if is_number(canonical(answer)):  # also with a unit; a percentage must stay one
+        return answer
+    if extraction.marked_number(answer) is not None:
+        return extraction.extract_number(answer)
+    if re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)) is None:
+        return answer if numbers else None
+    return numbers[0] if len(numbers) == 1 else None
+
+
 def _one_space(text: str) -> str:
     return " ".join(text.split())
 
@@ -107,8 +124,9 @@ BUILTIN: dict[str, _Builtin] = {
     "number": _Builtin(
         r'the number in the last \boxed{...}, "Answer:" or "####", without any the last number',
         extraction.extract_number,
-        accepts=lambda answer: extraction.extract_number(answer) is not None,
-        expected="a number",
+        reference=_number,
+        accepts=lambda answer: _number(answer) is not None,
+        expected="a number, or a text that marks one number as GSM8K does (#### 72)",
     ),
     "choice": _Builtin(
         r'the letter in the last \boxed{...}, "Answer:" or "answer is"',
@@ -165,7 +183,10 @@ class BuiltinGrader:
             return Grade(extracted, correct=False)
         if not entry.mathematical:
             return Grade(extracted, entry.compare(extracted, answer))
-        judgement = _judged(extracted, answer, self.judge == "text")
+        reference = entry.reference(answer)
+        if reference is None:
+            return Grade(extracted, correct=False)
+        judgement = _judged(extracted, reference, self.judge == "text")
         return Grade(extracted, judgement.correct, judgement)
 
 

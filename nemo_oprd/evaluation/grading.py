@@ -13,11 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nemo_oprd.evaluation import intervals
 from nemo_oprd.evaluation.files import DISAGREEMENTS, GENERATIONS, GRADES, METRICS, read_lines, say, write_lines
+from nemo_oprd.evaluation.grade import MAX_CHARACTERS
 from nemo_oprd.evaluation.graders import Grade, Grader, GraderChoice
 from nemo_oprd.evaluation.responses import Response, read_responses
 from nemo_oprd.evaluation.spelling import canonical
@@ -26,7 +28,14 @@ from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.losses.import_path import is_import_path
 
 EVERY_S = 15.0
-_LINE = ("problem", "sample", "extracted", "correct", "grader")
+# of a line of the grades, and what it holds
+_FIELDS = {
+    "problem": "a whole number",
+    "sample": "a whole number",
+    "extracted": "a text or null",
+    "correct": "true or false",
+    "grader": "a name",
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class GradedSet:
     """A set's grades, in the order of its responses.
 
     Attributes:
+        place: the directory of the evaluation, for messages.
         k: responses per problem.
         answers: problem -> reference answer.
         graders: name of a grader -> number of responses.
@@ -42,6 +52,7 @@ class GradedSet:
     """
 
     name: str
+    place: str
     k: int
     samples: list[intervals.GradedSample]
     answers: dict[int, str]
@@ -50,11 +61,19 @@ class GradedSet:
     disagreements: int
 
     def metrics(self) -> intervals.Metrics:
-        """As `intervals.measure`."""
-        return intervals.measure(self.samples, self.k)
+        """As `intervals.measure`; computed once."""
+        return dict(self._metrics)
 
     def values(self) -> intervals.Values:
-        """As `intervals.per_problem`."""
+        """As `intervals.per_problem`; computed once."""
+        return dict(self._values)
+
+    @cached_property
+    def _metrics(self) -> intervals.Metrics:
+        return intervals.measure(self.samples, self.k, self._values)
+
+    @cached_property
+    def _values(self) -> intervals.Values:
         return intervals.per_problem(self.samples, self.k)
 
     def statement(self) -> list[str]:
@@ -94,7 +113,7 @@ def grade_set(directory: Path, name: str, responses: Sequence[Response], choice:
     _say_if_changed(directory, name, graders)
     part = _part(directory, name)
     key = _key(responses, graders)
-    records = _kept(part, key, len(responses), name)
+    records = _kept(part, key, responses, name)
     (directory / GRADES).mkdir(parents=True, exist_ok=True)
     if not records:
         write_atomically(part, json.dumps({"grading": key}) + "\n")
@@ -108,15 +127,16 @@ def grade_set(directory: Path, name: str, responses: Sequence[Response], choice:
             if time.monotonic() - shown >= EVERY_S:
                 shown = time.monotonic()
                 say(f"grading {name}: {len(records)}/{len(responses)} responses")
-    write_lines(directory / GRADES / f"{name}.jsonl", ({key: record[key] for key in _LINE} for record in records))
-    return _graded(name, responses, records, _write_disagreements(directory, name, responses, records))
+    write_lines(directory / GRADES / f"{name}.jsonl", ({key: record[key] for key in _FIELDS} for record in records))
+    return _graded(directory, name, responses, records, _write_disagreements(directory, name, responses, records))
 
 
 def _graded(
-    name: str, responses: Sequence[Response], records: Sequence[Mapping[str, Any]], disagreements: int
+    directory: Path, name: str, responses: Sequence[Response], records: Sequence[Mapping[str, Any]], disagreements: int
 ) -> GradedSet:
     return GradedSet(
         name=name,
+        place=str(directory),
         k=samples_per_problem(name, responses),
         samples=[_sample(response, record) for response, record in zip(responses, records, strict=True)],
         answers={response.problem: response.answer for response in responses},
@@ -149,11 +169,35 @@ def finish(directory: Path, graded: Sequence[GradedSet], *, keep_others: bool) -
     return metrics
 
 
+Side = tuple[str, Mapping[int, str], set[str]]  # a directory, problem -> reference answer, the names of the graders
+
+
+def check_comparable(name: str, after: Side, before: Side) -> None:
+    """Checks that the grades of a set in two evaluations may be compared.
+
+    Raises:
+        ValueError: the problems have other answers in one evaluation than in the other, or other graders grade them.
+    """
+    (here, answers, graders), (there, others, their_graders) = after, before
+    for problem in sorted({*answers, *others}):
+        mine, theirs = answers.get(problem), others.get(problem)
+        if mine != theirs:
+            raise ValueError(
+                f"{name}: problem {problem} has the answer {mine!r} in {here} and {theirs!r} in {there}, expected the "
+                "same problems in both; compare evaluations of one set"
+            )
+    if graders != their_graders:
+        raise ValueError(
+            f"{name}: is graded by {', '.join(sorted(graders))} in {here} and by {', '.join(sorted(their_graders))} in "
+            f"{there}, expected the same graders in both; grade both with `nemo-oprd grade` and --grader {name}=NAME"
+        )
+
+
 def compare(after: Iterable[GradedSet], before: Iterable[GradedSet]) -> dict[str, dict[str, intervals.Difference]]:
     """Set -> metric -> paired difference of two evaluations, for the sets that both have.
 
     Raises:
-        ValueError: the problems of a set have other answers in one evaluation than in the other.
+        ValueError: as `check_comparable`.
     """
     others = {each.name: each for each in before}
     found = {}
@@ -161,13 +205,9 @@ def compare(after: Iterable[GradedSet], before: Iterable[GradedSet]) -> dict[str
         other = others.get(each.name)
         if other is None:
             continue
-        for problem in sorted({*each.answers, *other.answers}):
-            mine, theirs = each.answers.get(problem), other.answers.get(problem)
-            if mine != theirs:
-                raise ValueError(
-                    f"{each.name}: problem {problem} has the answer {mine!r} in one evaluation and {theirs!r} in the "
-                    "other, expected the same problems in both; compare evaluations of one set"
-                )
+        check_comparable(
+            each.name, (each.place, each.answers, set(each.graders)), (other.place, other.answers, set(other.graders))
+        )
         found[each.name] = intervals.paired_differences(each.values(), other.values())
     return found
 
@@ -179,14 +219,25 @@ def read_graded(directory: Path) -> dict[str, GradedSet]:
         ValueError: a file is missing or damaged, or grades and responses are not of each other.
     """
     found = {}
+    fix = "grade again with `nemo-oprd grade`"
     for file in sorted((directory / GRADES).glob("[!.]*.jsonl")):
-        fix = "grade again with `nemo-oprd grade`"
         responses, _ = read_responses(directory / GENERATIONS / file.name)
-        records = [record for _, record in read_lines(file, "a grade", fix)]
-        if [(r.problem, r.sample) for r in responses] != [(r.get("problem"), r.get("sample")) for r in records]:
+        records = []
+        for where, record in read_lines(file, "a grade", fix):
+            wrong = _wrong_field(record)
+            if wrong is not None:
+                raise ValueError(f"{where}: {wrong} is {record.get(wrong)!r}, expected {_FIELDS[wrong]}; {fix}")
+            records.append(record)
+        if [(r.problem, r.sample) for r in responses] != [(r["problem"], r["sample"]) for r in records]:
             raise ValueError(f"{file}: not the grades of {GENERATIONS}/{file.name}, expected one for each line; {fix}")
-        found[file.stem] = _graded(file.stem, responses, records, 0)
+        found[file.stem] = _graded(directory, file.stem, responses, records, 0)
     return found
+
+
+def _wrong_field(record: Mapping[str, Any]) -> str | None:
+    """The first field of a grade that is missing or holds another kind of value; None if the grade is whole."""
+    kinds = {"problem": int, "sample": int, "extracted": str | None, "correct": bool, "grader": str}
+    return next((key for key, kind in kinds.items() if key not in record or not isinstance(record[key], kind)), None)
 
 
 def check_answers(name: str, responses: Sequence[Response], graders: Sequence[Grader]) -> None:
@@ -236,29 +287,39 @@ def _key(responses: Sequence[Response], graders: Sequence[Grader]) -> str:
     return digest.hexdigest()
 
 
-def _kept(part: Path, key: str, count: int, name: str) -> list[dict[str, Any]]:
-    """The grades of an interrupted grading of the same responses by the same graders; the part then ends with them."""
+def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> list[dict[str, Any]]:
+    """The grades of an interrupted grading of the same responses by the same graders; the part then ends with them.
+
+    They are kept up to the first line that is damaged or is not the grade of the response in its place.
+    """
     if not part.exists():
         return []
-    lines = part.read_bytes().splitlines(keepends=True)
-    records = []
-    for number, line in enumerate(lines):
-        try:
-            record = json.loads(line)
-            whole = line.endswith(b"\n") and isinstance(record, dict)
-        except ValueError:
-            whole = False
-        if not whole:  # the process was killed while it wrote this line
-            lines = lines[:number]
-            break
-        records.append(record)
-    if not records or records[0] != {"grading": key} or len(records) > count + 1:
+    first, *lines = part.read_bytes().splitlines(keepends=True) or [b""]
+    if _object(first) != {"grading": key}:
         say(f"{name}: grades of an interrupted grading of other responses or by another grader are left out")
         return []
-    if len(records) > 1:
-        say(f"grading {name}: {len(records) - 1} of {count} grades are kept from an earlier start")
-    write_atomically(part, b"".join(lines).decode())
-    return records[1:]
+    records = list[dict[str, Any]]()
+    for line, response in zip(lines, responses, strict=False):
+        record = _object(line)
+        if _wrong_field(record) is not None or (record["problem"], record["sample"]) != (
+            response.problem,
+            response.sample,
+        ):
+            break
+        records.append(record)
+    if records:
+        say(f"grading {name}: {len(records)} of {len(responses)} grades are kept from an earlier start")
+    write_atomically(part, b"".join([first, *lines[: len(records)]]).decode())
+    return records
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """The object in a line; {} if a process was killed while it wrote the line."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else {}
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _say_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> None:
@@ -317,6 +378,11 @@ def _write_disagreements(
     return len(found)
 
 
+def _vote(extracted: str) -> str:
+    """What equal answers share. A text that is too long to be an answer is compared with others as it is written."""
+    return extracted if len(extracted) > MAX_CHARACTERS else canonical(extracted)
+
+
 def _sample(response: Response, record: Mapping[str, Any]) -> intervals.GradedSample:
     extracted = record["extracted"]
     # an empty box is no answer, but a user's grader that returns a bare bool has seen some answer
@@ -326,7 +392,7 @@ def _sample(response: Response, record: Mapping[str, Any]) -> intervals.GradedSa
         response=response.text,
         correct=record["correct"],
         num_tokens=response.tokens,
-        vote=None if none else canonical(extracted),
+        vote=None if none else _vote(extracted),
         truncated=response.truncated,
         subject=response.subject,
         level=response.level,

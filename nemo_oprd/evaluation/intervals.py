@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from nemo_oprd.evaluation.metrics import Sample, distinct_ratio, summarize
+from nemo_oprd.evaluation.metrics import Sample, check_samples, distinct_ratio, summarize
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -104,28 +104,33 @@ def _by_problem(samples: Iterable[GradedSample]) -> list[list[GradedSample]]:
     return [groups[problem] for problem in sorted(groups)]
 
 
-def measure(samples: Sequence[GradedSample], k: int) -> Metrics:
+def measure(samples: Sequence[GradedSample], k: int, values: Values | None = None) -> Metrics:
     """The metrics of a set with k samples per problem, each with its interval under METRIC/ci.
 
     Also avg@k, its interval and the number of problems of every subject and level, if the set has at least two, as
     `subject/NAME/avg@k`.
 
+    Args:
+        values: `per_problem` of the same samples, if it is known.
+
     Raises:
-        ValueError: as `metrics.summarize`.
+        ValueError: as `metrics.check_samples`.
     """
-    found: Metrics = dict(summarize(list(samples), k))
-    values = per_problem(samples, k)
+    check_samples(samples, k)
+    values = per_problem(samples, k) if values is None else values
+    diversity = values["dist_4g"]
+    found: Metrics = dict(summarize(samples, k, diversity[np.isfinite(diversity)].tolist()))
     found |= {name: float(np.mean(value)) for name, value in values.items() if name not in found}
     found |= {name + CI: list(interval) for name, interval in bootstrap(values).items()}
     found[PROBLEMS] = len(values[f"avg@{k}"])
     for kind in ("subject", "level"):
-        groups: dict[str, list[GradedSample]] = defaultdict(list)
-        for sample in samples:
-            groups[getattr(sample, kind) or "none"].append(sample)
-        for name in sorted(groups) if len(groups) > 1 else ():
+        rows: dict[str, list[int]] = defaultdict(list)
+        for row, group in enumerate(_by_problem(samples)):
+            rows[getattr(group[0], kind) or "none"].append(row)
+        for name in sorted(rows) if len(rows) > 1 else ():
             label = re.sub(r"[^\w.-]+", "_", name)
             prefix, average = f"{kind}/{label}", f"avg@{k}"
-            own = {average: per_problem(groups[name], k)[average]}
+            own = {average: values[average][rows[name]]}
             found[f"{prefix}/{average}"] = float(np.mean(own[average]))
             found[f"{prefix}/{average}{CI}"] = list(bootstrap(own)[average])
             found[f"{prefix}/{PROBLEMS}"] = len(own[average])
@@ -193,7 +198,8 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
     """The difference per metric of two evaluations of the same problems in the same order.
 
     Pairing removes what the two share: some problems are hard for both. Metrics that only one of them has, such as
-    pass@8 of 4 samples, are left out; so are problems that lack a value in either.
+    pass@8 of 4 samples, are left out, and so is `dist_4g` of other numbers of samples, because more samples repeat more
+    4-grams. Problems that lack a value in either are left out, too.
 
     Raises:
         ValueError: the number of problems differs.
@@ -207,6 +213,8 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
     gaps = {_unified(name): value for name, value in after.items()}
     others = {_unified(name): value for name, value in before.items()}
     gaps = {name: gaps[name] - others[name] for name in gaps if name in others}
+    if len({name for name in (*after, *before) if name.startswith("avg@")}) > 1:
+        gaps.pop("dist_4g", None)
     intervals = bootstrap(gaps)
     return {
         name: Difference(float(np.nanmean(gap)) if np.isfinite(gap).any() else 0.0, *intervals[name])

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 N_GRAM = 4
@@ -29,8 +29,22 @@ class Sample:
     num_tokens: int
 
 
-def summarize(samples: list[Sample], k: int) -> dict[str, float]:
+def check_samples(samples: Sequence[Sample], k: int) -> None:
+    """Raises ValueError if there are no samples, k is not positive, or a problem does not have exactly k samples."""
+    if k < 1 or not samples:
+        raise ValueError(
+            f"k is {k} with {len(samples)} samples, expected k >= 1 and at least one sample; check the evaluation set"
+        )
+    for problem, count in Counter(sample.problem for sample in samples).items():
+        if count != k:
+            raise ValueError(f"problem {problem} has {count} samples, expected k = {k}; sample every problem k times")
+
+
+def summarize(samples: Sequence[Sample], k: int, diversity: Sequence[float] | None = None) -> dict[str, float]:
     """The metrics of one set of problems with k samples each, in any order.
+
+    Args:
+        diversity: `distinct_ratio` of the problems that have one, if it is known.
 
     Returns:
         `avg@{k}`: mean over problems of the mean grade of their k samples, in [0, 1].
@@ -42,22 +56,15 @@ def summarize(samples: list[Sample], k: int) -> dict[str, float]:
     Example: two problems, k = 2, grades (1, 0) and (0, 0): avg@2 is 0.25, best@2 is 0.5.
 
     Raises:
-        ValueError: there are no samples, k is not positive, or a problem does not have exactly k samples.
+        ValueError: as `check_samples`.
     """
-    if k < 1 or not samples:
-        raise ValueError(
-            f"k is {k} with {len(samples)} samples, expected k >= 1 and at least one sample; check the evaluation set"
-        )
+    check_samples(samples, k)
     by_problem: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_problem[sample.problem].append(sample)
-    for problem, group in by_problem.items():
-        if len(group) != k:
-            raise ValueError(
-                f"problem {problem} has {len(group)} samples, expected k = {k}; sample every problem k times"
-            )
     groups = list(by_problem.values())
-    diversity = [ratio for group in groups if (ratio := distinct_ratio(s.response for s in group)) is not None]
+    if diversity is None:
+        diversity = [ratio for group in groups if (ratio := distinct_ratio(s.response for s in group)) is not None]
     return {
         f"avg@{k}": sum(s.correct for s in samples)
         / len(samples),  # k samples per problem: also the mean over problems

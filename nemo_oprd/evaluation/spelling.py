@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 # of a number in plain text, where `\text{...}` does not mark them
-_UNITS = (
+UNITS = (
     "degrees?|deg|radians?|percent|dollars?|cents?|usd|units?|seconds?|secs?|minutes?|mins?|hours?|hrs?|days?|weeks?|"
     "months?|years?|mm|cm|km|m|centimeters?|meters?|kilometers?|millimeters?|inch|inches|in|ft|foot|feet|yards?|yd|"
     "miles?|mi|mph|kg|grams?|kilograms?|pounds?|lbs?|ounces?|oz|liters?|litres?|gallons?|ml"
@@ -45,13 +45,13 @@ CLEANING = tuple(
         (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z])", ""),
         (r"(?<=[\d}])\s*\\?%", ""),
         (rf"(?<=[\d}})i])\s*\\(?:text|mbox|mathrm|textrm|operatorname)\s*\{{[^{{}}]*\}}{_POWER}\s*$", ""),
-        (rf"(?<=[\d}}])\s*(?:(?:square|cubic|sq\.?)\s+)?\b(?:{_UNITS}){_POWER}\s*$", ""),
+        (rf"(?<=[\d}}])\s*(?:(?:square|cubic|sq\.?)\s+)?\b(?:{UNITS}){_POWER}\s*$", ""),
         (rf"^\s*\\(?:{_STYLES})\s*\{{([^{{}}]*)\}}\s*$", r"\1"),
         (r"(?:[.,;\s]|\\\\)+$", ""),
     )
 )
 NUMBER = re.compile(r"([+-]?)\s?(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?")
-_REPEATING = re.compile(r"(\d+)\.(\d*)\\(?:overline|bar)\s*\{(\d{1,50})\}")
+_REPEATING = re.compile(r"(?<!\d)(\d++)\.(\d*+)\\(?:overline|bar)\s*\{(\d{1,50})\}")
 _BASED = re.compile(r"(\d[0-9A-Za-z]*|[0-9A-Fa-f]+(?=_\{?1[1-6]\}?$))_\{?(\d{1,2})\}?")
 _VALUE = r"([^<>=,]+?)"
 _RELATION = r"\s*(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))\s*"

@@ -36,8 +36,7 @@ def before_and_after(metrics_file: Path) -> dict[str, dict[str, Any]]:
         teacher = place == "teacher"
         chosen = {n: v for n, v in line.items() if n.startswith("val/") and ("/teacher/" in n) == teacher}
         file = metrics_file.parent / EVALUATIONS / place / METRICS
-        kept = json.loads(file.read_text()) if chosen and file.exists() else {}
-        intervals = {name: value for name, value in kept.items() if name.endswith(CI)}
+        intervals = _intervals(file) if chosen else {}
         return {name.replace("/teacher/", "/"): value for name, value in chosen.items()} | intervals
 
     rows = {
@@ -48,16 +47,38 @@ def before_and_after(metrics_file: Path) -> dict[str, dict[str, Any]]:
     return {**rows, "teacher": teacher} if teacher else rows
 
 
+def _intervals(file: Path) -> dict[str, Any]:
+    """The intervals in an evaluation.json; none if it is missing or damaged, because the metrics are known without."""
+    try:
+        kept = json.loads(file.read_bytes())
+    except (ValueError, OSError):
+        return {}
+    return {name: value for name, value in kept.items() if name.endswith(CI)} if isinstance(kept, dict) else {}
+
+
 def final_report(metrics_file: Path) -> str:
-    """What a run prints at its end: the table of `before_and_after`, and how far the student has come, per set."""
+    """What a run prints at its end: the table of `before_and_after`, and how far the student has come, per set.
+
+    Where the two evaluations can't be compared, a line says why: files of evaluations that are missing or damaged do
+    not make a run fail that is complete.
+    """
     rows = before_and_after(metrics_file)
     parts = [table(rows), details(rows)]
+    try:
+        parts.append(_comparison(metrics_file))
+    except (ValueError, OSError) as error:
+        parts.append(f"no comparison of the last evaluation with the first: {error}")
+    return "\n".join(filter(None, parts))
+
+
+def _comparison(metrics_file: Path) -> str:
+    """The differences of the last and the first evaluation; "" if there are not two."""
     steps = sorted((metrics_file.parent / EVALUATIONS).glob("step_*"))
     kept = [metrics_file.parent / EVALUATIONS / step_directory(step) for step in _evaluated_steps(metrics_file)]
-    if len(kept) > 1 and {kept[0], kept[-1]} <= set(steps):
-        found = compare(read_graded(kept[-1]).values(), read_graded(kept[0]).values())
-        parts.append(differences(found, "student after", "before"))
-    return "\n".join(filter(None, parts))
+    if len(kept) < 2 or not {kept[0], kept[-1]} <= set(steps):
+        return ""
+    found = compare(read_graded(kept[-1]).values(), read_graded(kept[0]).values())
+    return differences(found, "student after", "before")
 
 
 def _evaluated_steps(metrics_file: Path) -> list[int]:

@@ -278,6 +278,8 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         ("52_8", "52_9", N),
         ("4210_{5}", "4210_5", Y),
         ("52_8", "25_8", N),
+        ("2_1", "2_1", Y),  # no numeral of base 1, but the same text
+        ("2_1", "2_3", N),
     ],
     "words": [
         (r"\text{Evelyn}", "Evelyn", Y),
@@ -420,6 +422,7 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
 }
 KNOWN_WRONG: list[tuple[str, str, bool, str]] = [
     ("-1", "i^2", N, "math-verify reads i as the imaginary unit only in sums with a number"),
+    (r"\frac{1}{2}m", r"\frac{1}{2}", Y, "m counts as metres, also in math-verify, although it may be a variable"),
     ("3R^2", "3r^2", Y, "math-verify ignores the case of variables; mostly the same variable is meant"),
 ]
 

@@ -141,7 +141,13 @@ def test_responses_of_unknown_origin_are_refused(place: Generations, tmp_path: P
 
 def test_begun_afresh_nothing_is_left(place: Generations, tmp_path: Path) -> None:
     place.keep(OF, 0, [response(0)])
-    for name in ("grades/sums.jsonl", "grades/.sums.part.jsonl", "disagreements/sums.jsonl", "evaluation.json"):
+    for name in (
+        "grades/sums.jsonl",
+        "grades/.sums.part.jsonl",
+        "disagreements/sums.jsonl",
+        "evaluation.json",
+        "differences.json",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}\n")
     other = place_in(tmp_path, samples=3)

@@ -163,7 +163,7 @@ def test_hopeless_expressions_end_and_the_next_is_graded(monkeypatch, caplog):
     start = time.perf_counter()
     assert not is_correct(boxed("9^{9^{9^9}}"), "5")
     assert time.perf_counter() - start < 30
-    assert "graded as wrong" in caplog.text
+    assert "compared as text" in caplog.text
     assert is_correct(boxed("10/2"), "5")
     grade._VERIFIER.close()
 

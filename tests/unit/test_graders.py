@@ -57,6 +57,9 @@ CASES: list[tuple[str, str, str, str | None, bool]] = [
     ("answer_line", "Thus 34.", "34", None, False),
     ("answer_line", "Answer:", "34", None, False),
     ("answer_line", "", "34", None, False),
+    ("answer_line", "Answer: $$34", "34", "34", True),
+    ("answer_line", "Answer: \\[ 34", "34", "34", True),
+    ("answer_line", "Answer:\n\\[\n34", "34", "34", True),
     ("answer_line", "The answers: 34", "34", None, False),
     ("answer_line", "<think>Answer: 34</think> Not sure.", "34", None, False),
     ("answer_line_or_boxed", r"so \boxed{34}", "34", "34", True),
@@ -77,6 +80,26 @@ CASES: list[tuple[str, str, str, str | None, bool]] = [
     ("number", "no number", "5", None, False),
     ("number", "<think>17</think> I give up", "17", None, False),
     ("number", ".5", "0.5", ".5", True),
+    ("number", "#### Step 1: add\n8+10=18.\n#### Conclusion\nThe total is 18 dollars.", "18", "18", True),
+    ("number", "#### Step 3: Total\nShe earns 18 dollars.", "18", "18", True),
+    ("number", "#### 2. Add the prices\nShe earns 18 dollars.", "18", "18", True),
+    ("number", "##### 5 Steps\nShe earns 18 dollars.", "18", "18", True),
+    ("number", "She earns 18 dollars. #### 18 of 20", "18", "18", True),
+    ("number", "####\n18", "18", "18", True),
+    ("number", "#### **\\$18** dollars\nThat is 20 less.", "18", "18", True),
+    ("number", r"\boxed{20kg}", "20", "20", True),
+    ("number", r"\boxed{20k}", "20", None, False),
+    ("number", "In total:\n- 18 dollars", "18", "18", True),
+    ("number", "It is\n-18 degrees", "-18", "-18", True),
+    ("number", "Answer: 48 + 24 = 72", "72", "72", True),
+    ("number", r"\boxed{48 + 24 = 72}", "72", "72", True),
+    ("number", "Answer: x = 34", "34", "34", True),
+    ("number", "Answer: 18 dollars, as 1 dollar = 100 cents", "18", "18", True),
+    ("number", "#### 72", "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72", "72", True),
+    ("number", "#### 24", "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72", "24", False),
+    ("number", "#### 72", "72 clips", "72", True),
+    ("number", "It is 0.5", r"\frac{1}{2}", "0.5", True),
+    ("number", "It is 0.5", r"50\%", "0.5", True),
     ("choice", "The answer is (C).", "C", "C", True),
     ("choice", "The answer is (C).", "(C)", "C", True),
     ("choice", "Answer: C", "C", "C", True),
@@ -90,6 +113,13 @@ CASES: list[tuple[str, str, str, str | None, bool]] = [
     ("choice", "A bird flies. B is false. The answer is b", "B", "B", True),
     ("choice", "A bird flies.", "A", None, False),
     ("choice", "The answer is Berlin", "B", None, False),
+    ("choice", "The answer is (B).\n#### Analysis\nB it is", "B", "B", True),
+    ("choice", "#### B\nbecause of that", "B", "B", True),
+    ("choice", "The answer is option B.", "B", "B", True),
+    ("choice", "Answer: Option (C)", "C", "C", True),
+    ("choice", "The answer is a bit tricky. I pick C.", "C", None, False),
+    ("choice", "The answer is a.", "A", "A", True),
+    ("choice", "Answer: b because of that", "B", "B", True),
     ("choice", "Answer: A or B?\nAnswer: B", "B", "B", True),
     ("choice", "<think>Answer: C</think>", "C", None, False),
     ("exact", "hello  world\n", "hello world", "hello  world", True),
@@ -113,11 +143,13 @@ def test_every_grader_is_tested() -> None:
 
 @pytest.mark.parametrize("grader", BUILTIN)
 @pytest.mark.parametrize(
-    "unit", [r"\boxed{", "Answer: ", "answer", "1,", "<think>", "#### ", "((", "$", "**", "1", "\\", "{", "- ", "."]
+    "unit",
+    [r"\boxed{", "Answer: ", "answer", "1,", "<think>", "#### ", "((", "$", "**", "1", "\\", "{", "- ", ".", ".*"],
 )
 def test_long_degenerate_responses_are_graded_in_linear_time(grader: str, unit: str) -> None:
     start = time.process_time()
-    BuiltinGrader(grader, "text")(unit * (60_000 // len(unit)), "5")
+    for before in ("", "Answer: "):
+        BuiltinGrader(grader, "text")(before + unit * (60_000 // len(unit)), "5")
     assert time.process_time() - start < 2
 
 
@@ -153,7 +185,11 @@ def test_a_missing_judge_is_refused_with_the_alternative(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("grader", "answer", "words"),
-    [("number", "east", "expected a number"), ("choice", "12", "expected a letter such as C")],
+    [
+        ("number", "east", "expected a number"),
+        ("number", "between 5 and 7 apples", "expected a number"),
+        ("choice", "12", "expected a letter such as C"),
+    ],
 )
 def test_reference_answers_that_a_grader_cannot_compare_with_are_refused(grader: str, answer: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

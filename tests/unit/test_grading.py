@@ -12,60 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_responses import ANSWERS, TEXTS, files_of, grade, read, refused, write_generations
 
-from nemo_oprd.cli import main
 from nemo_oprd.evaluation import grading
+from nemo_oprd.evaluation.graders import GraderChoice
 from nemo_oprd.evaluation.grading import read_graded
 from nemo_oprd.evaluation.tables import final_report
+from nemo_oprd.fault_tolerance.run_lock import RunLock
 
 ROOT = Path(__file__).parent.parent.parent
-TEXTS = [r"so \boxed{4}", r"\boxed{5}", "no box", r"\boxed{1} or \boxed{20/2}", r"Answer: 7", r"\boxed{ 07 }"]
-ANSWERS = ["4", "10", "7"]
-
-
-def write_generations(directory: Path, texts: list[str] = TEXTS, name: str = "sums", **changes: Any) -> Path:
-    """Two responses to each of the ANSWERS, as `evaluate` writes them; a change to None leaves the field out."""
-    lines = []
-    for i, text in enumerate(texts):
-        line = {
-            "problem": i // 2,
-            "sample": i % 2,
-            "prompt_ids": [1],
-            "response_ids": [2] * (i + 1),
-            "response": text,
-            "finish_reason": "stop" if i % 3 else "length",
-            "seed": [0, 2, 0, i],
-            "model": "m@0",
-            "answer": ANSWERS[i // 2],
-            "data_source": "toy",
-            **changes,
-        }
-        lines.append({key: value for key, value in line.items() if value is not None})
-    file = directory / "generations" / f"{name}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def files_of(directory: Path) -> dict[str, str]:
-    found = [file for file in sorted(directory.rglob("*")) if file.is_file() and file.parent.name != "generations"]
-    return {str(file.relative_to(directory)): file.read_text() for file in found}
-
-
-def grade(*arguments: object) -> None:
-    main(["grade", *map(str, arguments)])
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.raises(SystemExit) as ended:
-        grade(*arguments)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_the_files_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,17 +140,27 @@ def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     file = write_generations(tmp_path / "b")
     lines = read(file)
     file.write_text("".join(json.dumps({**line, "answer": "9"}) + "\n" for line in lines))
-    assert "problem 0 has the answer '4' in one evaluation and '9' in the other" in (
-        refused_after(capsys, tmp_path / "a", "--against", tmp_path / "b", "--judge", "text")
-    )
+    before = files_of(tmp_path)
+    line = refused(capsys, tmp_path / "a", "--against", tmp_path / "b", "--judge", "text", "--grader", "exact")
+    assert f"problem 0 has the answer '4' in {tmp_path / 'a'} and '9' in {tmp_path / 'b'}" in line
+    assert files_of(tmp_path) == before, "nothing is graded before the mistake is found"
 
 
-def refused_after(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The last line of a command that is refused after it has graded."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        grade(*arguments)
-    return capsys.readouterr().err.splitlines()[-1]
+def test_two_processes_do_not_grade_in_one_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_generations(tmp_path)
+    lock = RunLock(tmp_path)
+    assert f"{tmp_path} is in use by process {os.getpid()}" in refused(capsys, tmp_path, "--judge", "text")
+    assert not (tmp_path / "grades").exists()
+    lock.release()
+    grade(tmp_path, "--judge", "text")
+
+
+def test_an_endless_answer_is_graded(tmp_path: Path) -> None:
+    """Its spelling is not normalised: int() refuses numbers of so many digits."""
+    long = r"\boxed{0." + "3" * 4400 + r"\overline{3}}"
+    write_generations(tmp_path, [long, long, *TEXTS[2:]])
+    grade(tmp_path, "--judge", "text")
+    assert not read(tmp_path / "grades" / "sums.jsonl")[0]["correct"]
 
 
 def test_what_is_read_again_is_what_was_graded(tmp_path: Path) -> None:
@@ -285,6 +250,22 @@ def test_part_of_another_grader_or_text_is_not_used(
     write_generations(tmp_path, [r"\boxed{7}"] * 6)
     grade(tmp_path, "--judge", "text")
     assert [line["extracted"] for line in read(tmp_path / "grades" / "sums.jsonl")] == ["7"] * 6
+
+
+def test_kept_grades_are_those_of_the_responses_in_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_generations(tmp_path)
+    responses, _ = grading.read_responses(tmp_path / "generations" / "sums.jsonl")
+    choice = GraderChoice({}, "text")
+    graded = grading.grade_set(tmp_path, "sums", responses, choice)
+    part = tmp_path / "grades" / ".sums.part.jsonl"
+    lines = part.read_text().splitlines(keepends=True)
+    # two processes that graded at the same time
+    part.write_text("".join([*lines[:3], lines[2], *lines[3:6]]))
+    again = grading.grade_set(tmp_path, "sums", responses, choice)
+    assert "2 of 6 grades are kept" in capsys.readouterr().err
+    assert again.samples == graded.samples and part.read_text() == "".join(lines)
 
 
 def test_no_model_and_no_torch(tmp_path: Path) -> None:

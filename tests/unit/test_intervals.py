@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
+from nemo_oprd.evaluation import intervals, metrics
+from nemo_oprd.evaluation.grading import GradedSet
 from nemo_oprd.evaluation.intervals import (
     GradedSample,
     bootstrap,
@@ -19,6 +22,7 @@ from nemo_oprd.evaluation.intervals import (
     per_problem,
     scalars,
 )
+from nemo_oprd.evaluation.metrics import distinct_ratio
 
 
 def sample(problem: int, vote: str | None, correct: bool = False, **more: object) -> GradedSample:
@@ -140,6 +144,28 @@ def test_the_metrics_of_a_set_by_hand() -> None:
     assert found["subject/algebra/avg@2"] == 0.5 and found["subject/number_theory/avg@2"] == 0
     assert found["subject/algebra/problems"] == 1 and found["problems"] == 2
     assert not any(name.startswith("level/") for name in found), "one level is no table"
+
+
+def test_diversity_of_other_numbers_of_samples_is_not_compared() -> None:
+    few, many = per_problem([sample(0, "5")], 1), per_problem([sample(0, "5"), sample(0, "5")], 2)
+    assert "dist_4g" in paired_differences(few, few) and "dist_4g" not in paired_differences(few, many)
+    assert {"avg", "avg_len", "no_answer"} <= set(paired_differences(few, many))
+
+
+def test_the_4_grams_of_a_problem_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+
+    def count(responses: Iterable[str]) -> float | None:
+        counted.append(1)
+        return distinct_ratio(responses)
+
+    for module in (intervals, metrics):
+        monkeypatch.setattr(module, "distinct_ratio", count)
+    samples = [sample(p, "5", subject="ab"[p % 2], level="12"[p // 2]) for p in range(4)]
+    graded = GradedSet("sums", "here", 1, samples, {}, {}, 0, 0)
+    assert graded.metrics() == graded.metrics() and graded.values().keys() == graded.values().keys()
+    assert len(counted) == 4
+    assert graded.metrics()["subject/a/problems"] == 2
 
 
 def test_unknown_lengths_are_left_out() -> None:
