@@ -197,6 +197,14 @@ def test_the_guard_is_killed_and_the_server_watches(bench: Bench, way: str) -> N
     wait_until(lambda: not guard.group_members(bench.group), "the child outlived the guard", seconds=5)
 
 
+def test_a_watching_server_removes_memory_of_any_name(bench: Bench) -> None:
+    """All processes end at once, so nobody can be asked later what they had mapped."""
+    process = bench.start("watched")
+    process.kill()
+    process.wait()
+    bench.check_nothing_is_left(removed=False)
+
+
 def test_a_guard_that_is_gone_before_the_watch_begins(bench: Bench) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -3,8 +3,9 @@
 `python nemo_oprd_serve.py ARGUMENTS` is `python -m vllm.entrypoints.openai.api_server ARGUMENTS`. Every process of the
 server runs the lines below: those that multiprocessing spawns import this file as their main module, and those that it
 forks inherit the hook. A thread then ends the process group once the guard (`guard.py`), whose process id is in
-NEMO_OPRD_GUARD, is gone: a guard that was killed could not do it. Before that it removes their shared memory, which is
-found by its names: they begin with NEMO_OPRD_SHARED_NAMES.
+NEMO_OPRD_GUARD, is gone: a guard that was killed could not do it. Before that it removes their shared memory: what has
+names that begin with NEMO_OPRD_SHARED_NAMES, and what a process of the group has mapped, because vLLM's own code, such as
+the shared memory of its tensor-parallel workers on CPUs, gives other names.
 """
 
 import os
@@ -26,12 +27,26 @@ def _name_shared_memory(names: str) -> None:
     shared_memory._SHM_SAFE_NAME_LENGTH = len(f"/{names}") + 8  # type: ignore[attr-defined] # 8 random digits
 
 
+def _mapped_by_group() -> set[Path]:
+    """The files directly in shared memory that processes of this group have mapped.
+
+    Files in folders there belong to the process that wanted the server, and stay.
+    """
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):  # ended meanwhile, or another user's
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == os.getpgrp():
+                lines = os.fsdecode((entry / "maps").read_bytes()).splitlines()
+                found |= {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line}
+    return {path for path in found if path.parent == Path("/dev/shm")}
+
+
 def _end_group() -> None:
     names = os.environ.get("NEMO_OPRD_SHARED_NAMES")
-    for start in ("", "sem.") if names else ():
-        for path in Path("/dev/shm").glob(f"{start}{names}*"):
-            with suppress(OSError):  # another process of the group was faster
-                path.unlink()
+    named = [path for start in ("", "sem.") if names for path in Path("/dev/shm").glob(f"{start}{names}*")]
+    for path in {*named, *_mapped_by_group()}:
+        with suppress(OSError):  # another process of the group was faster
+            path.unlink()
     os.killpg(0, signal.SIGKILL)
 
 
