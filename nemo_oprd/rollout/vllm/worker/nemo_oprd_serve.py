@@ -4,8 +4,8 @@
 server runs the lines below: those that multiprocessing spawns import this file as their main module, and those that it
 forks inherit the hook. A thread then ends the process group once the guard (`guard.py`), whose process id is in
 NEMO_OPRD_GUARD, is gone: a guard that was killed could not do it. Before that it removes their shared memory: what has
-names that begin with NEMO_OPRD_SHARED_NAMES, and what a process of the group has mapped, because vLLM's own code, such as
-the shared memory of its tensor-parallel workers on CPUs, gives other names.
+names that begin with NEMO_OPRD_SHARED_NAMES, and what a process of the group has mapped, because vLLM's own code gives
+other names, such as those of the shared memory of tensor-parallel workers on CPUs.
 """
 
 import os
