@@ -62,7 +62,7 @@ def test_the_script_knows_nothing_of_this_project() -> None:
     assert not re.search(r"(?:import|from) nemo_oprd", Path(plain_evaluation.__file__).read_text())
 
 
-@pytest.mark.parametrize(("role", "tensor"), [("student", 2), ("teacher", 1)])
+@pytest.mark.parametrize(("role", "tensor"), [("student", 2), pytest.param("teacher", 1, marks=pytest.mark.slow)])
 def test_equals_transformers_and_own_grading(
     pools: Pools, models: Path, tmp_path: Path, role: str, tensor: int
 ) -> None:

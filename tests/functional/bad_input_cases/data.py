@@ -68,7 +68,7 @@ SHARES = "data.train={{root}/prompts.jsonl: 3, {root}/again.jsonl: 1}"
 TEMPLATE = "data.chat_template={root}/template.jinja"
 case("weight of 0", "a file with a weight of 0", "prompts.jsonl=0.0: expected more than 0 | choose a larger number", "data.train={{root}/prompts.jsonl: 0}")
 case("weight as text", "a weight that is no number", "prompts.jsonl': 'x'}}: expected text | dict of a number | give one", "data.train={{root}/prompts.jsonl: x}")
-case("no weights", "an empty mapping of files", "data.train={{}}: expected a file of prompts, or several | name one", "data.train={}")
+case("no files with weights", "an empty mapping of files", "data.train={{}}: expected a file of prompts, or several | name one", "data.train={}")
 case("nothing left of a file", "a file with a weight whose prompts all repeat those of another", "data.train: no prompt of | again.jsonl remains to train on | data.deduplicate=true | expected at least one | remove the file", SHARES, "data.deduplicate=true", prepare=twice)
 case("blank suffix", "a blank suffix", "data.suffix=' ': expected text that is not blank | write it, or set null", "data.suffix=' '")
 case("no length limit", "`data.over_long` without a limit", "data.over_long=refuse without a limit | expected data.max_prompt_tokens | set it", "data.over_long=refuse")
