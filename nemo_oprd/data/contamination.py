@@ -80,7 +80,7 @@ class TrainingTexts:
         texts = {name: Texts(prompts) for name, prompts in sets.items()}
         wanted = {sequence for each in texts.values() for words in each.words for sequence in _sequences(words)}
         places: dict[Sequence13, set[int]] = defaultdict(set)
-        for index, words in enumerate(self.words):
+        for index, words in enumerate(self.words if wanted else ()):
             for sequence in _sequences(words):
                 if sequence in wanted:
                     places[sequence].add(index)

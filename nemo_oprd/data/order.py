@@ -57,7 +57,7 @@ class PromptOrder:
 
     The k-th visit of a file with weight w (k from 0) takes place at time (2k + 1) / (2w); positions are visits in order
     of their time, and at one time in order of the files. After p positions, a file with share s of all weights has had
-    p * s visits, give or take half the number of files.
+    p * s visits to within the number of files.
 
     Attributes:
         sizes: prompts per file, each at least 1.

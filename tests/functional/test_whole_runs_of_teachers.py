@@ -93,7 +93,12 @@ def test_the_student_teaches_itself(
 def test_files_with_weights_and_held_out_problems(
     pools: Pools, models: Path, settings: list[str], tmp_path: Path
 ) -> None:
-    """Each step has the shares, also after a restart; held-out problems are evaluated and never trained on."""
+    """Each step has the shares, also after a restart; held-out problems are evaluated and never trained on.
+
+    The prompts are in a chat template of the run's own, which is exported with the student.
+    """
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if twice %}={% endif %}")
     lines = (models / "prompts" / "train.jsonl").read_text().splitlines()
     files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     files[0].write_text("\n".join(lines[:60]) + "\n")
@@ -102,6 +107,7 @@ def test_files_with_weights_and_held_out_problems(
         *settings, f"data.train={{{files[0]}: 3, {files[1]}: 1}}", "data.held_out=0.2", "data.contamination=drop",
         f"data.validation={{known: {files[1]}}}", "evaluation.every=1", "evaluation.samples=1",
         f"teacher.hf_path={models / 'teacher'}", "train.schedule=constant", "train.warmup_fraction=0",
+        f"data.chat_template={template}", "data.chat_template_args={twice: true}", "train.export_hf=true",
     ]  # fmt: skip
     run, parts, other = (tmp_path / name for name in ("run", "parts", "other"))
     # all of two.jsonl stands in the set `known`
@@ -124,6 +130,10 @@ def test_files_with_weights_and_held_out_problems(
         rows = [json.loads(line) for line in (run / "rollouts" / f"step_{number:07d}.jsonl").read_text().splitlines()]
         assert [row["data_source"] for row in rows].count("two") == 2 and len(rows) == 8
         assert {row["prompt"] for row in rows}.isdisjoint(aside(run))
+        tokenizer = Tokenizer.load(run / "hf")
+        assert [tokenizer.decode(row["prompt_ids"]) for row in rows] == [f"{row['prompt']}=" for row in rows]
+    assert (run / "hf" / "chat_template.jinja").read_text() == template.read_text()
+    assert tokenizer.render([{"role": "user", "content": "1+1="}], True) == "1+1="
     # `evaluate` samples the same held-out problems
     model = ["student.checkpoint=null", f"student.hf_path={models / 'student'}", f"output={other}"]
     pools[2].run("cases:run_evaluate", overrides=[*common, *model], config="quickstart")
@@ -134,7 +144,7 @@ def aside(run: Path, where: str = "evaluations/step_0000000/generations") -> set
     """The held-out problems that an evaluation sampled."""
     tokenizer = Tokenizer.load(Path(json.loads((run / where / "about.json").read_text())["model"]["directory"]))
     lines = (run / where / "held_out.jsonl").read_text().splitlines()
-    return {tokenizer.decode(json.loads(line)["prompt_ids"]) for line in lines}
+    return {tokenizer.decode(json.loads(line)["prompt_ids"]).removesuffix("=") for line in lines}
 
 
 def prompts_of(file: Path) -> list[str]:
