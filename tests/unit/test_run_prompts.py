@@ -11,6 +11,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.order import PromptOrder, exact_weights, prompt_order
 from nemo_oprd.data.preparation import DataReport
+from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.rollout.sampler import training_requests
 from nemo_oprd.setup.prompt_files import write_report
 from nemo_oprd.setup.prompts import RunPrompts, read_run_prompts
@@ -135,3 +136,20 @@ def test_a_damaged_data_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text("{")
     with pytest.raises(ValueError, match=r"data\.json: not valid JSON .* remove the file"):
         write_report(DataReport(content={"prompts": 1, "fingerprint": "x"}), tmp_path)
+
+
+def test_evaluations_have_the_suffix_and_the_held_out_problems(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    sums = write(tmp_path / "sums.jsonl", "1+1=", "1+2= ==", "1+3=")
+    train = write(tmp_path / "train.jsonl", *(f"{n}+5=" for n in range(40)))
+    config = configured(
+        f"data.validation={{sums: {sums}}}", f"data.train={train}", "data.suffix='=='", "data.held_out=0.3",
+        "evaluation.every=1", "evaluation.limit=2",
+    )  # fmt: skip
+    prompts = read_run_prompts(config, tokenizer, 64)
+    evaluator = Evaluator(config, tokenizer, 64, prompts.held_out)
+    texts = {name: [tokenizer.decode(ids) for ids in sets] for name, sets in evaluator.ids.items()}
+    assert texts["sums"] == ["1+1===", "1+2==="] and list(texts) == ["sums", "held_out"]
+    assert evaluator.notes == ["data.suffix: added to 2 prompts of data.validation.sums; 1 have it already"]
+    held_out = [prompt.messages[-1]["content"].replace(" ", "") for prompt in prompts.held_out]
+    assert texts["held_out"] == held_out[:2] and len(held_out) > 2
+    assert {text.replace(" ", "") for text in contents(prompts)} == {f"{n}+5===" for n in range(40)} - set(held_out)
