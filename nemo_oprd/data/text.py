@@ -77,8 +77,9 @@ class SuffixCounts:
 def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Prompt], SuffixCounts]:
     r"""The prompts with `suffix` at the end of their last message, and the counts of what was done.
 
-    A prompt that has the suffix already, anywhere in its last message and with any spacing, is unchanged; so is, if the
-    suffix asks for `\boxed{}`, a prompt that asks for it in other words. A line break or a space at the beginning of
+    A prompt that has the suffix already, anywhere in its last message and with any spacing, is unchanged. A suffix of
+    one or two words counts at the end only, because problems may hold such words themselves. If the suffix asks for
+    `\boxed{}`, a prompt that asks for it in other words is unchanged, too. A line break or a space at the beginning of
     `suffix` is kept; without one, a space is put in between.
     """
     if suffix is None:
@@ -88,7 +89,7 @@ def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Pro
     result, added, present, other_words = [], 0, 0, 0
     for prompt in prompts:
         content = prompt.messages[-1]["content"]
-        if normal in normalize(content):
+        if _has(content, suffix, normal):
             present += 1
         elif asks_for_box and _EMPTY_BOX.search(content):
             other_words += 1
@@ -98,6 +99,13 @@ def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Pro
             prompt = replace(prompt, messages=(*prompt.messages[:-1], last))
         result.append(prompt)
     return result, SuffixCounts(added, present, other_words)
+
+
+def _has(content: str, suffix: str, normal: str) -> bool:
+    """Whether a message has the suffix, whose normal form is `normal`."""
+    if len(words_of(normal)) > 2:
+        return normal in normalize(content)
+    return normalize(content).endswith(normal) if normal else content.rstrip().endswith(suffix.strip())
 
 
 def without_instructions(texts: Sequence[str]) -> list[str]:

@@ -108,6 +108,7 @@ def test_files_with_weights_and_held_out_problems(
         f"data.validation={{known: {files[1]}}}", "evaluation.every=1", "evaluation.samples=1",
         f"teacher.hf_path={models / 'teacher'}", "train.schedule=constant", "train.warmup_fraction=0",
         f"data.chat_template={template}", "data.chat_template_args={twice: true}", "train.export_hf=true",
+        "rollout.max_new_tokens=12",
     ]  # fmt: skip
     run, parts, other = (tmp_path / name for name in ("run", "parts", "other"))
     # all of two.jsonl stands in the set `known`

@@ -101,6 +101,21 @@ def test_a_suffix_of_its_own_lines_and_one_without_a_box() -> None:
     assert with_suffix([added], None) == ([added], SuffixCounts())
 
 
+@pytest.mark.parametrize(
+    ("suffix", "has", "has_not"),
+    [
+        ("/no_think", "2+3? /no_think", "Explain /no_think in prompts."),
+        ("Answer:", "2+3?\n\nanswer: ", "The last line is Answer: $x. What is 2+3?"),
+        ("$$", "2+3? $$", "2+3?"),
+        ("Think step by step.", "Think step  by step. 2+3?", "Think by step. 2+3?"),
+    ],
+)
+def test_short_suffixes_count_at_the_end_only(suffix: str, has: str, has_not: str) -> None:
+    added, counts = with_suffix([prompt(has), prompt(has_not)], suffix)
+    assert counts == SuffixCounts(added=1, present=1)
+    assert added == [prompt(has), prompt(f"{has_not} {suffix}")]
+
+
 def test_instructions_that_half_of_a_file_shares_are_left_out() -> None:
     head = "Solve the following math problem step by step."
     texts = [f"{head} What is {n}+1? {ANSWER}" for n in range(3)] + ["What is 9+1?", f"{head} {ANSWER}"]
