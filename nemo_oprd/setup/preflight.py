@@ -283,5 +283,5 @@ def check_graders(config: Config) -> None:
 
 def check_evaluates(config: Config) -> None:
     """Raises ValueError unless `evaluate` has a validation set."""
-    if not config.data.validation:
+    if not config.data.sets:
         raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")

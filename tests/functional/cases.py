@@ -24,6 +24,13 @@ def run_train(overrides: list[str], config: str = "verify") -> None:
     train(load_config(config, overrides))
 
 
+def run_evaluate(overrides: list[str], config: str = "verify") -> None:
+    """The command `nemo-oprd evaluate`, in this process."""
+    from nemo_oprd.commands.evaluate import evaluate
+
+    evaluate(load_config(config, overrides))
+
+
 def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int) -> list:
     """Responses of the in-process engine, with fixed uniforms: [(ids, finish reason)]."""
     from nemo_oprd.rollout.engine import Request, SamplingParams
