@@ -157,13 +157,18 @@ def make_role(name: str, layout: Layout, *, saves: bool = False) -> Role:
     grid = HyperCommGrid(sizes, ["tp", "cp", "dp", "pp"], rank_offset=layout.first_rank)
     groups = {key: _subgroups(grid.get_rank_enum(dims)) for key, dims in _GROUPS.items()}
     host_group = _subgroups(grid.get_rank_enum(_GROUPS["dp_cp"]), "gloo") if saves else None
-    groups["ep"] = _subgroups([[rank] for rank in layout.ranks])
+    experts = HyperCommGrid(
+        [layout.expert_tensor, layout.expert, layout.expert_copies, layout.pipeline],
+        ["etp", "ep", "copy", "pp"],
+        rank_offset=layout.first_rank,
+    )
+    groups |= {key: _subgroups(experts.get_rank_enum(dims)) for key, dims in _EXPERT_GROUPS.items()}
     # Tied embeddings are summed over the first and the last stage only; with more ranks in the group the all-reduce
     # would wait for the stages in between.
     groups["embd"] = _subgroups([sorted({ranks[0], ranks[-1]}) for ranks in grid.get_rank_enum("pp")])
     if dist.get_rank() not in layout.ranks:
         return Role(name, layout, None, None)
-    groups.update(pos_embd=None, expt_dp=groups["dp_cp"], expt_tp=groups["tp"])
+    groups["pos_embd"] = None
     return Role(name, layout, ProcessGroupCollection(**groups), layout.coordinates(dist.get_rank()), host_group)
 
 
@@ -198,9 +203,16 @@ _GROUPS = {
     "dp_cp": ["dp", "cp"],
     "mp": ["tp", "pp"],
     "tp_cp": ["tp", "cp"],
-    "tp_ep_pp": ["tp", "pp", "cp"],
     "tp_dp_cp": ["tp", "cp", "dp"],  # a pipeline stage
     "intra_dist_opt": ["tp", "cp", "dp", "pp"],
+}
+# the same for the experts' grid
+_EXPERT_GROUPS = {
+    "ep": "ep",
+    "expt_tp": "etp",
+    "tp_ep": ["etp", "ep"],
+    "tp_ep_pp": ["etp", "ep", "pp"],
+    "expt_dp": "copy",
 }
 
 
