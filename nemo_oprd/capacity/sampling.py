@@ -90,7 +90,7 @@ def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float
 
 def rollout_copy(work: Workload) -> float:
     """Bytes of the in-process engine's copy of the student on one rank."""
-    held = stage_parameters(work.student, Layout(tensor=work.config.rollout.tensor), 0).held
+    held = stage_parameters(work.student, Layout(tensor=work.config.rollout.tensor), 0).all_held
     return float(held * work.value_bytes)
 
 

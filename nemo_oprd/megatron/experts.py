@@ -97,7 +97,7 @@ class PaddedAllGather(MoEAllGatherTokenDispatcher):
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.tp_ep_group)
         missing = int(count) - self._tokens
         padded = [torch.nn.functional.pad(part, (0, 0, 0, missing)) for part in (hidden_states, probs)]
-        routing_map = torch.nn.functional.pad(self.routing_map, (0, 0, 0, missing))
+        routing_map = torch.nn.functional.pad(self.routing_map, (0, 0, 0, missing))  # type: ignore[has-type]
         with torch.no_grad():
             # gloo has no all-gather of booleans that are views
             gathered = gather_from_sequence_parallel_region(routing_map.to(torch.uint8), group=self.tp_ep_group)

@@ -415,17 +415,21 @@ def build_chunks(
         if spec.experts is not None and layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         chunks.append(model.to(device()))
-    _mark_sharded_parameters(chunks, spec)
+    _mark_parameters(chunks, spec)
     return chunks
 
 
-def _mark_sharded_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
-    """Marks the parameters that are split over tensor ranks; the gradient norm counts all other parameters once.
+def _mark_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
+    """Marks the parameters that are split over tensor ranks, and those of experts.
 
-    Megatron sets these marks when it draws random weights, which is turned off.
+    The gradient norm counts a parameter that is not split once. Megatron sets these marks when it draws random weights,
+    which is turned off.
     """
     mappings = mappings_by_name(spec)
     for name, parameter in named_parameters(chunks).items():
+        if name in mappings and mappings[name].expert is not None:
+            # Megatron does so only if experts are split; but also whole ones are summed over another group of ranks
+            parameter.allreduce = False  # type: ignore[attr-defined]
         axis = mappings[name].form.axis if name in mappings else 0  # a tied head's copy of the embedding
         # Megatron has already marked the biases of column-parallel layers
         if axis is not None and not hasattr(parameter, "tensor_model_parallel"):

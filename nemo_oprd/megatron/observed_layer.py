@@ -81,11 +81,10 @@ class ObservedLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the next class; the output is passed through the microbatch's `Observer`."""
         sequences = kwargs.get("packed_seq_params")
-        observed = isinstance(sequences, ObservedSequences)
         router = getattr(self.mlp, "router", None)
         if router is not None:
-            router.routes = sequences.routes if observed else None
-        if not observed:
+            router.routes = sequences.routes if isinstance(sequences, ObservedSequences) else None
+        if not isinstance(sequences, ObservedSequences):
             return super().forward(*args, **kwargs)
         if sequences.depth is not None and self.layer_number > sequences.depth:
             return kwargs["hidden_states"], kwargs.get("context")

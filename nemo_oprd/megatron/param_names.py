@@ -24,7 +24,7 @@ _EXPERT = re.compile(
 
 
 def local_name(chunk: GPTModel, name: str) -> str:
-    """A chunk's parameter name -> the name in the mappings: global numbers of layers and experts, local layers' names."""
+    """A chunk's parameter name -> the name in the mappings, with global numbers of layers and experts."""
     if not name.startswith("decoder.layers."):
         return name
     _, _, index, rest = name.split(".", 3)

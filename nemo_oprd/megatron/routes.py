@@ -6,7 +6,7 @@ import torch
 
 
 class Routes:
-    """The experts of one microbatch's tokens, by layer: int16 or int32 [N, K], as the router's probabilities order them.
+    """The experts of one microbatch's tokens, by layer: int32 [N, K].
 
     A layer's entry is written by the first forward pass and read by every later one of the same microbatch.
     """

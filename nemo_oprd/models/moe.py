@@ -102,11 +102,8 @@ def _parse_qwen3_moe(hf_config: dict, source: str) -> ModelSpec:
     dense = parse_dense(hf_config, source, qkv_bias=bias, proj_bias=bias, qk_norm=True)
     step = _integer(hf_config, ("decoder_sparse_step",), source) if "decoder_sparse_step" in hf_config else 1
     without = hf_config.get("mlp_only_layers") or []
-    if not isinstance(without, list) or any(layer not in range(dense.num_layers) for layer in without):
-        raise ValueError(
-            f"{source}: mlp_only_layers={without!r}; expected a list of 0-based layers below {dense.num_layers}: "
-            "correct it"
-        )
+    if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
+        raise ValueError(f"{source}: mlp_only_layers={without!r}; expected a list of 0-based layers: correct it")
     sparse = tuple(i not in without and (i + 1) % step == 0 for i in range(dense.num_layers))
     normalized = bool(hf_config.get("norm_topk_prob", False))
     found = _experts(hf_config, source, "moe_intermediate_size", normalized=normalized, sparse=sparse)

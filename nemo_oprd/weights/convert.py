@@ -34,13 +34,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # Megatron's linear layers have an extra state (for FP8) that its loader requires; without FP8 the state is None.
 # Transformer Engine's attention has one, too.
-_WITH_EXTRA_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj")
+_BLOCK_WITH_EXTRA_STATE = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXPERTS_WITH_EXTRA_STATE = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 # Transformer Engine's norms have one; Megatron's loader requires it if the model is made of its modules.
 _NORMS_WITH_EXTRA_STATE = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 # Prefixes that programs put before a model's keys ("model.", "model0.", "module."). No other prefix is accepted,
@@ -82,7 +78,7 @@ def stacks_layers(spec: ModelSpec) -> bool:
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Megatron's name without the layer (for an expert's matrices, without the expert) -> shape of the joined tensor."""
+    """Megatron's name, without numbers of layers and experts -> shape of the joined tensor."""
     hidden, qkv = spec.hidden_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (spec.vocab_size, hidden),
@@ -316,14 +312,31 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
             bar.update()
         for layer in range(spec.num_layers):
             file = _file(layout, layout.stage_of_layer(layer + 1, spec.num_layers)[0], 0)
-            for module in _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ()):
-                # Megatron's name for part `layer` of L of an object that isn't a tensor; it expects a list of one item
-                key = f"decoder.layers.{module}._extra_state/shard_{layer}_{spec.num_layers}"
-                writer.add_object(file, key, [None])
+            for key in _extra_states(layer, spec):
+                writer.add_object(file, key, [None])  # Megatron expects a list of one item
         writer.add_object(
             _file(layout, layout.pipeline - 1, 0), "decoder.final_layernorm._extra_state/shard_0_1", [None]
         )
         writer.complete()
+
+
+def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
+    """Megatron's names for the extra states of a layer (0-based): `key/shard_INDEX_SIZE`, dimensions joined by dots."""
+    prefix, place = (
+        ("decoder.layers", [(layer, spec.num_layers)]) if stacks_layers(spec) else (f"decoder.layers.{layer}", [])
+    )
+    modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
+    places = {module: [place] for module in modules}
+    if spec.is_sparse(layer + 1):
+        assert spec.experts is not None
+        count = spec.experts.count
+        places |= {module: [[*place, (i, count)] for i in range(count)] for module in _EXPERTS_WITH_EXTRA_STATE}
+    else:
+        places |= {module: [place] for module in _BLOCK_WITH_EXTRA_STATE}
+    for module, several in places.items():
+        for where in several:
+            index, size = (".".join(str(pair[i]) for pair in where or [(0, 1)]) for i in (0, 1))
+            yield f"{prefix}.{module}._extra_state/shard_{index}_{size}"
 
 
 def _write_parameter(

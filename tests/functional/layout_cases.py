@@ -23,21 +23,23 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 
 LAYERS, WIDTH, VOCABULARY = 8, 32, 97
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "pruned": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
     # two layers without experts among those with experts
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "tie_word_embeddings": False,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [0, 5],
-    },
+    "qwen3_moe": {**QWEN3_MOE, "mlp_only_layers": [0, 5]},
+    # no experts on the first stage of a model of four layers
+    "qwen3_moe_late": {**QWEN3_MOE, "mlp_only_layers": [0, 1]},
     "mixtral": {
         "model_type": "mixtral",
         "tie_word_embeddings": False,
