@@ -83,6 +83,7 @@ MEANINGS = {
     "rollout.replay": "file of recorded rollouts to use instead of sampling",
     "rollout.save": "write the rollouts of every step to OUTPUT/rollouts",
     "rollout.tensor": "tensor-parallel size of the in-process engine",
+    "rollout.expert": "expert-parallel size of the in-process engine, a divisor of rollout.tensor",
     "rollout.max_batch": "responses that one data-parallel rank, or one vLLM server, works on at a time",
     "rollout.max_cache_tokens": "tokens in the in-process engine's KV cache, per data-parallel rank; auto: what fits",
     "rollout.correction": "weigh the tokens of sampled_token by the ratio of the trainer's to the engine's probability",

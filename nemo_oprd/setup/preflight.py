@@ -57,6 +57,7 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         check_engine(config, student)
     if command == "evaluate":
         student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+        student.check_expert_parallel(config.rollout.expert, 1, "rollout")
         check_rollout_ranks(config, trainer_ranks(config, world_size))
         return
     fitting = command == "fit-bridge"
@@ -165,6 +166,7 @@ def check_layouts(
         layout.layers_per_stage(spec.num_layers)
     check_experts_train(student, student_layout)
     student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    student.check_expert_parallel(config.rollout.expert, 1, "rollout")
     check_rollout_ranks(config, student_layout.size)
     check_recompute(config, student.num_layers)
     return student_layout, teacher_layout

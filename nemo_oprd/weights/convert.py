@@ -27,6 +27,7 @@ from nemo_oprd.megatron.param_names import TE_NAMES
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
 from nemo_oprd.models.base import GateUp, ParamMapping, Vocabulary
 from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.moe import fused_name
 from nemo_oprd.weights.hf import HFCheckpoint
 from nemo_oprd.weights.torch_dist import TorchDistWriter, open_torch_dist, read_megatron_tensor
 
@@ -267,9 +268,11 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
         ValueError: another tensor has no mapping and would be lost, or a tied head differs from the embedding.
     """
     known = {name for mapping in FAMILIES[spec.model_type].param_mappings(spec) for name in mapping.hf}
+    stored = set(checkpoint.keys())
+    known |= {fused_name(name)[0] for name in known - stored}  # experts that are stored together
     by_megatron = {mapping.megatron: mapping.hf[0] for mapping in FAMILIES[spec.model_type].mappings}
     head, embedding = by_megatron["output_layer.weight"], by_megatron["embedding.word_embeddings.weight"]
-    unknown = [name for name in checkpoint.keys() if name not in known]  # noqa: SIM118 - not a dictionary
+    unknown = sorted(stored - known)
     lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq")]
     if head in lost and spec.tied_embeddings:
         if not torch.equal(checkpoint[head], checkpoint[embedding]):
