@@ -98,8 +98,8 @@ class RolloutConfig:
     def _check(self) -> RolloutConfig:
         if self.tensor % self.expert:
             raise ValueError(
-                f"rollout.expert={self.expert} does not divide rollout.tensor={self.tensor}; expected a divisor, because "
-                "only ranks that decode the same responses can share experts: choose another size"
+                f"rollout.expert={self.expert} does not divide rollout.tensor={self.tensor}; expected a divisor, "
+                "because only ranks that decode the same responses can share experts: choose another size"
             )
         low, high = self.correction_range
         if not (0 <= low <= 1 <= high and low < high):

@@ -37,7 +37,6 @@ class Experts:
         ffn_size: feed-forward size of an expert.
         normalized: whether the weights of a token's K experts are divided by their sum.
         sparse: for each layer, whether it has experts; the other layers have an ordinary feed-forward block.
-        balancing_weight: the model's own weight of the load-balancing loss, which distillation leaves out by default.
     """
 
     count: int
@@ -45,7 +44,6 @@ class Experts:
     ffn_size: int
     normalized: bool
     sparse: tuple[bool, ...]
-    balancing_weight: float = 0.0
 
 
 @dataclass(frozen=True)

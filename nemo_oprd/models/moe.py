@@ -25,7 +25,6 @@ from nemo_oprd.models.base import (
     require,
 )
 from nemo_oprd.models.dense import PARAM_MAPPINGS, parse_dense
-from nemo_oprd.models.rope import number
 
 _LAYER = "decoder.layers.{layer}.mlp."
 _EXPERT = _LAYER + "experts.local_experts.{expert}."
@@ -91,8 +90,7 @@ def _experts(hf_config: dict, source: str, ffn_key: str, *, normalized: bool, sp
             f"{source}: num_experts_per_tok={per_token} is more than the model's {count} experts; expected at most "
             f"{count}: correct it"
         )
-    weight = number("router_aux_loss_coef", hf_config.get("router_aux_loss_coef") or 0.0, source)
-    return Experts(count, per_token, _integer(hf_config, (ffn_key,), source), normalized, sparse, weight)
+    return Experts(count, per_token, _integer(hf_config, (ffn_key,), source), normalized, sparse)
 
 
 def _parse_qwen3_moe(hf_config: dict, source: str) -> ModelSpec:

@@ -6,7 +6,10 @@ models in float64, as in test_layouts.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from layout_cases import LAYERS, VOCABULARY, Case, direct_metrics, make_rollouts, read_result, save_model
@@ -20,7 +23,6 @@ from nemo_oprd.verification.reference import agreement, reference
 TOLERANCE = 1e-5
 QWEN, MIXTRAL = "qwen3_moe", "mixtral"
 PAIRS = (QWEN, MIXTRAL)
-
 
 CASES = sorted(
     [
@@ -59,6 +61,16 @@ CASES = sorted(
 )
 
 
+# the default run takes these, `scripts/test.sh --all` takes all
+DEFAULT = {
+    Case("dp2 ep2", objective=QWEN, tokens=SMALL),
+    Case("tp2 sp", objective=QWEN),
+    Case("tp2 sp etp2 allgather", objective=QWEN, tokens=SMALL),
+    Case("tp2 sp ep2 allgather", "tp2 ep2", objective=QWEN, recompute="uniform 2"),
+    Case("pp2 vpp4", "tp2 sp ep2", objective=MIXTRAL, recompute="uniform 1"),
+}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("experts")
@@ -68,23 +80,50 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-EXPECTED: dict[str, tuple] = {}
+@pytest.fixture(scope="module")
+def expected(root: Path) -> Callable[[str], tuple[dict[str, Any], dict[str, float]]]:
+    """The plain computation of a pair, once: losses and gradients, and the metrics."""
 
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_layout(pools: Pools, root: Path, tmp_path: Path, case: Case) -> None:
-    output = tmp_path / "out"
-    models = [f"{role}.hf_path={root / case.objective / role}" for role in ("student", "teacher")]
-    settings = [*models, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.k=48"]
-    if case.objective not in EXPECTED:
-        config = load_config("verify", [*settings, "output=unused"])
+    @cache
+    def compute(pair: str) -> tuple[dict[str, Any], dict[str, float]]:
+        config = load_config("verify", [*settings(root, pair), "output=unused"])
         rollouts = read_rollouts(root / "rollouts.jsonl", VOCABULARY)
-        EXPECTED[case.objective] = reference(config, rollouts), direct_metrics(config, rollouts)
-    expected, expected_metrics = EXPECTED[case.objective]
-    pools[case.ranks].run("layout_cases:run_verify", overrides=[*settings, *case.overrides, f"output={output}"])
+        return reference(config, rollouts), direct_metrics(config, rollouts)
+
+    return compute
+
+
+def settings(root: Path, pair: str) -> list[str]:
+    models = [f"{role}.hf_path={root / pair / role}" for role in ("student", "teacher")]
+    return [*models, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.k=48"]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in CASES], ids=str
+)
+def test_layout(
+    pools: Pools,
+    root: Path,
+    expected: Callable[[str], tuple[dict[str, Any], dict[str, float]]],
+    tmp_path: Path,
+    case: Case,
+) -> None:
+    output = tmp_path / "out"
+    overrides = [*settings(root, case.objective), *case.overrides, f"output={output}"]
+    metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=overrides)
     losses, gradients = read_result(output)
-    assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=TOLERANCE)
-    deviations = agreement(gradients, expected["gradients"])
+    right, right_metrics = expected(case.objective)
+    loss = max(abs(losses[name] / right[name] - 1) for name in ("loss/total", "rep/loss"))
+    # a cosine can be close to 0, where only its absolute error says something
+    off = {name: abs(metrics[name] - v) / (1.0 if "cosine" in name else v) for name, v in right_metrics.items()}
+    deviations = agreement(gradients, right["gradients"])
     worst = max(deviations, key=deviations.__getitem__)
-    print(f"{case}: {losses['rep/loss'] / expected['rep/loss'] - 1:.1e} {deviations[worst]:.1e} {worst}")
-    assert deviations[worst] < TOLERANCE, worst
+    assert any(name.endswith("gate.weight") for name in deviations), "no router's gradient was compared"
+    print(f"{case.ranks} ranks, {case}: {loss:.1e}  {max(off.values()):.1e}  {deviations[worst]:.1e} at {worst}")
+    assert metrics.keys() == right_metrics.keys()
+    assert loss < TOLERANCE and max(off.values()) < TOLERANCE and deviations[worst] < TOLERANCE, worst
+
+
+def test_there_are_enough_layouts() -> None:
+    assert len({(case.student, case.teacher, case.recompute) for case in CASES}) >= 24
+    assert len(DEFAULT) == 5 and set(CASES) > DEFAULT

@@ -18,7 +18,9 @@ from nemo_oprd.verification.reference import reference
 
 SP2 = ["student.parallel.tensor=2", "student.parallel.sequence=true"]
 EP2 = ["student.parallel.expert=2"]
+ETP2 = ["student.parallel.expert_tensor=2", "student.parallel.dispatcher=allgather"]
 LAYERS = 4
+CLIP = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,8 @@ def settings(root: Path) -> list[str]:
     """A run whose updates `ReferenceAdamW` repeats; `golden_runs.BASE` with other models and rollouts."""
     models = [f"{role}.hf_path={root / role}" for role in ("student", "teacher")]
     return [
-        *models, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.k=48", "precision=fp32", "train.lr=1e-2",
-        "train.schedule=constant", "train.warmup_fraction=0", "train.weight_decay=0.1", "train.adam_eps=1e-2",
+        *models, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.k=48", "precision=fp32",
+        "train.lr=1e-2", "train.schedule=constant", "train.warmup_fraction=0", "train.weight_decay=0.1", "train.adam_eps=1e-2",
         "train.betas=[0.9,0.95]", f"train.prompts_per_step={len(make_rollouts())}", "rollout.per_prompt=1",
         "train.tokens_per_microbatch=120",
     ]  # fmt: skip
@@ -45,32 +47,29 @@ def settings(root: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [
-        (1, []),
+        pytest.param(1, [], marks=pytest.mark.slow),
         (2, EP2),
-        (2, [*EP2, "train.distributed_optimizer=false"]),
+        pytest.param(2, [*EP2, "train.distributed_optimizer=false"], marks=pytest.mark.slow),
         (2, [*SP2, *EP2]),
-        (2, [*SP2, "student.parallel.expert_tensor=2", "student.parallel.dispatcher=allgather"]),
-        (2, ["student.parallel.pipeline=2"]),
+        pytest.param(2, [*SP2, *ETP2], marks=pytest.mark.slow),
+        pytest.param(2, ["student.parallel.pipeline=2"], marks=pytest.mark.slow),
         # the first stage trains no expert, and takes part in what the other stage does with its own
         (2, ["student.parallel.pipeline=2", "train.distributed_optimizer=false", "LATE"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-@pytest.mark.parametrize("clip", [0.5])
-def test_one_update_is_one_adamw_step(
-    pools: Pools, root: Path, tmp_path: Path, ranks: int, sizes: list[str], clip: float
-) -> None:
+def test_one_update_is_one_adamw_step(pools: Pools, root: Path, tmp_path: Path, ranks: int, sizes: list[str]) -> None:
     """The gradients of experts and of everything else are clipped by their common norm, in which each counts once."""
     if "LATE" in sizes:
         root, sizes = root / "late", [size for size in sizes if size != "LATE"]
     output, base = tmp_path / "run", settings(root)
-    overrides = [*base, f"train.clip_grad={clip}", "train.steps=1", f"output={output}", *sizes]
+    overrides = [*base, f"train.clip_grad={CLIP}", "train.steps=1", f"output={output}", *sizes]
     pools[ranks].run("cases:run_train", overrides=overrides)
     config = load_config("verify", [*base, "output=unused"])
     gradients = reference(config, read_rollouts(root / "rollouts.jsonl", VOCABULARY))["gradients"]
     start = weights(root / "student")
     parameters = {name: torch.nn.Parameter(value.double()) for name, value in start.items()}
-    norm = ReferenceAdamW(parameters).step(gradients, clip)
+    norm = ReferenceAdamW(parameters).step(gradients, CLIP)
     got = weights(output / "hf")
     assert set(got) == set(start)
     for name, value in parameters.items():
@@ -83,15 +82,14 @@ def test_one_update_is_one_adamw_step(
     assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_at_other_expert_sizes(pools: Pools, root: Path, tmp_path: Path) -> None:
     """Two updates each at EP2, at EP1 and at PP2: the same weights as six on one rank."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     shared = [*settings(root), "train.save_every=2", "train.clip_grad=0.5"]
     pools[1].run("cases:run_train", overrides=[*shared, "train.steps=6", f"output={whole}"])
     for steps, ranks, sizes in ((2, 2, EP2), (4, 1, []), (6, 2, ["student.parallel.pipeline=2"])):
-        pools[ranks].run(
-            "cases:run_train", overrides=[*shared, *sizes, f"train.steps={steps}", f"output={parts}"]
-        )
+        pools[ranks].run("cases:run_train", overrides=[*shared, *sizes, f"train.steps={steps}", f"output={parts}"])
     expected, got = weights(whole / "hf"), weights(parts / "hf")
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
