@@ -372,10 +372,6 @@ def build_chunks(
     layout.layers_per_stage(spec.num_layers)
     assert role.coords is not None
     backend = "local" if local_layers else layer_backend(dtype)
-    layers = {
-        sparse: _layer_spec(spec, backend, sparse=sparse)
-        for sparse in {spec.is_sparse(i + 1) for i in range(spec.num_layers)}
-    }
     if backend == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:
@@ -388,8 +384,7 @@ def build_chunks(
             for i in range(1, spec.num_layers + 1)
             if layout.stage_of_layer(i, spec.num_layers) == (role.coords.pipeline, chunk)
         ]
-        missing = ModuleSpec(module=_NotBuilt, params={})
-        specs = [layers[spec.is_sparse(i)] if depth is None or i <= depth else missing for i in numbers]
+        specs = _layer_specs(spec, backend, numbers, depth or spec.num_layers)
         if training.get("recompute_method") == "uniform":
             requested = training["recompute_num_layers"]
             training = {**training, "recompute_num_layers": recompute_group(len(numbers), requested)}
@@ -417,6 +412,13 @@ def build_chunks(
         chunks.append(model.to(device()))
     _mark_parameters(chunks, spec)
     return chunks
+
+
+def _layer_specs(spec: ModelSpec, backend: str, numbers: list[int], depth: int) -> list[ModuleSpec]:
+    """The specs of a chunk's layers `numbers` (1-based), of which those above `depth` are not built."""
+    layers = {sparse: _layer_spec(spec, backend, sparse=sparse) for sparse in {spec.is_sparse(i) for i in numbers}}
+    missing = ModuleSpec(module=_NotBuilt, params={})
+    return [layers[spec.is_sparse(i)] if i <= depth else missing for i in numbers]
 
 
 def _mark_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:

@@ -40,6 +40,7 @@ CASES = sorted(
         Case("tp2 sp ep2", objective=MIXTRAL, tokens=SMALL),
         Case("tp2 sp ep2 allgather", "tp2 ep2", objective=QWEN, recompute="uniform 2"),
         Case("tp2 sp etp2 allgather", objective=QWEN, tokens=SMALL),
+        Case("tp2 sp etp2", objective=MIXTRAL),
         Case("cp2", objective=MIXTRAL, tokens=SMALL),
         Case("cp2 ep2", "pp2", objective=QWEN),
         Case("pp2", "dp2 ep2", objective=QWEN, recompute="uniform 1"),
