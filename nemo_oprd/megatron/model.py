@@ -384,7 +384,7 @@ def build_chunks(
             for i in range(1, spec.num_layers + 1)
             if layout.stage_of_layer(i, spec.num_layers) == (role.coords.pipeline, chunk)
         ]
-        specs = _layer_specs(spec, backend, numbers, depth or spec.num_layers)
+        specs = _layer_specs(spec, backend, numbers, spec.num_layers if depth is None else depth)
         if training.get("recompute_method") == "uniform":
             requested = training["recompute_num_layers"]
             training = {**training, "recompute_num_layers": recompute_group(len(numbers), requested)}

@@ -39,8 +39,8 @@ def settings(root: Path) -> list[str]:
     return [
         *models, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.k=48", "precision=fp32",
         "train.lr=1e-2", "train.schedule=constant", "train.warmup_fraction=0", "train.weight_decay=0.1",
-        "train.adam_eps=1e-2", "train.betas=[0.9,0.95]", "rollout.per_prompt=1", f"train.prompts_per_step={len(make_rollouts())}",
-        "train.tokens_per_microbatch=120",
+        "train.adam_eps=1e-2", "train.betas=[0.9,0.95]", "rollout.per_prompt=1", "train.tokens_per_microbatch=120",
+        f"train.prompts_per_step={len(make_rollouts())}",
     ]  # fmt: skip
 
 
