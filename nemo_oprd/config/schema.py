@@ -64,9 +64,17 @@ class ParallelConfig:
     context: Size = 1
     first_stage_layers: Size | None = None
     last_stage_layers: Size | None = None
+    expert: Size = 1
+    expert_tensor: Size = 1
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
+        if self.expert_tensor > 1 and self.context > 1:
+            raise ValueError(
+                f"{{key}}.expert_tensor={self.expert_tensor} with {{key}}.context={self.context} is not supported; "
+                "expected one of them to be 1: split the experts with {key}.expert instead"
+            )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(  # {key}: student.parallel or teacher.parallel
                 f"{{key}}.virtual_pipeline={self.virtual_pipeline} needs {{key}}.pipeline > 1; raise that, or set "
@@ -86,6 +94,12 @@ class ParallelConfig:
                 f"{role}.parallel: tensor={self.tensor} * pipeline={self.pipeline} * context={self.context} = {needed} "
                 f"does not divide the {ranks} rank(s) of this role; start a multiple of {needed} ranks or change sizes"
             )
+        stage = ranks // self.pipeline
+        if stage % (self.expert * self.expert_tensor):
+            raise ValueError(
+                f"{role}.parallel: expert={self.expert} * expert_tensor={self.expert_tensor} does not divide the "
+                f"{stage} rank(s) of a pipeline stage; choose a divisor, or start more ranks"
+            )
         return Layout(
             self.tensor,
             self.context,
@@ -96,6 +110,9 @@ class ParallelConfig:
             first_rank,
             self.first_stage_layers,
             self.last_stage_layers,
+            self.expert,
+            self.expert_tensor,
+            self.dispatcher,
         )
 
 

@@ -198,7 +198,9 @@ def build_distiller(config: Config, plan: RunPlan | None = None, *, trainable: b
     plan = plan or make_plan(config)
     init_distributed()
     objective, needs = plan.objective.on(device()), plan.needs
-    student_role = make_role("student", plan.student_layout, saves=trainable)
+    student_role = make_role(
+        "student", plan.student_layout, saves=trainable, experts=plan.files.student.spec.experts is not None
+    )
     teacher_role = make_role("teacher", plan.teacher_layout)
     coords = student_role.coords or teacher_role.coords
     seed_everything(config.seed, coords.tensor if coords else 0)
