@@ -1,3 +1,4 @@
+# ruff: noqa: UP045  (nemo-run cannot parse a value for the annotation X | None)
 """Recipes for nemo-run: every configuration in conf/ as a function, and executors for torchrun here and under Slurm.
 
     nemo oprd train --factory oprd_1p5b run.executor=local_torchrun run.executor.ntasks_per_node=8 train.steps=100
@@ -12,7 +13,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import nemo_run as run
 
@@ -24,23 +25,23 @@ from nemo_oprd.recipes.overrides import as_overrides
 @run.cli.entrypoint(namespace="oprd", name="train")
 def train(
     config_name: str = "quickstart",
-    config_dir: str | None = None,
-    overrides: list[str] | None = None,
-    directory: str | None = None,
-    output: str | None = None,
-    precision: str | None = None,
-    seed: int | None = None,
-    student: dict | None = None,
-    teacher: dict | None = None,
-    teachers: list | None = None,
-    bridge: dict | None = None,
-    alignment: dict | None = None,
-    loss: dict | None = None,
-    rollout: dict | None = None,
-    data: dict | None = None,
-    train: dict | None = None,
-    evaluation: dict | None = None,
-    logging: dict | None = None,
+    config_dir: Optional[str] = None,
+    overrides: Optional[list[str]] = None,
+    directory: Optional[str] = None,
+    output: Optional[str] = None,
+    precision: Optional[str] = None,
+    seed: Optional[int] = None,
+    student: Optional[dict] = None,
+    teacher: Optional[dict] = None,
+    teachers: Optional[list] = None,
+    bridge: Optional[dict] = None,
+    alignment: Optional[dict] = None,
+    loss: Optional[dict] = None,
+    rollout: Optional[dict] = None,
+    data: Optional[dict] = None,
+    train: Optional[dict] = None,
+    evaluation: Optional[dict] = None,
+    logging: Optional[dict] = None,
 ) -> None:
     """Distils a student: `nemo-oprd train --config-name CONFIG_NAME` on every rank that the executor starts.
 
@@ -74,7 +75,7 @@ def _groups(schema: type) -> dict[str, Any]:
     }
 
 
-def recipe(config_name: str, config_dir: str | None = None) -> Callable[[], Any]:
+def recipe(config_name: str, config_dir: Optional[str] = None) -> Callable[[], Any]:
     """A function that returns the training run of a configuration, for nemo-run's `--factory` and `run.run`.
 
     Args:
