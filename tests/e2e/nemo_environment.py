@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,14 @@ def environment(folder: Path | None, **more: str) -> dict[str, str]:
         **inherited, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", **more,
     }  # fmt: skip
+
+
+def documented(start: str) -> list[str]:
+    """The words of the command in docs/nemo.md that starts with `start`."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "nemo.md").read_text(), flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    (command,) = (line for line in lines if line.startswith(start))
+    return shlex.split(command)
 
 
 def plain_run(pair: Path, output: Path) -> Path:

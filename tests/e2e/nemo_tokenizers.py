@@ -89,7 +89,10 @@ EQUAL = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "characters": ({"kind": "char"}, "SentencePiece model of type CHAR: expected UNIGRAM or BPE"),
     "words": ({"kind": "word"}, "SentencePiece model of type WORD: expected UNIGRAM or BPE"),
-    "symbols": ({"kind": "bpe", "user_defined_symbols": ["<u>"]}, "'a<u>b c <u> d' is .* expected the same ids"),
+    "user-defined symbols": (
+        {"kind": "bpe", "user_defined_symbols": ["<u>"]},
+        "'a<u>b c <u> d' is .* expected the same ids",
+    ),
     "suffix": ({"kind": "unigram", "treat_whitespace_as_suffix": True}, "expected the same ids"),
     "no end": ({"kind": "unigram", "eos_id": -1}, "eos_id=-1, expected the id that ends a response"),
 }

@@ -41,11 +41,11 @@ def cluster(tmp_path: Path) -> Iterator[slurm_cluster.SlurmCluster]:
     cluster.stop()
 
 
-def run(home: Path, *arguments: str, **variables: str) -> str:
-    """What `nemo` prints. Its own files are below `home`, where relative paths start, too."""
+def run(home: Path, command: list[str], **variables: str) -> str:
+    """What the command prints. Its own files are below `home`, where relative paths start, too."""
     environment = nemo.environment(nemo.RUN, NEMORUN_HOME=str(home / "nemo-run"), COLUMNS="200", **variables)
     ended = subprocess.run(
-        ["nemo", *arguments], cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        command, cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=nemo.PATIENCE_S,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:]
@@ -79,9 +79,8 @@ def test_every_configuration_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_local_executor_trains(pair: Path, plain: Path, tmp_path: Path) -> None:
     """Two ranks at TP2 by torchrun: bit for bit the run of `nemo-oprd train`; relative paths start where `nemo` was."""
-    arguments = ["oprd", "train", "--yes", "--factory", "quickstart", "run.executor=local_torchrun"]
-    arguments += ["run.executor.ntasks_per_node=2", *nemo.settings(pair), *nemo.models(pair), "output=runs/local"]
-    said = run(tmp_path, *arguments)
+    command = nemo.documented("nemo oprd train --yes --factory quickstart run.executor=local_torchrun")
+    said = run(tmp_path, [*command, *nemo.settings(pair), *nemo.models(pair), "output=runs/local"])
     assert nemo.updates(tmp_path / "runs" / "local") == list(range(1, nemo.STEPS + 1)), said[-4000:]
     assert differences(tmp_path / "runs" / "local", plain) == []
 
@@ -91,11 +90,10 @@ def test_the_slurm_executor_trains(
     pair: Path, plain: Path, tmp_path: Path, cluster: slurm_cluster.SlurmCluster
 ) -> None:
     """One rank on each of two nodes, submitted by sbatch."""
-    arguments = ["oprd", "train", "--yes", "--detach", "--factory", "quickstart", "run.executor=slurm_torchrun"]
-    arguments += ["run.executor.nodes=2", "run.executor.ntasks_per_node=1", "run.executor.time=00:20:00"]
-    arguments += [*nemo.settings(pair), *nemo.models(pair), "output=runs/slurm"]
-    said = run(tmp_path, *arguments, PATH=f"{nemo.RUN / 'bin'}:{cluster.environment['PATH']}",
-               SLURM_CONF=cluster.environment["SLURM_CONF"])  # fmt: skip
+    command = nemo.documented("nemo oprd train --yes --detach --factory quickstart run.executor=slurm_torchrun")
+    command += [*nemo.settings(pair), *nemo.models(pair), "output=runs/slurm"]
+    path = f"{nemo.RUN / 'bin'}:{cluster.environment['PATH']}"
+    said = run(tmp_path, command, PATH=path, SLURM_CONF=cluster.environment["SLURM_CONF"])
     job = re.search(r"Job id: .*|slurm_tunnel://nemo_run/(\d+)", said)
     assert job is not None and job[1], said[-4000:]
     state = cluster.wait_for_job(job[1], nemo.PATIENCE_S)

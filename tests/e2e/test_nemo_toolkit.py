@@ -27,9 +27,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(*arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
-    launcher = ["torchrun", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else ["python"]
+    """The command of docs/nemo.md, on this number of ranks; later arguments replace earlier ones."""
+    command = nemo.documented("torchrun --nproc-per-node 2 --standalone examples/nemo/oprd.py")
+    if ranks == 1:
+        command = ["python", *command[command.index(PROGRAM) :]]
     return subprocess.Popen(
-        [*launcher, PROGRAM, *arguments], cwd=nemo.ROOT, env=nemo.environment(nemo.TOOLKIT),
+        [*command, *arguments], cwd=nemo.ROOT, env=nemo.environment(nemo.TOOLKIT),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -49,7 +52,7 @@ def test_killed_at_tp2_and_resumed(pair: Path, tmp_path: Path) -> None:
     """
     directory = tmp_path / "experiments" / "toy"
     arguments = [
-        "--config-name", "quickstart", *nemo.settings(pair), *nemo.models(pair), "tokenizer.library=huggingface",
+        *nemo.settings(pair), *nemo.models(pair), "tokenizer.library=huggingface",
         f"tokenizer.type={pair / 'student'}", f"exp_manager.exp_dir={directory.parent}", "exp_manager.name=toy",
         "exp_manager.seconds_to_sleep=1",
     ]  # fmt: skip
@@ -90,7 +93,7 @@ def test_a_student_with_a_sentencepiece_tokenizer(pair: Path, tmp_path: Path) ->
         (tmp_path / role / "generation_config.json").unlink(missing_ok=True)
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     process = start(
-        "--config-name", "quickstart", *nemo.settings(pair), *nemo.models(tmp_path), "student.parallel.tensor=1",
+        *nemo.settings(pair), *nemo.models(tmp_path), "student.parallel.tensor=1",
         "train.steps=1", f"exp_manager.explicit_log_dir={tmp_path / 'log'}", "exp_manager.name=null",
         "tokenizer.library=sentencepiece", f"tokenizer.model={model}",
         "tokenizer.chat_template='" + template.replace("'", "\\'") + "'", ranks=1,
