@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 --standalone examples/nemo/oprd.py --config-name quickstart \
         exp_manager.exp_dir=nemo_experiments exp_manager.name=oprd train.steps=20
 
-The keys are those of docs/configuration.md, with two sections of NeMo's: `exp_manager`, and `tokenizer` for a student
+The keys are those of docs/configuration.md, with two sections of NeMo's: `exp_manager`, and `tokenizer` for models
 whose tokenizer comes from NeMo. The environment is that of scripts/setup_nemo.sh; docs/nemo.md explains the rest.
 """
 
@@ -18,7 +18,7 @@ from nemo_oprd.cli import run_as_command
 from nemo_oprd.config.loading import default_config_dir
 from nemo_oprd.nemo import experiment
 from nemo_oprd.nemo.hydra_config import from_nemo, schema, section
-from nemo_oprd.nemo.tokenizers import with_tokenizer
+from nemo_oprd.nemo.tokenizers import use_tokenizer
 from nemo_oprd.setup.preflight import preflight
 from nemo_oprd.train import train
 
@@ -35,8 +35,7 @@ def main(cfg) -> None:
     config = from_nemo(cfg, output=experiment.run_directory(log_dir))
     tokenizer = nemo_tokenizer(given)
     if tokenizer is not None:
-        path = str(with_tokenizer(config.student, tokenizer, log_dir / "student", given["chat_template"]))
-        config.student.hf_path, config.student.checkpoint = (path, None) if config.student.hf_path else (None, path)
+        use_tokenizer(config, tokenizer, log_dir / "models", given["chat_template"])
     experiment.check_resume(settings, config)
     preflight(config, ranks, "train")
     train(config)

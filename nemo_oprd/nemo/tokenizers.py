@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.config.schema import ModelSource
+from nemo_oprd.config.schema import Config, ModelSource
 from nemo_oprd.setup.preflight import model_directory
 from nemo_oprd.tokenization.tokenizer import TOKENIZER_FILES, Tokenizer
 
@@ -112,6 +112,23 @@ def with_tokenizer(model: ModelSource, tokenizer: Any, target: str | Path, chat_
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def use_tokenizer(config: Config, tokenizer: Any, directory: Path, chat_template: str | None = None) -> None:
+    """Lets a run read its models from `directory`, with this tokenizer: the student, and teachers that read its ids.
+
+    Raises:
+        ValueError: as `with_tokenizer`.
+    """
+    models: dict[str, ModelSource] = {"student": config.student}
+    if config.teacher.reads == "ids":
+        models["teacher"] = config.teacher
+        models |= {f"teacher_{number}": teacher for number, teacher in enumerate(config.teachers)}
+    for name, model in models.items():
+        if model.hf_path is None and model.checkpoint is None:  # the student is its teacher, or there are several
+            continue
+        path = str(with_tokenizer(model, tokenizer, directory / name, chat_template))
+        model.hf_path, model.checkpoint = (path, None) if model.hf_path else (None, path)
 
 
 def _rename(partial: Path, target: Path) -> bool:

@@ -8,8 +8,9 @@ from pathlib import Path
 import nemo_tokenizers as stand_ins
 import pytest
 
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import ModelSource
-from nemo_oprd.nemo.tokenizers import with_tokenizer, write_tokenizer
+from nemo_oprd.nemo.tokenizers import use_tokenizer, with_tokenizer, write_tokenizer
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -114,6 +115,26 @@ def test_a_model_with_a_tokenizer_of_another_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the same ids"):
         with_tokenizer(ModelSource(hf_path=str(other)), theirs, tmp_path / "run" / "another")
     assert [file.name for file in target.parent.iterdir()] == ["student"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replaced"),
+    [
+        (["teacher.hf_path=MODEL"], ["student", "teacher"]),
+        (["teacher.hf_path=MODEL", "teacher.reads=text"], ["student"]),
+        (["teacher.weights=ema", "teacher.prompt='{prompt} {answer}'"], ["student"]),
+        (["teachers=[{hf_path:MODEL,data_sources:[a]},{hf_path:MODEL}]"], ["student", "teacher_0", "teacher_1"]),
+    ],
+)
+def test_the_models_that_get_the_tokenizer(overrides: list[str], replaced: list[str], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    settings = ["student.hf_path=MODEL", *overrides]
+    config = load_config("verify", [setting.replace("MODEL", str(model)) for setting in settings])
+    use_tokenizer(config, sentencepiece(tmp_path, "unigram"), tmp_path / "models")
+    paths = [source.hf_path for source in (config.student, config.teacher, *config.teachers) if source.hf_path]
+    expected = [str(tmp_path / "models" / name) for name in replaced]
+    assert paths == [*expected, *([str(model)] if "teacher.reads=text" in overrides else [])]
+    assert sorted(file.name for file in (tmp_path / "models").iterdir()) == replaced
 
 
 def test_a_megatron_checkpoint_with_another_tokenizer(tmp_path: Path) -> None:
