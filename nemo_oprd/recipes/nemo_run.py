@@ -63,13 +63,18 @@ def train(
 _TOP_LEVEL = tuple(field.name for field in dataclasses.fields(Config))
 
 
+def group(**keys: Any) -> dict[str, Any]:
+    """A group of keys. nemo-run 0.11.1 cannot send a `run.Config(dict)` to an executor."""
+    return keys
+
+
 def _groups(schema: type) -> dict[str, Any]:
-    """An empty `run.Config(dict)` for each group of keys in `schema`, and for the groups in it.
+    """An empty `run.Config(group)` for each group of keys in `schema`, and for the groups in it.
 
     nemo-run sets `student.parallel.tensor=2` only where the recipe has a `student.parallel`.
     """
     return {
-        name: run.Config(dict, **_groups(type(value)) if dataclasses.is_dataclass(value) else {})
+        name: run.Config(group, **_groups(type(value)) if dataclasses.is_dataclass(value) else {})
         for name, value in vars(schema()).items()
         if dataclasses.is_dataclass(value) or isinstance(value, dict)
     }
