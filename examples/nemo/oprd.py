@@ -49,14 +49,16 @@ def processes_as_trainer() -> Trainer:
 
 
 def nemo_tokenizer(given: dict) -> AutoTokenizer | SentencePieceTokenizer | None:
+    kinds = {"huggingface": (AutoTokenizer, "type"), "sentencepiece": (SentencePieceTokenizer, "model")}
     library = given["library"]
-    if library == "huggingface":
-        return AutoTokenizer(given["type"])
-    if library == "sentencepiece":
-        return SentencePieceTokenizer(given["model"])
     if library is None:
         return None
-    raise ValueError(f"tokenizer.library={library}: expected huggingface, sentencepiece or null; give one of them")
+    if library not in kinds:
+        raise ValueError(f"tokenizer.library={library}: expected huggingface, sentencepiece or null; give one of them")
+    make, key = kinds[library]
+    if given[key] is None:
+        raise ValueError(f"tokenizer.{key}=null with tokenizer.library={library}: expected a path; give one")
+    return make(given[key])
 
 
 @hydra_runner(config_path=str(default_config_dir()), config_name="quickstart", schema=SCHEMA)
