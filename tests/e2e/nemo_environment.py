@@ -14,6 +14,7 @@ from nemo_oprd.toy.pair import Recipe, build_pair
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLKIT, RUN = ROOT / ".venv-nemo", ROOT / ".venv-nemo-run"
+PAGE = ROOT / "docs" / "nemo.md"
 STEPS = 30
 PATIENCE_S = 600
 
@@ -60,7 +61,7 @@ def environment(folder: Path | None, **more: str) -> dict[str, str]:
 
 def documented(start: str) -> list[str]:
     """The words of the command in docs/nemo.md that starts with `start`."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "nemo.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     (command,) = (line for line in lines if line.startswith(start))
     return shlex.split(command)

@@ -53,7 +53,7 @@ def run(home: Path, command: list[str], **variables: str) -> str:
 
 
 def test_every_configuration_is_a_recipe(tmp_path: Path) -> None:
-    """Also one in a folder of the user's; their parts are those of the schema."""
+    """Also one in a folder of the user's; their parts are those of the schema. The example of docs/nemo.md works."""
     (tmp_path / "mine.yaml").write_text("# My run.\n# In two lines.\nseed: 3\n")
     code = """if True:
         import json, sys, fiddle, nemo_run
@@ -62,18 +62,25 @@ def test_every_configuration_is_a_recipe(tmp_path: Path) -> None:
         shipped = {factory.__name__: factory for factory in factories}
         mine = recipes.recipe("mine", sys.argv[1])
         built = fiddle.build(mine()).keywords
+        nemo_run.run = lambda task, executor: calls.append([fiddle.build(task).keywords, fiddle.build(executor)])
+        calls = []
+        exec(sys.argv[2])
+        (task, executor), = calls
         print(json.dumps({
+            "page": [task["config_name"], task["train"], task["output"], executor.ntasks_per_node],
             "shipped": {name: make().config_name for name, make in shipped.items()},
             "importable": [name for name in shipped if getattr(recipes, name, None) is shipped[name]],
             "mine": [mine.__doc__, built["config_dir"], built["student"], built["data"]],
         }))
     """
-    command = [str(nemo.RUN / "bin" / "python"), "-c", code, str(tmp_path)]
+    (example,) = re.findall(r"```python\n(import nemo_run.*?)```", nemo.PAGE.read_text(), flags=re.DOTALL)
+    command = [str(nemo.RUN / "bin" / "python"), "-c", code, str(tmp_path), example]
     ended = subprocess.run(command, env=nemo.environment(nemo.RUN), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
     names = sorted(file.stem for file in default_config_dir().glob("*.yaml"))
     assert found["shipped"] == {name: name for name in names} and sorted(found["importable"]) == names
+    assert found["page"] == ["oprd_1p5b", {"steps": 100}, "runs/a", 8]
     assert found["mine"] == ["My run.\nIn two lines.", str(tmp_path), {"parallel": {}}, {"validation": {}}]
 
 
