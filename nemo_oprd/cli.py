@@ -21,6 +21,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,21 +158,33 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, *, alone: bool | None = None) -> None:
     """Runs the command line `arguments` (None: that of this process), and exits with a nonzero code on failure.
+
+    `alone` is that of `run_as_command`; by default it is whether the command line is that of this process.
 
     A user's mistake ends the command with one line on stderr, from one rank, and exit code 2. A run that a signal asked
     to stop ends with `STOPPED_EXIT_CODE` after it has saved, or with 130 after a second Ctrl-C. An unexpected error
     prints one traceback, from one rank, and ends the command with 1; the other ranks exit with 1 and print nothing.
     """
+    options = _parser().parse_args(arguments)
+    run_as_command(lambda: _run(options), alone=arguments is None if alone is None else alone)
+
+
+def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
+    """Runs `work` and ends as a command of this project does, also in a program with a command line of its own.
+
+    Args:
+        work: returns the exit code.
+        alone: this process does nothing else, so that its end may be a hard one.
+    """
     # set before torch is imported: if a rank ends with an error, torch prints a warning with a stack on all others
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nemo_oprd.fault_tolerance import watchdog
 
-    options = _parser().parse_args(arguments)
-    watchdog.enabled = arguments is None  # this process serves the command alone
+    watchdog.enabled = alone
     try:
-        code = _run(options)
+        code = work()
         _leave()
     except Exception as error:
         code = _report(error)

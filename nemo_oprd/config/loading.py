@@ -1,13 +1,15 @@
 """Composes a configuration from the defaults of the schema, a YAML file in conf/ and the command line, in this order.
 
 Hydra composes the YAML (so `defaults:` lists and groups work) and parses the overrides; pydantic checks the result. A
-loaded configuration consists of plain dataclasses. Nothing here imports torch.
+loaded configuration consists of plain dataclasses. `from_composed` is the part after composition, for programs whose
+own Hydra composes (`nemo_oprd.nemo.from_nemo`). Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,6 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from nemo_oprd.config.checks import check
-
     directory = Path(config_dir or default_config_dir()).resolve()
     if not directory.is_dir():
         raise ValueError(f"--config-dir {config_dir}: no such directory; expected one with {name}.yaml in it")
@@ -67,20 +67,46 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
             check_key(Config, override.key_or_group, "command line")
             _check_number(override.key_or_group, merged)
             OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
-        _replace_model_sources(merged, {str(override.key_or_group) for override in parsed})
-        plain = OmegaConf.to_container(merged, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"configuration {name}: {reason}; expected YAML in {name}.yaml and KEY=VALUE on the command line: "
-            "correct it"
-        ) from error
-    if not isinstance(plain, dict):
-        raise ValueError(f"configuration {name}: {name}.yaml holds a list, expected keys and values; correct it")
+        raise _not_composed(name, error) from error
+    return from_composed(merged, name, [str(override.key_or_group) for override in parsed])
+
+
+def from_composed(composed: Any, name: str, overridden: Collection[str] = (), sections: Collection[str] = ()) -> Config:
+    """The configuration in `composed`, which Hydra has composed; keys that it lacks have their defaults. It is checked.
+
+    Args:
+        composed: a DictConfig, or a dict.
+        name: what messages call the configuration.
+        overridden: dotted keys that the command line set. A model there replaces the model of the file.
+        sections: top-level keys that belong to another program; interpolations may lead into them.
+
+    Raises:
+        ValueError: as `load_config`, and for an interpolation that leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from nemo_oprd.config.checks import check
+
+    try:
+        merged: Any = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
+        _replace_model_sources(merged, set(overridden))
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise _not_composed(name, error) from error
+    assert isinstance(plain, dict)
     refuse_secrets(plain, "")
-    config: Config = build(Config, plain)
+    config: Config = build(Config, {key: value for key, value in plain.items() if key not in sections})
     check(config)
     return config
+
+
+def _not_composed(name: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"configuration {name}: {' '.join(str(error).split())}; expected YAML in {name}.yaml and KEY=VALUE on the "
+        "command line: correct it"
+    )
 
 
 def _check_number(key: str, merged: Any) -> None:

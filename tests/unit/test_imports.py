@@ -33,6 +33,7 @@ ORDER = [
     ("diagnosis",),
     ("commands",),
     ("cli",),
+    ("recipes",),
     ("__main__",),
 ]
 RANK = {name: rank for rank, line in enumerate(ORDER) for name in line}

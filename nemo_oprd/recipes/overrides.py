@@ -1,0 +1,29 @@
+"""Nested groups of values, as launchers have them -> KEY=VALUE as Hydra's command line has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+
+def as_overrides(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The leaves of nested groups as KEY=VALUE in Hydra's syntax. An empty group sets nothing."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from as_overrides(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    """A value in Hydra's syntax. Launchers leave true, false and null on their command line as text."""
+    if isinstance(value, str) and value.lower() not in ("true", "false", "null"):
+        # in quotes Hydra reads backslashes as they are, except before a quote
+        escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", value)
+        return "'" + re.sub(r"\\+$", lambda found: found[0] * 2, escaped) + "'"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower()
