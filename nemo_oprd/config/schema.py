@@ -410,6 +410,9 @@ class LoggingConfig:
     The signal and the noise of the gradient are measured before the first and before every `gradient_noise_every`-th
     update (0: never), by one more pass over the batch, in halves. Copies of the gradients of both halves are in memory
     meanwhile.
+
+    Of the first step, of every step with a progress line and of the last one, the values per token of `token_metrics`
+    responses are kept in rollouts/token_metrics_*.jsonl (0: none), for the report to colour.
     """
 
     tensorboard: bool = True
@@ -419,6 +422,11 @@ class LoggingConfig:
     output_metrics_every: NonNegativeInt = 0
     output_metrics_rows: PositiveInt = 1024
     gradient_noise_every: NonNegativeInt = 0
+    token_metrics: NonNegativeInt = 0
+
+    def keeps_token_metrics(self, step: int | None, steps: int) -> bool:
+        """Whether values per token are kept in the update after `step` others of a run of `steps` updates."""
+        return step is not None and (step == 0 or (step + 1) % self.every == 0 or step + 1 == steps)
 
 
 @dataclass(config=STRICT)
