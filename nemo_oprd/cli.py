@@ -10,7 +10,7 @@ nemo-oprd grade RUN_OR_FILE [...] [--against OTHER]         grade kept responses
 nemo-oprd serve --config-name NAME [--port P] [k=v]         a vLLM server for rollout.vllm.endpoints
 nemo-oprd data --config-name NAME [k=v]                     what a run would do to its prompts, without a model
 nemo-oprd plan --config-name NAME --ranks N [k=v]           memory, bytes and seconds of a run, before it is started
-nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
+nemo-oprd report RUN [RUN ...] [--output FILE] [--follow]   one page of figures, tables and responses
 nemo-oprd compare --teacher DIR --prompts FILE --output DIR NAME=DIR ...   distance of students from their teacher
 """
 
@@ -86,6 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="one HTML page of curves from one or several runs")
     report.add_argument("runs", nargs="+", metavar="RUN")
     report.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
+    report.add_argument(
+        "--follow",
+        metavar="SECONDS",
+        type=float,
+        nargs="?",
+        const=30.0,
+        help="write the page anew every so many seconds (30) until the runs are finished; Ctrl-C ends it",
+    )
     _add_compare(commands)
     _add_grade(commands)
     return parser
@@ -262,7 +270,7 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "report":
         from nemo_oprd.commands.report import report
 
-        report(options.runs, options.output)
+        report(options.runs, options.output, options.follow)
     elif options.command == "doctor":
         return _run_doctor(options)
     elif options.command == "compare":

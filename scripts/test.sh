@@ -9,7 +9,7 @@
 # In the same way the integration tests of vLLM run beside the others.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
-services="slurm or vllm or nemo or smollm"
+services="slurm or vllm or nemo or smollm or wandb or chromium"
 beside=(tests/functional/test_{bad_inputs,prune_layers,safe_unpickling,vllm_engine}.py)
 if [ "${1:-}" = --integration ]; then
   shift

@@ -36,7 +36,7 @@ from nemo_oprd.evaluation.generations import digest
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.observability.report.comparison import TEACHER, markdown_table
+from nemo_oprd.report.comparison import TEACHER, markdown_table
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 FORMAT = 1

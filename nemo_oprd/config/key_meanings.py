@@ -146,4 +146,5 @@ MEANINGS = {
     "logging.output_metrics_every": "updates between measurements of the output space; 0: none",
     "logging.output_metrics_rows": "response tokens of such a measurement",
     "logging.gradient_noise_every": "updates between measurements of the gradient's noise; 0: none",
+    "logging.token_metrics": "responses per logged step whose values are kept token by token; 0: none",
 }

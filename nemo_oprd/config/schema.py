@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from nemo_oprd.config.logging_schema import LoggingConfig
 from nemo_oprd.config.loss_schema import AdaptiveConfig, LossConfig, OutputLossConfig, RepresentationLossConfig
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.types import (
@@ -391,34 +392,6 @@ class EvaluationConfig:
     teacher: bool = False
     graders: dict[str, str] = field(default_factory=dict)
     judge: Literal["math_verify", "text"] = "math_verify"
-
-
-@dataclass(config=STRICT)
-class LoggingConfig:
-    """Where metrics go besides metrics.jsonl and the progress line. `wandb` is the name of a W&B project.
-
-    A term of the loss that exceeds `spike_factor` times the median of its latest values is reported, and the rollouts
-    of that step are kept (0: never).
-
-    Without an output-space term, the metrics of such a term (entropies, top-k overlap, KL) are measured on
-    `output_metrics_rows` response tokens, which are drawn anew in the first and in every `output_metrics_every`-th
-    update (0: never). The temperature, k and chunk_tokens are those of loss.output. The teacher then has all of its
-    layers, and the student holds a copy of the teacher's head. With `sampled_token` these metrics are measured in the
-    same updates on all response tokens, for which the teacher sends its final hidden states instead of
-    log-probabilities. The other kinds of the output-space term measure these metrics in every update.
-
-    The signal and the noise of the gradient are measured before the first and before every `gradient_noise_every`-th
-    update (0: never), by one more pass over the batch, in halves. Copies of the gradients of both halves are in memory
-    meanwhile.
-    """
-
-    tensorboard: bool = True
-    wandb: str | None = None
-    every: PositiveInt = 1
-    spike_factor: NonNegativeFloat = 10.0
-    output_metrics_every: NonNegativeInt = 0
-    output_metrics_rows: PositiveInt = 1024
-    gradient_noise_every: NonNegativeInt = 0
 
 
 @dataclass(config=STRICT)

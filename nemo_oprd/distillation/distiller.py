@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.types import Rollout, TeacherTargets
@@ -33,7 +33,7 @@ class Distiller:
 
         Args:
             step: number of updates before this one; None: every loss at its largest weight (the gradient check).
-            watch: whether the objective includes the divergences that are only measured (`watched_metrics.py`).
+            watch: whether the objective includes what is only measured (`watched_metrics.py`, `token_metrics.py`).
         """
         adaptive = self.student.adaptive
         objective = self.objective.for_step(
@@ -41,7 +41,11 @@ class Distiller:
             layer_weights=adaptive.layer_weights(self.objective.layer_weights),
             position_factors=adaptive.position_factors(),
         )
-        return objective if self.watched is None or not watch else self.watched.add_to(objective, step)
+        if not watch:
+            return objective
+        if self.config.logging.keeps_token_metrics(step, self.config.train.steps):
+            objective = replace(objective, kept_responses=self.config.logging.token_metrics)
+        return objective if self.watched is None else self.watched.add_to(objective, step)
 
     def batch(
         self,

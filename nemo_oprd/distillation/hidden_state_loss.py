@@ -11,6 +11,7 @@ import torch
 from nemo_oprd.batch.position_bins import PROFILE_BINS
 from nemo_oprd.distillation.gradient_injection import Parameters, inject_gradient, row_chunks
 from nemo_oprd.distillation.output_head import OutputHeadLoss
+from nemo_oprd.distillation.token_metrics import LayerTokens
 from nemo_oprd.losses.representation import RowLoss
 
 
@@ -24,6 +25,7 @@ class LayerTarget:
     target: torch.Tensor  # [n, D] in the run's precision, or [n, R] float32
     scale: float  # the factor of the layer's loss in the total loss
     bins: torch.Tensor | None = None  # [2, n] int64, a row's bins in the position profile: from the start, from the end
+    tokens: LayerTokens | None = None  # where the rows' values are kept per token
 
 
 @dataclass
@@ -64,6 +66,7 @@ class HiddenStateLoss:
     injections: Counter = field(default_factory=Counter)
     injected: dict[int, torch.Tensor] = field(default_factory=dict)
     response_losses: torch.Tensor | None = None  # float64 [num_responses], contributions to the total loss
+    token_sums: torch.Tensor | None = None  # float64 [2, slots + 1], see `LayerTokens.zeros`
     profile: torch.Tensor | None = None  # float64 [2, PROFILE_BINS], sums of cosines of the layer whose target has bins
 
     # the norm ratio is |student| / |teacher|
@@ -130,6 +133,9 @@ class HiddenStateLoss:
                     (student_ND.norm(dim=-1) / teacher_ND.norm(dim=-1).clamp_min(1e-30)).sum(dtype=torch.float64),
                 ]
             )
+            if target.tokens is not None:
+                self.token_sums = target.tokens.zeros() if self.token_sums is None else self.token_sums
+                target.tokens.add_(self.token_sums, chunk, losses, cosine)
             if target.bins is not None:
                 if self.profile is None:
                     self.profile = cosine.new_zeros(2, PROFILE_BINS)

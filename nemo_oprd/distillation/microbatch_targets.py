@@ -15,6 +15,7 @@ from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.hidden_state_loss import LayerTarget
 from nemo_oprd.distillation.objective import OutputTerm, StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss, final_state_rows, vocab_shard
+from nemo_oprd.distillation.token_metrics import LayerTokens, TokenSlots
 from nemo_oprd.layout import Coordinates
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device
@@ -25,13 +26,14 @@ class MicrobatchGroup:
     """Some microbatches of a batch, with the targets that the rank at `coords` received for them.
 
     `targets` holds the targets by the teacher's number; their rows are in the order of the teacher's microbatches. A
-    teacher without rows in the group has no entry.
+    teacher without rows in the group has no entry. `slots` are those of the batch; None: no values are kept per token.
     """
 
     rollouts: list[Rollout]
     plan: StepPlan
     targets: dict[int, TeacherTargets]
     coords: Coordinates
+    slots: TokenSlots | None = None
 
     @cached_property
     def hidden_rows(self) -> list[LocalRows]:
@@ -60,6 +62,8 @@ def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict
     weight, response = torch.from_numpy(table.weight).float(), torch.from_numpy(table.response)
     bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
     scale, deepest = objective.layer_scale, max(objective.run.layers, default=0)
+    slots = None if group.slots is None else torch.from_numpy(group.slots.of_rows(table))
+    shares = {layer: torch.tensor(share, dtype=torch.float64, device=place) for layer, share in _shares(objective)}
     result = []
     slices = group.target_slices(group.hidden_rows)
     for local, part, teacher in zip(group.hidden_rows, slices, group.plan.taught_by, strict=True):
@@ -72,8 +76,17 @@ def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict
         }
         if deepest in targets:
             targets[deepest].bins = bins[:, row].to(place)
+        if group.slots is not None and slots is not None:
+            for layer, target in targets.items():
+                target.tokens = LayerTokens(slots[row].to(place), group.slots.count, shares[layer])
         result.append(targets)
     return result
+
+
+def _shares(objective: StepObjective) -> list[tuple[int, tuple[float, float]]]:
+    """(Layer, (its weight as a share of all layers' weights, 1 / number of layers))."""
+    weights = objective.layer_weights
+    return [(layer, (weight / sum(weights.values()), 1 / len(weights))) for layer, weight in weights.items()]
 
 
 def output_head_losses(
@@ -102,6 +115,7 @@ def output_head_losses(
     response = torch.from_numpy(table.response)
     corrected = term.loss.correction is not None
     engine_logprob = torch.from_numpy(table.engine_logprobs(group.rollouts)) if corrected else None
+    slots = None if group.slots is None else torch.from_numpy(group.slots.of_rows(table))
     losses: list[OutputHeadLoss | None] = []
     slices = group.target_slices(group.output_rows)
     for m, (local, part, teacher) in enumerate(zip(group.output_rows, slices, group.plan.taught_by, strict=True)):
@@ -124,6 +138,7 @@ def output_head_losses(
             chunk_tokens=term.chunk_tokens,
             old_logprob=None if sampled_logprobs is None else sampled_logprobs[m],
             engine_logprob=None if engine_logprob is None else engine_logprob[row].to(place),
+            token_slots=None if slots is None else slots[row].to(place),
         )
         losses.append(loss)
     return losses

@@ -311,6 +311,7 @@ class StepObjective:
         position_factors: [PROFILE_BINS], factors of the rows' weights by position in the response; None: 1 for all.
         output: the output loss at the weight of this update, which may be 0, or a divergence that is only measured;
             None if there is neither.
+        kept_responses: number of responses whose values per token are kept (`token_metrics.py`).
     """
 
     run: Objective
@@ -318,6 +319,7 @@ class StepObjective:
     layer_weights: dict[int, float]
     position_factors: np.ndarray | None
     output: OutputTerm | None
+    kept_responses: int = 0
 
     @property
     def output_weight(self) -> float:

@@ -17,6 +17,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from nemo_oprd.batch.plan import LocalRows
 from nemo_oprd.distillation.objective import TeacherMatch
+from nemo_oprd.distillation.token_metrics import OUTPUT_METRICS
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
@@ -101,7 +102,8 @@ class OutputHeadLoss:
     `teacher_head` [V, D] turns into logits (D is the teacher's hidden size here). `scale` is the weight of the loss in
     the total loss; with 0 the loss is only measured. `old_logprob` holds the tokens' log-probabilities under the
     weights that sampled them; None if these are the current weights. `engine_logprob` holds them as the engine computed
-    them; None without a correction.
+    them; None without a correction. `token_slots` says where the rows' values are kept per token
+    (`TokenSlots.of_rows`); None: they are not kept.
     """
 
     loss: OutputLoss
@@ -117,6 +119,7 @@ class OutputHeadLoss:
     chunk_tokens: int
     old_logprob: torch.Tensor | None = None  # [n]
     engine_logprob: torch.Tensor | None = None  # [n] float32
+    token_slots: torch.Tensor | None = None  # [n] int64
     sums: OutputSums | None = None
     backward_passes: int = 0
 
@@ -135,6 +138,7 @@ class OutputHeadLoss:
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
         settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
         settings["engine_logprob_N"] = self.engine_logprob
+        settings["keep"] = () if self.token_slots is None else OUTPUT_METRICS
         if self.scale:
             result = chunked_output_loss(*arguments, **settings, scale=self.scale, head_grad=main_gradient(head))
             self.sums, gradient = result.sums, result.hidden

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,6 +26,7 @@ from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss
 from nemo_oprd.distillation.step_metrics import MetricSums, StepMetrics
 from nemo_oprd.distillation.student import Student
+from nemo_oprd.distillation.token_metrics import TokenSlots
 from nemo_oprd.distillation.trained_projectors import projectors_of
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
@@ -59,6 +61,11 @@ class StepBatch:
     kept: KeptResults
     is_last: bool = True
 
+    @cached_property
+    def token_slots(self) -> TokenSlots | None:
+        """The responses whose values per token are kept; None if there are none."""
+        return TokenSlots.choose(self.rollouts, self.objective.kept_responses)
+
 
 class GradientAccumulation:
     """Accumulates the gradient and the metrics of one batch on this rank."""
@@ -74,7 +81,7 @@ class GradientAccumulation:
         self._finished_groups: list[StepPlan] = []
         self._targets_bytes = 0
         self._logprobs: list[torch.Tensor | None] = []
-        self._sums = MetricSums.zeros(student.objective.layers, len(batch.rollouts), device())
+        self._sums = MetricSums.zeros(student.objective.layers, len(batch.rollouts), device(), batch.token_slots)
         if student.role.is_member:
             student.zero_gradients()
 
@@ -88,7 +95,10 @@ class GradientAccumulation:
         coords = self._student.role.coords
         if coords is None:
             return
-        observers, microbatches = self._microbatches(MicrobatchGroup(self._batch.rollouts, group, targets, coords))
+        batch = self._batch
+        observers, microbatches = self._microbatches(
+            MicrobatchGroup(batch.rollouts, group, targets, coords, batch.token_slots)
+        )
         self._finished_groups.append(group)
         run_schedule(
             self._student.ddp,

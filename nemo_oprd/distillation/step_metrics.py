@@ -15,6 +15,7 @@ from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss
+from nemo_oprd.distillation.token_metrics import NAMES, REPRESENTATION, TokenMetrics, TokenSlots, output_values
 
 # key of `OutputSums.metrics` -> name in metrics.jsonl; "" for a value that is only part of another metric
 OUTPUT_METRICS = {
@@ -43,27 +44,35 @@ class MetricSums:
     - per layer: the sums `HiddenStateLoss.SUMS`, the squared norm of the injected gradient, the number of injections;
     - the position profile [2, PROFILE_BINS];
     - of the output loss: the number of backward passes, the weighted loss, and per metric its sum and its row count;
-    - each response's contribution to the total loss, by the representation loss and by the output loss.
+    - each response's contribution to the total loss, by the representation loss and by the output loss;
+    - if values are kept per token, their sums [len(NAMES), slots + 1].
     """
 
     sums: torch.Tensor
     layers: list[int]
     num_responses: int
+    slots: TokenSlots | None = None
 
     COLUMNS = (*HiddenStateLoss.SUMS, "squared_gradient", "injections")
     OUTPUT = 2 + 2 * len(OUTPUT_METRICS)
 
     @staticmethod
-    def zeros(layers: list[int], num_responses: int, device: torch.device) -> MetricSums:
+    def zeros(
+        layers: list[int], num_responses: int, device: torch.device, slots: TokenSlots | None = None
+    ) -> MetricSums:
         """All sums 0."""
-        size = len(layers) * len(MetricSums.COLUMNS) + 2 * PROFILE_BINS + MetricSums.OUTPUT + 2 * num_responses
-        return MetricSums(torch.zeros(size, dtype=torch.float64, device=device), sorted(layers), num_responses)
+        sums = MetricSums(torch.zeros(0), sorted(layers), num_responses, slots)
+        sums.sums = torch.zeros(sum(sums._sizes()), dtype=torch.float64, device=device)
+        return sums
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        sizes = [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.OUTPUT, 2 * self.num_responses]
-        table, profile, output, responses = self.sums.split(sizes)
+    def _sizes(self) -> list[int]:
+        kept = 0 if self.slots is None else len(NAMES) * (self.slots.count + 1)
+        return [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.OUTPUT, 2 * self.num_responses, kept]
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        table, profile, output, responses, tokens = self.sums.split(self._sizes())
         shaped = table.view(len(self.layers), len(self.COLUMNS)), profile.view(2, PROFILE_BINS)
-        return *shaped, output, responses.view(2, self.num_responses)
+        return *shaped, output, responses.view(2, self.num_responses), tokens.view(len(NAMES), -1)
 
     @property
     def table(self) -> torch.Tensor:
@@ -79,6 +88,11 @@ class MetricSums:
     def response_losses(self) -> torch.Tensor:
         """[2, responses], a view: contributions to the total loss, of the representation and of the output loss."""
         return self._parts()[3]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[len(NAMES), slots + 1], a view: values per token; [len(NAMES), 0] if none are kept."""
+        return self._parts()[4]
 
     @property
     def output(self) -> torch.Tensor:
@@ -97,6 +111,8 @@ class MetricSums:
             self.profile.add_(observer.profile)
         if observer.response_losses is not None:
             self.response_losses[0].add_(observer.response_losses)
+        if observer.token_sums is not None:
+            self.tokens[: len(observer.token_sums)].add_(observer.token_sums)
 
     def add_output(self, loss: OutputHeadLoss, *, counts_rows: bool) -> None:
         """Adds the output loss of one microbatch.
@@ -116,6 +132,9 @@ class MetricSums:
             if name in loss.sums.metrics:
                 self.output[2 + 2 * i] += loss.sums.metrics[name]
                 self.output[3 + 2 * i] += loss.sums.rows
+        if loss.token_slots is not None:
+            for name, values in output_values(loss.sums.kept).items():
+                self.tokens[NAMES.index(name)].index_add_(0, loss.token_slots, values.double())
 
     def output_means(self) -> dict[str, float]:
         """Metric of the output loss -> its mean over rows."""
@@ -125,7 +144,18 @@ class MetricSums:
     def reduced(self, group: dist.ProcessGroup) -> MetricSums:
         """The sums over all ranks of `group`, on the CPU. Every rank of `group` calls this."""
         dist.all_reduce(self.sums, group=group)
-        return MetricSums(self.sums.cpu(), self.layers, self.num_responses)
+        return MetricSums(self.sums.cpu(), self.layers, self.num_responses, self.slots)
+
+    def token_metrics(self, plan: StepPlan) -> TokenMetrics | None:
+        """The values per token from the sums of all ranks; None if none are kept."""
+        if self.slots is None:
+            return None
+        means = self.output_means()
+        measured = set(REPRESENTATION if self.layers else ())
+        measured |= {"kl"} if "reverse_kl" in means else set()
+        measured |= {"log_ratio"} if "teacher_logprob" in means else set()
+        output = None if plan.output is None else plan.output.table
+        return TokenMetrics.from_sums(self.tokens, self.slots, plan.hidden.table, output, measured)
 
     def column(self, name: str) -> dict[int, float]:
         """Layer -> its sum `name`, one of `COLUMNS`."""
@@ -151,6 +181,7 @@ class StepMetrics:
         identical_layers: supervised layers at which student and teacher agree exactly.
         targets_bytes: the most bytes of targets that this rank held at a time.
         nonfinite_reason: where a loss or a gradient is not finite; None if all are finite.
+        tokens: values per token of some responses; None if none are kept.
     """
 
     loss: float
@@ -175,6 +206,7 @@ class StepMetrics:
     identical_layers: list[int]
     targets_bytes: int
     nonfinite_reason: str | None
+    tokens: TokenMetrics | None
 
     @staticmethod
     def from_sums(
@@ -234,6 +266,7 @@ class StepMetrics:
             identical_layers=[layer for layer, value in error.items() if value == 0.0],
             targets_bytes=targets_bytes,
             nonfinite_reason=_nonfinite_reason(sums, [group.hidden for group in groups], trained, gradient),
+            tokens=sums.token_metrics(plan),
         )
 
     def metrics(self) -> dict[str, float]:

@@ -8,8 +8,8 @@ are rounded to bfloat16, as in any backward pass of a head) and accumulate in fl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -48,6 +48,7 @@ class OutputSums:
     `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, and `rows` is
     the number of rows: sum both over the data-parallel ranks before dividing. Without rows, the same metrics are 0.
     `student_logprob` [N] is the student's log-probability of each row's token, `per_row` [N] each row's part of `loss`.
+    `kept` has the metrics that the caller asked for per row, name -> [N].
     """
 
     loss: torch.Tensor
@@ -55,6 +56,7 @@ class OutputSums:
     rows: int
     student_logprob: torch.Tensor
     per_row: torch.Tensor
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def chunked_output_loss(
     head_grad: torch.Tensor | None = None,
     train_head: bool = True,
     reduce_hidden: bool = True,
+    keep: Sequence[str] = (),
 ) -> OutputGradients:
     """Gradients of scale * sum_n weight_n value_n, and the sums to report.
 
@@ -99,6 +102,7 @@ def chunked_output_loss(
         train_head: False leaves out the head's gradient.
         reduce_hidden: sum the rows' gradient over the tensor-parallel ranks. False returns this rank's part, which
             sequence parallelism reduce-scatters.
+        keep: metrics to return per row, where the loss has them.
 
     Raises:
         ValueError: `head_grad` has a lower precision than the accumulation, or chunk_tokens < 1.
@@ -111,7 +115,7 @@ def chunked_output_loss(
     elif head_grad.dtype != dtype:
         raise ValueError(f"head_grad is {head_grad.dtype}: chunks accumulate in {dtype}; pass such a buffer, or none")
     grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
-    sums = _Accumulator(weight_N)
+    sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
         logprobs = _part(old_logprob_N, chunk), _part(engine_logprob_N, chunk)
         rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, logprobs, with_grad=True)
@@ -138,9 +142,10 @@ def output_metrics(
     chunk_tokens: int,
     old_logprob_N: torch.Tensor | None = None,
     engine_logprob_N: torch.Tensor | None = None,
+    keep: Sequence[str] = (),
 ) -> OutputSums:
     """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
-    sums = _Accumulator(weight_N)
+    sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
         logprobs = _part(old_logprob_N, chunk), _part(engine_logprob_N, chunk)
         rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, logprobs, with_grad=False)
@@ -237,12 +242,13 @@ def _through_head_(
 class _Accumulator:
     """Sums the results of the chunks in float64."""
 
-    def __init__(self, weight_N: torch.Tensor) -> None:
+    def __init__(self, weight_N: torch.Tensor, keep: Sequence[str]) -> None:
         self._weight_N = weight_N.double()
         self._loss = self._weight_N.new_zeros(())
         self._metrics: dict[str, torch.Tensor] = {}
         self._student_logprob: list[torch.Tensor] = []
         self._per_row: list[torch.Tensor] = []
+        self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in keep}
 
     def add(self, rows: OutputRows, chunk: slice) -> None:
         self._per_row.append(self._weight_N[chunk] * rows.value.double())
@@ -250,7 +256,10 @@ class _Accumulator:
         self._student_logprob.append(rows.metrics["student_logprob"].clone())
         for name, values_C in rows.metrics.items():
             self._metrics[name] = values_C.sum(dtype=torch.float64) + self._metrics.get(name, 0)
+            if name in self._kept:
+                self._kept[name].append(values_C.clone())
 
     def result(self) -> OutputSums:
         logprob, per_row = torch.cat(self._student_logprob), torch.cat(self._per_row)
-        return OutputSums(self._loss, self._metrics, len(self._weight_N), logprob, per_row)
+        kept = {name: torch.cat(parts) for name, parts in self._kept.items() if parts}
+        return OutputSums(self._loss, self._metrics, len(self._weight_N), logprob, per_row, kept)

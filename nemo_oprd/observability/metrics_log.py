@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import yaml
 
 from nemo_oprd.config.loading import to_yaml
 from nemo_oprd.config.schema import Config
@@ -66,9 +68,14 @@ class MetricsLog:
             # a stored id, so that a resumed run continues the same W&B run
             id_file = self.directory / "wandb_id"
             if not id_file.exists():
-                write_atomically(id_file, wandb.util.generate_id())
+                write_atomically(id_file, secrets.token_hex(4))
             self._wandb = wandb.init(
-                project=config.logging.wandb, dir=str(self.directory), id=id_file.read_text(), resume="allow"
+                project=config.logging.wandb,
+                name=self.directory.name,
+                config=yaml.safe_load(to_yaml(config)),
+                dir=str(self.directory),
+                id=id_file.read_text(),
+                resume="allow",
             )
             # W&B's own steps only increase: a resumed run could not add the deferred evaluation of an earlier update
             self._wandb.define_metric("*", step_metric="step")

@@ -19,6 +19,7 @@ class Run:
 
     Attributes:
         name: tells the run apart from the other runs of a report.
+        path: the directory.
         config: the configuration as nested mappings.
         metrics: name -> {step: value}, steps ascending, never empty.
         seconds: wall-clock time between the first and the last logged line, including the pauses before restarts.
@@ -26,6 +27,7 @@ class Run:
     """
 
     name: str
+    path: Path
     config: dict[str, Any]
     metrics: dict[str, dict[int, float]]
     seconds: float
@@ -37,6 +39,20 @@ class Run:
         return min(min(series) for series in self.metrics.values()), max(
             max(series) for series in self.metrics.values()
         )
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps of `train.steps` are missing, or the evaluation after the last step.
+
+        It does not say whether a process is at work: an interrupted run is unfinished, too.
+        """
+        total = self.setting("train.steps")
+        if not isinstance(total, int) or self.steps[1] < total:
+            return isinstance(total, int)
+        evaluates = self.setting("evaluation.every") and self.setting("data.validation")
+        if not evaluates or self.setting("rollout.replay"):
+            return False
+        return not any(total in series for name, series in self.metrics.items() if name.startswith("val/"))
 
     def setting(self, key: str) -> Any:
         """The value at a dotted key of the configuration, None if the key doesn't exist. Example: "student.hf_path"."""
@@ -77,7 +93,7 @@ def read_run(path: Path, name: str) -> Run:
     if not metrics:
         raise ValueError(f"{path / 'metrics.jsonl'}: holds no metrics, expected a step; wait for the run's first step")
     metrics = {metric: dict(sorted(series.items())) for metric, series in metrics.items()}
-    return Run(name, _config(path / "config.yaml"), metrics, max(times) - min(times), cut_line)
+    return Run(name, path, _config(path / "config.yaml"), metrics, max(times) - min(times), cut_line)
 
 
 def short_names(paths: list[Path]) -> list[str]:

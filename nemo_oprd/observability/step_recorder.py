@@ -17,7 +17,9 @@ from nemo_oprd.distillation.student import Update
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.observability.loss_spikes import TERMS, LossSpikeDetector
 from nemo_oprd.observability.metrics_log import MetricsLog
-from nemo_oprd.rollout.replay import write_rollouts
+from nemo_oprd.observability.token_files import remove_token_files, token_file
+from nemo_oprd.observability.token_records import token_records
+from nemo_oprd.rollout.replay import write_json_lines, write_rollouts
 from nemo_oprd.rollout.teacher_inputs import alignment_metrics
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
@@ -39,6 +41,8 @@ class StepRecorder:
             for name, weight in weights.items()
         }
         self._spikes = LossSpikeDetector(config.logging.spike_factor, past)
+        if log.writes:  # those of steps that this run has not reached (again)
+            remove_token_files(self._directory, log.first_step)
 
     def record(
         self,
@@ -83,6 +87,9 @@ class StepRecorder:
             self._log.say(f"step {done}: this update was skipped: {update.nonfinite_reason}")
         if metrics is not None:
             self._keep_spikes(done, rollouts, metrics)
+            if metrics.tokens is not None:
+                records = token_records(done, rollouts, metrics.tokens, self._tokenizer)
+                write_json_lines(token_file(self._directory, done), records)
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], metrics: StepMetrics) -> dict[str, float]:
         taught_by = self._routing.teachers_of(rollout.data_source for rollout in rollouts)

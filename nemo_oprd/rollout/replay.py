@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +28,19 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
     Args:
         columns: additional fields, each with one value per rollout.
     """
+    records = []
+    for i, rollout in enumerate(rollouts):
+        record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
+        records.append(record | {name: values[i] for name, values in columns.items()})
+    write_json_lines(path, records)
+
+
+def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object per line; the directory is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # not flushed to disk, because a file is written in every step; a resumed run samples again if a file is damaged
     with replacing(path, durable=False) as partial, partial.open("w", encoding="utf-8") as file:
-        for i, rollout in enumerate(rollouts):
-            record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
-            record.update({name: values[i] for name, values in columns.items()})
+        for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 

@@ -36,7 +36,7 @@ from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped
 from nemo_oprd.observability.loss_spikes import LossSpikeDetector
 from nemo_oprd.observability.metrics_log import MetricsLog
-from nemo_oprd.observability.report.page import write_report
+from nemo_oprd.report.page import write_report
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
 

@@ -26,6 +26,7 @@ ORDER = [
     ("rollout",),
     ("observability",),
     ("evaluation",),
+    ("report",),
     ("setup",),
     ("capacity",),
     ("train",),

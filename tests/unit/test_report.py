@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from nemo_oprd.commands import report as command
-from nemo_oprd.observability.report.page import TEMPLATE, write_report
 from nemo_oprd.observability.run_reader import read_run, short_names
+from nemo_oprd.report.page import TEMPLATE, write_report
 
 pytest.importorskip("matplotlib")
 yaml = pytest.importorskip("yaml")
@@ -28,7 +28,7 @@ CONFIG = {
     "rollout": {"per_prompt": 4},
     "train": {"prompts_per_step": 8, "lr": 1e-5},
 }
-VOID = {"meta", "br", "path", "use", "image", "rect", "stop"}
+VOID = {"meta", "input", "br", "path", "use", "image", "rect", "stop"}
 
 
 def rows(steps: int = 6) -> list[dict[str, Any]]:
@@ -84,6 +84,7 @@ def test_one_run(tmp_path):
     page = report(run(tmp_path / "alone"))
     assert titles(page) == [
         "Accuracy on toy",
+        "Accuracy on toy over time",
         "Representation loss",
         "Cosine similarity",
         "Cosine similarity by layer",
@@ -93,7 +94,7 @@ def test_one_run(tmp_path):
         "Throughput",
         "Time per step",
     ]
-    assert page.count("<svg") == 9
+    assert page.count("<svg") == 10
     text = words(page)
     assert "Student models/student-1.5b Student layout TP 2, PP 4, VPP 2, sequence parallel" in text
     assert "Teacher layout TP 8, VPP 2, sequence parallel" in text
@@ -151,7 +152,7 @@ def test_diverged_runs_can_be_reported(tmp_path):
     lines[5]["rep/loss"] = math.inf
     page = report(run(tmp_path / "nan", lines))
     assert "25.0 % → nan" in words(page)
-    assert len(titles(page)) == 9
+    assert len(titles(page)) == 10
 
 
 def test_equal_input_gives_equal_bytes(tmp_path):
@@ -285,12 +286,12 @@ def test_short_names(tmp_path):
 
 def test_the_template_is_installed_with_the_package():
     """In a source tree and in a wheel, whose files hatch selects by the rules of pyproject.toml and .gitignore."""
-    package = resources.files("nemo_oprd.observability.report")
+    package = resources.files("nemo_oprd.report")
     assert package.joinpath(TEMPLATE).is_file()
     wheel = pytest.importorskip("hatchling.builders.wheel")
     root = Path(__file__).parents[2]
     packed = {file.distribution_path for file in wheel.WheelBuilder(str(root)).recurse_included_files()}
-    assert f"nemo_oprd/observability/report/{TEMPLATE}" in packed
+    assert f"nemo_oprd/report/{TEMPLATE}" in packed
 
 
 def test_the_page_starts_with_its_doctype(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SERVICES = "slurm or vllm or nemo or smollm"
+SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium"
 
 
 def run(directory: Path, *arguments: str, pytest_status: int = 0, mypy_status: int = 0) -> tuple[int, list[str]]:

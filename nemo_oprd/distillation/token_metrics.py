@@ -1,0 +1,148 @@
+"""Values per token of some responses of a step (`logging.token_metrics`), for `rollouts/token_metrics_*.jsonl`.
+
+The tokens of the kept responses have slots in one flat table, which every rank derives from the rollouts alone. A rank
+adds the values of its rows at their slots: its layers under pipeline parallelism, its tokens under context and sequence
+parallelism, its responses under data parallelism. The table travels in the all-reduce of the step's metrics. Without
+kept responses there is no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_oprd.batch.token_table import TokenTable
+from nemo_oprd.batch.types import Rollout
+
+# rows of the table: the representation loss and the cosine, then what a divergence of distributions gives
+REPRESENTATION = ("rep_loss", "cosine")
+OUTPUT = ("kl", "log_ratio")
+NAMES = (*REPRESENTATION, *OUTPUT)
+# metrics of `OutputRows` that OUTPUT needs per row
+OUTPUT_METRICS = ("reverse_kl", "student_logprob", "teacher_logprob")
+
+
+@dataclass(frozen=True)
+class TokenSlots:
+    """The kept responses of a batch, and the slots of their tokens.
+
+    Attributes:
+        responses: indices of the kept responses, ascending.
+        lengths: their numbers of tokens.
+        start: int64 [responses of the batch], the slot of each response's first token; -1 for one that is not kept.
+    """
+
+    responses: list[int]
+    lengths: list[int]
+    start: np.ndarray
+
+    @staticmethod
+    def choose(rollouts: Sequence[Rollout], count: int) -> TokenSlots | None:
+        """Slots for `count` responses, or all if there are fewer, evenly spread over the batch; None for 0.
+
+        Evenly spread, because the responses to one prompt stand next to each other. The choice depends on the numbers
+        alone, so a step keeps the same responses in every layout.
+        """
+        count = min(count, len(rollouts))
+        if not count:
+            return None
+        chosen = [i * len(rollouts) // count for i in range(count)]
+        lengths = [len(rollouts[i].response_ids) for i in chosen]
+        start = np.full(len(rollouts), -1, dtype=np.int64)
+        start[chosen] = np.cumsum([0, *lengths[:-1]])
+        return TokenSlots(chosen, lengths, start)
+
+    @property
+    def count(self) -> int:
+        """The number of slots."""
+        return sum(self.lengths)
+
+    def of_rows(self, table: TokenTable) -> np.ndarray:
+        """int64 [N]: the slot of each row; `count`, one past the last slot, for rows of responses that are not kept."""
+        start = self.start[table.response]
+        return np.where(start < 0, self.count, start + table.token)
+
+    def covered(self, table: TokenTable | None) -> np.ndarray:
+        """bool [count]: which slots have a row in the table."""
+        found = np.zeros(self.count + 1, dtype=bool)
+        if table is not None:
+            found[self.of_rows(table)] = True
+        return found[:-1]
+
+    def per_response(self, values: np.ndarray) -> list[np.ndarray]:
+        """[count] -> one array [tokens] per kept response."""
+        return np.split(values, np.cumsum(self.lengths)[:-1])
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """Where the values of one layer's n rows are added, and the share of this layer in a token's values.
+
+    Attributes:
+        slots: int64 [n], see `TokenSlots.of_rows`.
+        count: number of slots.
+        shares: float64 [2], the layer's weight as a share of all layers' weights, and 1 / number of layers.
+    """
+
+    slots: torch.Tensor
+    count: int
+    shares: torch.Tensor
+
+    def zeros(self) -> torch.Tensor:
+        """float64 [2, count + 1] for the values of `REPRESENTATION`; the last column takes rows that are not kept."""
+        return self.shares.new_zeros(2, self.count + 1)
+
+    def add_(self, sums: torch.Tensor, chunk: slice, losses: torch.Tensor, cosine: torch.Tensor) -> None:
+        """Adds the losses and cosines [c] of some rows to `sums`, as `zeros` made them."""
+        sums.index_add_(1, self.slots[chunk], self.shares[:, None] * torch.stack([losses.double(), cosine.double()]))
+
+
+@dataclass(frozen=True)
+class TokenMetrics:
+    """Values per response token of the kept responses; the same on every rank of the student.
+
+    Attributes:
+        responses: indices of the responses in the step's rollouts.
+        values: per response, name -> one value per response token. None where a token has no row. A name is absent if
+            the update did not measure it. The names:
+            rep_loss: sum_l w_l loss_l / sum_l w_l of the token over the supervised layers l.
+            cosine: cosine similarity of student and teacher, mean over the supervised layers.
+            kl: KL(student, teacher) of the next-token distributions that predict the token, in nats.
+            log_ratio: log p - log q of the token itself, of which `kl` is the mean over tokens from the student.
+    """
+
+    responses: list[int]
+    values: list[dict[str, list[float | None]]]
+
+    @staticmethod
+    def from_sums(
+        sums: torch.Tensor, slots: TokenSlots, hidden: TokenTable, output: TokenTable | None, measured: set[str]
+    ) -> TokenMetrics:
+        """The values from the sums of all ranks.
+
+        Args:
+            sums: float64 [len(NAMES), count + 1] on the CPU.
+            hidden, output: the rows of the batch.
+            measured: the names that the update measured.
+        """
+        with_hidden, with_output = slots.covered(hidden), slots.covered(output)
+        values: list[dict[str, list[float | None]]] = [{} for _ in slots.responses]
+        for name, row in zip(NAMES, sums.numpy()[:, :-1], strict=True):
+            if name not in measured:
+                continue
+            known = with_hidden if name in REPRESENTATION else with_output
+            for found, part, has in zip(values, slots.per_response(row), slots.per_response(known), strict=True):
+                found[name] = [float(value) if there else None for value, there in zip(part, has, strict=True)]
+        return TokenMetrics(slots.responses, values)
+
+
+def output_values(kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name of `OUTPUT` -> [n] for the rows of one microbatch, from their metrics `OUTPUT_METRICS`.
+
+    `kl` is absent if the teacher sent no distribution.
+    """
+    values = {"log_ratio": kept["student_logprob"] - kept["teacher_logprob"]}
+    return {**values, "kl": kept["reverse_kl"]} if "reverse_kl" in kept else values
