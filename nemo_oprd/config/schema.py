@@ -99,9 +99,10 @@ class ParallelConfig:
 
 @dataclass(config=STRICT)
 class ModelSource:
-    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint that checkpoint_tools made.
+    """Where a model comes from: a Hugging Face directory (`hf_path`), or a Megatron checkpoint (`checkpoint`).
 
-    A model that is read has exactly one of the two.
+    Both are set for a checkpoint of Megatron-Bridge, which has no config.json and often no tokenizer: `hf_path` then
+    names a directory with these two, whose weights are not read.
     """
 
     hf_path: str | None = None
@@ -109,8 +110,8 @@ class ModelSource:
 
     @property
     def path(self) -> str:
-        """The one of the two that is set."""
-        return str(self.hf_path or self.checkpoint)
+        """Where the weights are."""
+        return str(self.checkpoint or self.hf_path)
 
 
 @dataclass(config=STRICT)
