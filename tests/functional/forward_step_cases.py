@@ -89,11 +89,12 @@ def evaluation() -> None:
     """The step in a forward pass without gradients."""
     from nemo_oprd.nemo.forward_step import OPRDForwardStep
 
-    with megatron_groups(Layout()), torch.no_grad():
+    with megatron_groups(Layout()):
         student = StockProvider("student", Layout())
-        OPRDForwardStep(student, StockProvider("teacher", Layout()))(
-            None, iter([]), student.provide_distributed_model()[0]
-        )
+        step = OPRDForwardStep(student, StockProvider("teacher", Layout()))
+        (model,) = student.provide_distributed_model()
+        with torch.no_grad():
+            step(None, iter([]), model)
 
 
 def another_provider() -> None:
