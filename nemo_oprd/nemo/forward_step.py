@@ -48,7 +48,6 @@ _SHARED = (
     "pipeline_dtype",
     "autocast_dtype",
     "attention_backend",
-    "make_vocab_size_divisible_by",
 )
 
 
@@ -112,7 +111,6 @@ class OPRDForwardStep:
         for name in _SHARED:
             if hasattr(student, name) and hasattr(provider, name):
                 setattr(provider, name, getattr(student, name))
-        provider.should_pad_vocab = True  # tensor ranks share the rows of its embedding, whatever their number
         provider.finalize()
         models = provider.provide_distributed_model(
             wrap_with_ddp=False,

@@ -120,10 +120,10 @@ def hf_to_megatron(
     from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
 
     with replacing_directory(target, overwrite=False) as partial:
-        _write(checkpoint, spec, layout, partial, progress)
+        dtype = _write(checkpoint, spec, layout, partial, progress)
         copy_tokenizer_files(source, partial / "hf")
         shutil.copyfile(source / "config.json", partial / "hf" / "config.json")
-        write_run_config(partial, spec, str(checkpoint[checkpoint.keys()[0]].dtype).removeprefix("torch."))
+        write_run_config(partial, spec, str(dtype).removeprefix("torch."))
 
 
 def megatron_to_hf(
@@ -285,8 +285,8 @@ def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
     ignored_tensors(checkpoint, spec)
 
 
-def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> None:
-    """Reads, joins, cuts and writes one parameter after the other."""
+def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> torch.dtype:
+    """Reads, joins, cuts and writes one parameter after the other; returns the dtype of the embedding."""
     parameters = checkpoint_parameters(spec)
     with (
         TorchDistWriter(directory) as writer,
@@ -305,6 +305,7 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
             _file(layout, layout.pipeline - 1, 0), "decoder.final_layernorm._extra_state/shard_0_1", [None]
         )
         writer.complete()
+        return writer.dtype_of("embedding.word_embeddings.weight")
 
 
 def _write_parameter(

@@ -97,6 +97,12 @@ class TorchDistWriter(FileSystemWriter):
         self._entries[key] = BytesStorageMetadata()
         self._append(file, MetadataIndex(key), value)
 
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The dtype of a tensor of which a chunk was written."""
+        entry = self._entries[key]
+        assert isinstance(entry, TensorStorageMetadata), f"{key} is not a tensor"
+        return entry.properties.dtype
+
     def complete(self) -> None:
         """Writes the index and the further files that Megatron-core's loader requires."""
         for stream in self._files.values():

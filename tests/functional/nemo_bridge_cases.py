@@ -14,6 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,22 @@ NAMING_CUDA = (
     "megatron.bridge.training.train",
     "megatron.bridge.training.utils.train_utils",
 )
+ENERGON = {
+    "megatron.energon": ("Batch", "DefaultTaskEncoder", "WorkerConfig"),
+    "megatron.energon.flavors.base_dataset": ("Sample",),
+    "megatron.energon.task_encoder.cooking": ("Cooker",),
+}
 TOKENS = torch.arange(20).view(2, 10) * 3
+
+
+class Absent:
+    """Stands for a class of a package that is not installed, of which others are derived."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __class_getitem__(cls, _: Any) -> type:
+        return cls
 
 
 def prepare() -> None:
@@ -65,8 +81,6 @@ def settings(layout: Layout) -> dict[str, Any]:
         "pipeline_dtype": torch.float32,
         "calculate_per_token_loss": True,
         "seq_length": LENGTH,
-        "should_pad_vocab": True,
-        "make_vocab_size_divisible_by": 1,
         "tensor_model_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -75,14 +89,29 @@ def settings(layout: Layout) -> dict[str, Any]:
 
 
 def provider(name: str, layout: Layout) -> Any:
-    """The provider of a golden model, whose weights Megatron-Bridge loads."""
+    """The provider of a golden model. Megatron-Bridge loads its weights, but cannot split 61 ids over two ranks."""
     from megatron.bridge import AutoBridge
 
-    made = AutoBridge.from_hf_pretrained(str(GOLDEN / name), dtype=torch.float32).to_megatron_provider()
+    bridge, alone = AutoBridge.from_hf_pretrained(str(GOLDEN / name), dtype=torch.float32), layout.tensor == 1
+    made = bridge.to_megatron_provider(load_weights=alone)
+    if not alone:
+        made.vocab_size = 256
+        made.register_pre_wrap_hook(partial(_load, name, layout))
     for field, value in settings(layout).items():
         assert hasattr(made, field), field
         setattr(made, field, value)
     return made
+
+
+def _load(name: str, layout: Layout, chunks: list[Any]) -> list[Any]:
+    """A golden model's weights, by this project's loader."""
+    from nemo_oprd.megatron.parallel import Role
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.weights.hf import HFCheckpoint, load_hf
+
+    role = Role(name, layout, None, layout.coordinates(dist.get_rank()))
+    load_hf(chunks, read_model_spec(GOLDEN / name), role, HFCheckpoint(GOLDEN / name).__getitem__, name)
+    return chunks
 
 
 def provided(made: Any, **arguments: Any) -> list[Any]:
@@ -151,7 +180,7 @@ def load(checkpoint: str, output: str) -> None:
     """Loads a checkpoint of this project by Megatron-Bridge's `load_megatron_model`, its model by run_config.yaml."""
     from megatron.bridge.training.model_load_save import load_megatron_model
 
-    overrides = settings(Layout()) | {"seq_length": 64, "should_pad_vocab": None, "make_vocab_size_divisible_by": None}
+    overrides = settings(Layout()) | {"seq_length": 64}
     with megatron_groups(Layout()):
         model = load_megatron_model(checkpoint, use_cpu_init=True, skip_temp_dist_context=True, mp_overrides=overrides)
         _export(model, Path(output))
@@ -165,7 +194,6 @@ def load_pretrained(checkpoints: str, output: str) -> None:
 
     with megatron_groups(Layout()):
         made = provider("student", Layout())
-        made.make_vocab_size_divisible_by = 128
         model = provided(made, wrap_with_ddp=False)
         with torch.no_grad():
             for parameter in model[0].parameters():
@@ -183,6 +211,37 @@ def load_pretrained(checkpoints: str, output: str) -> None:
         _export(model, Path(output))
 
 
+def example(output: str) -> None:
+    """What examples/nemo/bridge_finetune.py makes of a recipe, after Megatron-Bridge's own checks of it."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.config import DatasetBuildContext, runtime_config_update
+
+    # its recipes import a loader of images and videos, whose pins conflict with the others
+    absent = {name: mock.MagicMock(**dict.fromkeys(names, Absent)) for name, names in ENERGON.items()}
+    with mock.patch.dict(sys.modules, absent):
+        from examples.nemo import bridge_finetune
+    made = AutoBridge.from_hf_pretrained
+    models = {"Qwen/Qwen3-1.7B": GOLDEN / "student", "TEACHER": GOLDEN / "teacher"}
+    given = "--recipe qwen3_1p7b_sft_config --teacher TEACHER --pretrained P --output O --updates 5 --length 32"
+    with mock.patch.object(AutoBridge, "from_hf_pretrained", lambda name: made(str(models[name]))):
+        options = bridge_finetune.parse([*given.split(), "--rollouts", str(GOLDEN / "rollouts.jsonl")])
+        config, step = bridge_finetune.configure(options)
+    runtime_config_update(config)
+    samples = config.train.train_iters * config.train.global_batch_size
+    data, *others = config.dataset.build_datasets(DatasetBuildContext(samples, 0, 0, None))
+    found = {
+        "provider": step._providers[0] is config.model,
+        "per token": config.model.calculate_per_token_loss and not config.ddp.average_in_collective,
+        "samples": len(data),
+        "weight": sum(float(data[i]["weight"].sum()) for i in range(config.train.global_batch_size)),
+        "length": [config.model.seq_length, len(data[0]["tokens"])],
+        "others": others,
+        "evaluations": config.train.eval_iters,
+        "head": [config.optimizer.weight_decay, config.scheduler.start_weight_decay],
+    }
+    Path(output).write_text(json.dumps(found))
+
+
 def one_rank(directory: str, ours: dict[str, str], run: str) -> None:
     """All cases of one rank, in one process: importing Megatron-Bridge takes longer than any of them."""
     root = Path(directory)
@@ -191,6 +250,7 @@ def one_rank(directory: str, ours: dict[str, str], run: str) -> None:
     for name, checkpoint in ours.items():
         load(checkpoint, str(root / f"{name}.safetensors"))
     load_pretrained(run, str(root / "pretrained.safetensors"))
+    example(str(root / "example.json"))
 
 
 def _global_state(made: Any, layout: Layout, size: int) -> Any:
@@ -227,7 +287,12 @@ def train_steps(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine
+    from megatron.core.rerun_state_machine import (
+        RerunDataIterator,
+        RerunMode,
+        destroy_rerun_state_machine,
+        initialize_rerun_state_machine,
+    )
 
     from nemo_oprd.nemo import RepresentationLossConfig
     from nemo_oprd.nemo.forward_step import OPRDForwardStep
@@ -241,7 +306,7 @@ def train_steps(
         model = provided(student, ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
         groups = ProcessGroupCollection.use_mpu_process_groups()
         student.finalize_model_grads_func = finalize = partial(finalize_model_grads, pg_collection=groups)
-        config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.0, params_dtype=torch.float32)
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=0.0, params_dtype=torch.float32)
         optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
         student.grad_scale_func = optimizer.scale_loss
         rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
@@ -251,6 +316,7 @@ def train_steps(
             data_parallel_rank=groups.dp.rank(), data_parallel_size=sizes.data,
         )  # fmt: skip
         iterator = RerunDataIterator(iter(loader))
+        destroy_rerun_state_machine()
         initialize_rerun_state_machine(mode=RerunMode.DISABLED)
         counter.destroy_num_microbatches_calculator()
         counter.init_num_microbatches_calculator(dist.get_rank(), None, len(rollouts), size, sizes.data)

@@ -51,7 +51,7 @@ def run(environment: dict[str, str], ranks: int, case: str, **arguments: Any) ->
     """Runs a function of nemo_bridge_cases.py on `ranks` ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [str(PYTHON), *torchrun, str(HERE / "nemo_bridge_cases.py"), case, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
@@ -171,6 +171,20 @@ def test_their_fields_are_ours(one_rank: Path, trained: Path) -> None:
         for field in set(ours) - settings:
             assert field in theirs["model"], field
             assert theirs["model"][field] == ours[field], field
+
+
+def test_example(one_rank: Path) -> None:
+    found = json.loads((one_rank / "example.json").read_text())
+    assert found.pop("weight") == pytest.approx(1.0)
+    assert found == {
+        "provider": True,
+        "per token": True,
+        "samples": 5 * 8,
+        "length": [32, 32],
+        "others": [None, None],
+        "evaluations": 0,
+        "head": [0.0, 0.0],
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
