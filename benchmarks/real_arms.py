@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 STEPS = 30
-RATES = (3e-4, 1e-4, 1e-3)
+RATES = (3e-4, 1e-3, 1e-4)
 SEEDS = (0, 1, 2)
 
 HIDDEN = ("loss.representation.positions=all",)
 OUTPUT = ("loss.representation.layers=none", "loss.output.weight=1")
 COSINE = (*HIDDEN, "loss.representation.kind=cosine")
 
-# the losses whose best rates are searched; each name is a column of the study's tables
+# each name is a row of the study's tables
 LOSSES: dict[str, tuple[str, ...]] = {
     "mse": HIDDEN,
     "cosine": COSINE,
@@ -22,10 +22,13 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "without_outliers": (*HIDDEN, "bridge=without_outliers"),
     "mse_last": (*HIDDEN, "loss.representation.layers=last"),
     "sampled_token": (*OUTPUT, "loss.output.kind=sampled_token"),
+    "top_16": (*OUTPUT, "loss.output.kind=top_k", "loss.output.k=16"),
     "full_vocab": (*OUTPUT, "loss.output.kind=full_vocab"),
     "forward_kl": (*OUTPUT, "loss.output.kind=forward_kl"),
     "cosine_full_vocab": (*COSINE, "loss.representation.weight=10", *OUTPUT[1:], "loss.output.kind=full_vocab"),
 }
+# the losses that run at every rate; the others, at the first rate, are within the noise of mse or behind it
+SEARCHED = ("mse", "cosine", "sampled_token", "full_vocab", "forward_kl", "cosine_full_vocab")
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,17 @@ class Arm:
         return (*LOSSES[self.loss], *self.settings)
 
 
-def sweep(student: str, losses: Iterable[str]) -> Iterator[Arm]:
-    """These losses at every rate, one rate after the other, so that an unfinished sweep compares all losses."""
+def sweep() -> Iterator[Arm]:
+    """All losses at the first rate, then those of `SEARCHED` at the others: an unfinished sweep compares all losses."""
     for rate in RATES:
-        for loss in losses:
-            yield Arm(loss, rate, student=student)
+        for loss in LOSSES if rate == RATES[0] else SEARCHED:
+            yield Arm(loss, rate)
+
+
+def on_student(student: str, best: Iterable[Arm]) -> Iterator[Arm]:
+    """The same losses on another student, at the rates that were best on the pruned one."""
+    for arm in best:
+        yield replace(arm, student=student)
 
 
 def seeds(best: Iterable[Arm]) -> Iterator[Arm]:
@@ -77,13 +86,11 @@ def changes(base: Arm) -> Iterator[Arm]:
         "first16": ("loss.representation.positions=first_k", third),
         "last16": ("loss.representation.positions=last_k", third),
         "adaptive_positions": ("loss.representation.adaptive.positions=true",),
-        "last_layer": ("loss.representation.layers=last",),
         "even_layers": ("loss.representation.layers=even",),
-        "predicting": ("loss.representation.position=predicting",),
     }
     for name, settings in alternatives.items():
         yield replace(base, change=name, settings=settings)
-    for name in ("uniform", "next_input"):
+    for name in ("next_input", "uniform"):
         yield replace(base, change=f"map_{name}", layer_map=name)
 
 

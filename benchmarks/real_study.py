@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_arms import LOSSES, Arm, changes, is_hidden, seeds, sweep
+from benchmarks.real_arms import SEARCHED, Arm, changes, is_hidden, on_student, seeds, sweep
 from benchmarks.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
 from benchmarks.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, distance, line, read_results, tables
 from nemo_oprd.evaluation.agreement import Response, describe_text
@@ -278,14 +278,13 @@ def equal_operations(cheaper: Arm, dearer: Arm) -> list[Arm]:
 
 def stages() -> Iterator[list[Arm]]:
     """The arms of the study in their order; a stage is chosen by the results of the stages before it."""
-    yield list(sweep("pruned", LOSSES))
-    best = best_arms(read_results(), "pruned")
+    yield list(sweep())
+    best = [arm for arm in best_arms(read_results(), "pruned") if arm.loss in SEARCHED]
     hidden = [arm for arm in best if is_hidden(arm)]
+    yield list(on_student("quantised", hidden[:1] + [arm for arm in best if not is_hidden(arm)][: SEVERAL - 1]))
     yield list(seeds(best[:SEVERAL]))
     yield list(changes(hidden[0]))
     yield equal_operations(hidden[0], next(arm for arm in best if not is_hidden(arm)))
-    chosen = dict.fromkeys(arm.loss for arm in (hidden[0], *[arm for arm in best if not is_hidden(arm)][: SEVERAL - 1]))
-    yield list(sweep("quantised", chosen))
 
 
 def run_all(study: Study, arms: Iterable[Arm], jobs: int) -> None:

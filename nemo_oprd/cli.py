@@ -8,6 +8,7 @@ torchrun ... -m nemo_oprd fit-bridge --config-name NAME [k=v]  projectors betwee
 torchrun ... -m nemo_oprd evaluate --config-name NAME [k=v] sample and grade
 nemo-oprd grade RUN_OR_FILE [...] [--against OTHER]         grade kept responses again, without a model
 nemo-oprd serve --config-name NAME [--port P] [k=v]         a vLLM server for rollout.vllm.endpoints
+nemo-oprd data --config-name NAME [k=v]                     what a run would do to its prompts, without a model
 nemo-oprd plan --config-name NAME --ranks N [k=v]           memory, bytes and seconds of a run, before it is started
 nemo-oprd report RUN [RUN ...] [--output FILE]              one page of curves
 nemo-oprd compare --teacher DIR --prompts FILE --output DIR NAME=DIR ...   distance of students from their teacher
@@ -40,6 +41,7 @@ _CONFIGURED = {
     "fit-bridge": "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
     "evaluate": "sample the student on the validation sets and grade it",
     "serve": "a vLLM server for the student, for runs with rollout.vllm.endpoints",
+    "data": "what a run would do to its prompts: suffix, held-out problems, duplicates, contamination; needs no model",
     "plan": "what a training run needs on a number of GPUs: memory, operations, bytes, seconds; config.json is enough",
 }
 
@@ -69,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--problems", type=int, default=32, help="problems to grade (default: %(default)s)")
             command.add_argument("--max-new-tokens", type=int, default=512, help="per response (default: %(default)s)")
             command.add_argument("--json", metavar="FILE", help="also write all findings, with their numbers")
+        if name == "data":
+            command.add_argument("--json", metavar="FILE", help="also write the counts and examples")
         if name == "serve":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
             command.add_argument("--port", type=int, default=8000, help="default: %(default)s")
@@ -318,6 +322,11 @@ def _run_configured(options: argparse.Namespace) -> None:
         return
     if options.command == "plan":
         _plan(config, options)
+        return
+    if options.command == "data":
+        from nemo_oprd.commands.data import show_data
+
+        show_data(config, options.json)
         return
     against_reference = options.command == "verify" and options.against == "reference"
     # mistakes that the configuration and the models' config.json show are reported before torch is imported (seconds)

@@ -26,6 +26,10 @@ class Layout:
     `virtual_pipeline` is the number of model chunks per pipeline rank, `sequence` switches sequence parallelism on.
     `first_stage_layers` and `last_stage_layers` are the layers of the first and of the last pipeline rank; None: equal
     or balanced ones.
+
+    Experts are split over the `tensor * context * data` ranks of a pipeline rank in another way: every expert over
+    `expert_tensor` ranks, the experts of a layer over `expert` such groups, and what remains holds copies. Order of
+    ranks, fastest first: expert tensor, expert, copy. `dispatcher` is how tokens travel to their experts.
     """
 
     tensor: int = 1
@@ -37,11 +41,19 @@ class Layout:
     first_rank: int = 0
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    expert: int = 1
+    expert_tensor: int = 1
+    dispatcher: str = "alltoall"
 
     @property
     def size(self) -> int:
         """Number of ranks of the role."""
         return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of ranks that hold the same experts (Megatron's expert data-parallel size)."""
+        return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
 
     @property
     def ranks(self) -> range:
@@ -130,4 +142,7 @@ class Layout:
             if size > 1:
                 parts.append(f"{name}{size}")
         parts.append(f"DP{self.data}")
+        for name, size in (("EP", self.expert), ("ETP", self.expert_tensor)):
+            if size > 1:
+                parts.append(f"{name}{size}")
         return " ".join(parts) + (" +SP" if self.sequence else "")

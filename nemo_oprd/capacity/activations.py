@@ -34,12 +34,25 @@ class LayerBytes:
     norm: float
 
 
+def feed_forward_values(spec: ModelSpec, layout: Layout) -> float:
+    """Values per token that the feed-forward block of a layer makes on a rank; of the larger kind of layer.
+
+    Both products of the first matrix, what the activation makes of them, and their product: 5 F. In a layer with
+    experts each token is in K of them, with its state before and after, if tokens spread evenly over the ranks.
+    """
+    dense = 5 * spec.ffn_size / layout.tensor
+    if spec.experts is None:
+        return dense
+    sparse = spec.experts.per_token * (5 * spec.experts.ffn_size + 4 * spec.hidden_size) / layout.tensor
+    return sparse if all(spec.experts.sparse) else max(dense, sparse)
+
+
 def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, *, transformer_engine: bool) -> LayerBytes:
     """The bytes per token of a student's layer, if its loss is injected at its output."""
     t, e = layout.tensor, value_bytes
     d = spec.hidden_size / (t if layout.sequence else 1)
     q, kv = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
-    f, heads = spec.ffn_size / t, spec.num_heads / t
+    f, heads = feed_forward_values(spec, layout) / 5, spec.num_heads / t
     if transformer_engine:
         norms = 4 * d * e  # the inputs and the outputs of both norms
     else:

@@ -243,7 +243,7 @@ def _rollouts(work: Workload, mean: Workload) -> Demand:
 def _evaluation(work: Workload, mean: Workload, problems: int | None, ranks: int) -> tuple[Demand | None, bool]:
     """(One evaluation, or None without one; whether the number of its problems is known)."""
     config = work.config
-    sets = len(config.data.validation)
+    sets = len(config.data.sets)
     if not config.evaluation.every or not sets:
         return None, False
     if problems is None and config.evaluation.limit is not None:

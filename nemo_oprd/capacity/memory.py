@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nemo_oprd.capacity.activations import kept_bytes, layer_bytes, microbatches_in_flight, transient_bytes
+from nemo_oprd.capacity.activations import (
+    feed_forward_values,
+    kept_bytes,
+    layer_bytes,
+    microbatches_in_flight,
+    transient_bytes,
+)
 from nemo_oprd.capacity.parameters import StageParameters, stage_parameters
 from nemo_oprd.capacity.workload import TeacherWork, Workload
 from nemo_oprd.layout import Layout
@@ -61,11 +67,13 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
     count, train = student_parameters(work, layout, pipeline), work.config.train
     # a float32 copy of the weights where they are bfloat16, and two moments
     state = 12 if work.value_bytes < 4 else 8
-    shards = layout.data * layout.context if train.distributed_optimizer else 1
+    shards, copies = 1, 1
+    if train.distributed_optimizer:
+        shards, copies = layout.data * layout.context, layout.expert_copies
     return {
-        "weights": float(count.held * work.value_bytes),
-        "gradients": 4.0 * count.trained,
-        "optimizer": state * count.trained / shards,
+        "weights": float(count.all_held * work.value_bytes),
+        "gradients": 4.0 * count.all_trained,
+        "optimizer": state * (count.trained / shards + count.experts_trained / copies),
     }
 
 
@@ -75,7 +83,7 @@ def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
     for teacher in work.teachers:
         head = teacher.head or work.config.teacher.weights == "ema"
         count = stage_parameters(teacher.spec, layout, pipeline, depth=teacher.depth, head=head)
-        each.append(float(count.held * work.value_bytes))
+        each.append(float(count.all_held * work.value_bytes))
     return max(each) if work.config.teacher.offload else sum(each)
 
 
@@ -222,7 +230,7 @@ def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
     d = spec.hidden_size / (layout.tensor if layout.sequence else 1)
     q, kv = (heads * spec.head_dim / layout.tensor for heads in (spec.num_heads, spec.num_kv_heads))
     attention = 2 * d + 5 * q + 6 * kv
-    return value_bytes * max(3 * d + 5 * spec.ffn_size / layout.tensor, attention)
+    return value_bytes * max(3 * d + feed_forward_values(spec, layout), attention)
 
 
 def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int:

@@ -11,10 +11,19 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 
 
-def layer_flops(spec: ModelSpec) -> float:
-    """Operations per token of one layer's matrix products with weights, forward."""
+def layers_flops(spec: ModelSpec, depth: int) -> float:
+    """Operations per token of the matrix products with weights of layers 1 to `depth`, forward."""
+    return sum(layer_flops(spec, layer) for layer in range(1, depth + 1))
+
+
+def layer_flops(spec: ModelSpec, layer: int) -> float:
+    """Operations per token of the matrix products with weights of layer `layer` (1-based), forward."""
     d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return 2.0 * (d * (q + 2 * kv) + q * d + 3 * d * spec.ffn_size)
+    block = 3 * d * spec.ffn_size
+    if spec.is_sparse(layer):
+        assert spec.experts is not None
+        block = d * spec.experts.count + 3 * d * spec.experts.ffn_size * spec.experts.per_token
+    return 2.0 * (d * (q + 2 * kv) + q * d + block)
 
 
 def attention_flops(spec: ModelSpec, length: float, *, causal: bool = True) -> float:
@@ -51,7 +60,7 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
     tokens = float(work.responses * length)
 
     def forward(model: ModelSpec, depth: int) -> float:
-        return tokens * depth * (layer_flops(model) + attention_flops(model, length, causal=causal))
+        return tokens * (layers_flops(model, depth) + depth * attention_flops(model, length, causal=causal))
 
     output = float(work.responses * work.output_rows)
     trains_head = work.output_kind not in ("none", "watched")
@@ -68,7 +77,8 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
         elif each.sends_states and trains_head:  # the student's rank multiplies these states with the teacher's head
             update += share * output * head_flops(each.spec)
     sampled = float(work.responses * (work.prompt + work.response))
-    per_token = spec.num_layers * (layer_flops(spec) + attention_flops(spec, work.prompt + work.response))
+    attention = attention_flops(spec, work.prompt + work.response)
+    per_token = layers_flops(spec, spec.num_layers) + spec.num_layers * attention
     sampling = sampled * per_token + work.responses * work.response * head_flops(spec)
     return StepFlops(sampling, teacher, update * work.config.train.updates_per_rollout)
 
@@ -79,6 +89,7 @@ class StepBytes:
 
     gradients: float
     tensor: float
+    experts: float
     context: float
     pipeline: float
     targets: float
@@ -89,6 +100,7 @@ class StepBytes:
         return {
             "gradients and parameters (data parallel)": self.gradients,
             "activations (tensor parallel)": self.tensor,
+            "tokens to experts (expert parallel)": self.experts,
             "keys and values (context parallel)": self.context,
             "hidden states (pipeline)": self.pipeline,
             "targets, at most": self.targets,
@@ -100,9 +112,9 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     """The bytes of the student's ranks, without what a teacher's forward pass moves between the teacher's."""
     batches, spec, e = work.on(student), work.student, work.value_bytes
     tokens = float(batches.count * batches.tokens) / student.context
-    stage = max((student_parameters(work, student, p) for p in range(student.pipeline)), key=lambda each: each.held)
-    shards = student.data * student.context
-    away = (shards - 1) / shards
+    stage = max((student_parameters(work, student, p) for p in range(student.pipeline)), key=lambda each: each.all_held)
+    shards, copies = student.data * student.context, student.expert_copies
+    away, experts_away = (shards - 1) / shards, (copies - 1) / copies
     gathered = e if work.config.train.distributed_optimizer else 4  # parameters gathered, or the sum sent back
     layers = max(student.layers_per_stage(spec.num_layers))
     passes = 2 + (1 if work.config.student.recompute == "full" else 0)
@@ -110,13 +122,21 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     tensor = passes * 2 * layers * tokens * spec.hidden_size * e * 2 * (t - 1) / t
     keys = 2 * spec.num_kv_heads * spec.head_dim / t * e
     context = passes * layers * tokens * (student.context - 1) * keys
+    experts = 0.0
+    if spec.experts is not None:  # there and back again, for each of a token's experts
+        most = max(
+            sum(spec.is_sparse(i) for i in student.owned_layers(p, spec.num_layers)) for p in range(student.pipeline)
+        )
+        visits = passes * 2 * most * tokens / t * spec.experts.per_token
+        experts = visits * spec.hidden_size * e * (student.expert - 1) / student.expert
     pipeline = 2.0 * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0
     rows = batches.responses * work.rows / student.context
     owned = -(-len(work.layers) // student.pipeline)
     targets = rows * owned * work.teachers[0].width * work.teachers[0].value_bytes
     return StepBytes(
-        stage.trained * away * (4 + gathered),
+        (stage.trained * away + stage.experts_trained * experts_away) * (4 + gathered),
         tensor,
+        experts,
         context,
         pipeline,
         targets,

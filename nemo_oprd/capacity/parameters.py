@@ -10,26 +10,53 @@ from nemo_oprd.models import ModelSpec
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Numbers of parameters on one rank of a pipeline stage: held, and trained."""
+    """Numbers of parameters on one rank of a pipeline stage: held, and trained; of experts, and of everything else."""
 
     held: int
     trained: int
+    experts_held: int = 0
+    experts_trained: int = 0
+
+    @property
+    def all_held(self) -> int:
+        """Parameters of both kinds that the rank holds."""
+        return self.held + self.experts_held
+
+    @property
+    def all_trained(self) -> int:
+        """Parameters of both kinds that the rank trains."""
+        return self.trained + self.experts_trained
 
 
-def layer_parameters(spec: ModelSpec, tensor: int) -> int:
-    """Parameters of one transformer layer on one of `tensor` tensor ranks."""
+def layer_parameters(spec: ModelSpec, layer: int, tensor: int = 1) -> int:
+    """Parameters of transformer layer `layer` (1-based) on one of `tensor` tensor ranks, without those of experts."""
     d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    split = (q + 2 * kv) * d + q * d + 3 * spec.ffn_size * d
+    split = (q + 2 * kv) * d + q * d
     if spec.qkv_bias:
         split += q + 2 * kv
     whole = 2 * d + (d if spec.proj_bias else 0) + (2 * spec.head_dim if spec.qk_norm else 0)
+    if spec.is_sparse(layer):
+        assert spec.experts is not None
+        whole += spec.experts.count * d  # the router
+    else:
+        split += 3 * spec.ffn_size * d
     return split // tensor + whole
+
+
+def expert_parameters(spec: ModelSpec, layer: int) -> int:
+    """Parameters of all experts of layer `layer` (1-based)."""
+    if not spec.is_sparse(layer):
+        return 0
+    assert spec.experts is not None
+    return spec.experts.count * 3 * spec.experts.ffn_size * spec.hidden_size
 
 
 def model_parameters(spec: ModelSpec) -> int:
     """Parameters of the whole model, without padding; a tied head counts once."""
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
-    return embeddings + spec.num_layers * layer_parameters(spec, 1) + spec.hidden_size
+    layers = range(1, spec.num_layers + 1)
+    inner = sum(layer_parameters(spec, layer) + expert_parameters(spec, layer) for layer in layers)
+    return embeddings + inner + spec.hidden_size
 
 
 def stage_parameters(
@@ -52,10 +79,13 @@ def stage_parameters(
         trains_norm, trains_head: whether a gradient reaches the final norm and the head.
     """
     layers = [i for i in layout.owned_layers(pipeline, spec.num_layers) if depth is None or i <= depth]
-    per_layer = layer_parameters(spec, layout.tensor)
+    reached = [i for i in layers if trained_depth is None or i <= trained_depth]
     embedding = spec.padded_vocab(layout.tensor) // layout.tensor * spec.hidden_size
-    held = len(layers) * per_layer
-    trained = sum(per_layer for i in layers if trained_depth is None or i <= trained_depth)
+    held, trained = (sum(layer_parameters(spec, i, layout.tensor) for i in some) for some in (layers, reached))
+    parts = layout.expert * layout.expert_tensor
+    experts_held, experts_trained = (
+        sum(expert_parameters(spec, i) for i in some) // parts for some in (layers, reached)
+    )
     first, last = pipeline == 0, pipeline == layout.pipeline - 1
     if first:
         held, trained = held + embedding, trained + embedding
@@ -66,4 +96,4 @@ def stage_parameters(
         own_head = head and not (spec.tied_embeddings and first)
         held += embedding if own_head else 0
         trained += embedding if own_head and (trains_head or spec.tied_embeddings) else 0
-    return StageParameters(held, trained)
+    return StageParameters(held, trained, experts_held, experts_trained)

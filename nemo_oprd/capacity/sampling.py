@@ -72,7 +72,7 @@ def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float
         "KV cache": float(batch * length * per_token),
         "prompts and logits": batch
         * max(
-            work.prompt * forward_bytes(spec, Layout(tensor=rollout.tensor), work.value_bytes),
+            work.prompt * forward_bytes(spec, Layout(tensor=rollout.tensor, expert=rollout.expert), work.value_bytes),
             float(spec.padded_vocab(rollout.tensor) * DRAW_BYTES),
         ),
     }
@@ -90,7 +90,8 @@ def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float
 
 def rollout_copy(work: Workload) -> float:
     """Bytes of the in-process engine's copy of the student on one rank."""
-    held = stage_parameters(work.student, Layout(tensor=work.config.rollout.tensor), 0).held
+    sizes = work.config.rollout
+    held = stage_parameters(work.student, Layout(tensor=sizes.tensor, expert=sizes.expert), 0).all_held
     return float(held * work.value_bytes)
 
 

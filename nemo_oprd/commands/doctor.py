@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import largest
-from nemo_oprd.data.prompts import Prompt, load_prompts, prompt_order
+from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.diagnosis import files as file_checks
 from nemo_oprd.diagnosis import models as model_checks
 from nemo_oprd.diagnosis import samples as sample_checks
@@ -35,6 +35,7 @@ from nemo_oprd.rollout.sampler import training_sampling
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.setup.data import check_bridge_tokenizers, read_prompts
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
+from nemo_oprd.setup.prompt_files import training_prompts, validation_problems
 from nemo_oprd.setup.training import is_first_rank
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.train import accumulate_gradients
@@ -91,7 +92,7 @@ class Examination:
         """The checks of tokenizers, templates, weights and prompt files; the first rank makes them."""
         if not self.report.speaks:
             return
-        prompts = [prompt for file in _training_files(self.config) for prompt in load_prompts(file)]
+        prompts = training_prompts(self.config)
         for number, label in enumerate(self.labels):
             for finding in self._check_files_of(number, prompts):
                 self.report.add(finding.about(label))
@@ -124,15 +125,16 @@ class Examination:
             teacher = self.files.teachers[0].tokenizer
             texts = [teacher.render(list(p.teacher_messages(template)), True) for p in some]
             found["data.train as the teacher reads it"] = texts
-        for name, file in self.config.data.validation.items():
-            some = load_prompts(file)[:RENDERED_PROMPTS]
+        for name, problems in validation_problems(self.config).items():
+            some = problems[:RENDERED_PROMPTS]
             found[f"data.validation.{name}"] = [student.render(list(p.messages), True) for p in some]
         return found
 
     def prepare(self) -> bool:
         """Makes the plan of the run and joins the process group; False if `train` would refuse the configuration."""
         try:
-            self.prompts, self.inputs = read_prompts(self.config, self.files)
+            prompts, self.inputs = read_prompts(self.config, self.files)
+            self.prompts = prompts.training
             self.plan: RunPlan = make_plan(self.config, self.files)
             check_bridge_tokenizers(self.plan.objective, self.files, self.inputs)
         except ValueError as error:
@@ -164,13 +166,14 @@ class Examination:
 
     def _requests(self) -> list[Request]:
         """The first training prompts in the order of the run, the same number for each teacher."""
-        order = prompt_order(len(self.prompts), self.config.seed, 0, len(self.prompts))
-        taught_by = self.routing.teachers_of(self.prompts[i].data_source for i in order)
+        prompts = self.prompts.requests
+        order = self.prompts.order.indices(self.config.seed, 0, len(prompts))
+        taught_by = self.routing.teachers_of(prompts[i].data_source for i in order)
         each = -(-self.settings.prompts // len(self.labels))
         chosen: list[Request] = []
         for number in range(len(self.labels)):
             own = [i for i, teacher in zip(order, taught_by, strict=True) if teacher == number]
-            chosen += [self.prompts[i] for i in own[:each]]
+            chosen += [prompts[i] for i in own[:each]]
         return chosen
 
     def _compare_with(self, number: int) -> Finding:
@@ -207,8 +210,8 @@ class Examination:
             room: problems of as many tokens leave no room for a response, and are left out.
         """
         named = self.config.teacher_sources[number].data_sources
-        for name, file in self.config.data.validation.items():
-            problems = [p for p in load_prompts(file) if p.answer is not None]
+        for name, read in validation_problems(self.config).items():
+            problems = [p for p in read if p.answer is not None]
             if named is not None:
                 problems = [p for p in problems if p.data_source in named]
             fitting = [p for p in problems if all(len(t.encode_prompt(list(p.messages))) < room for t in tokenizers)]
@@ -274,8 +277,3 @@ class Examination:
             return
         shares = {} if metrics is None else metrics.gradient_share_per_layer
         yield massive_activations(distiller, batch, loss, shares)
-
-
-def _training_files(config: Config) -> list[str]:
-    train = config.data.train
-    return train if isinstance(train, list) else [str(train)]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nemo_oprd.config.schema import Config
 from nemo_oprd.evaluation.files import METRICS
 from nemo_oprd.evaluation.generations import model_identity
+from nemo_oprd.evaluation.progress import say
 from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.evaluation.tables import details, table
 from nemo_oprd.fault_tolerance.disk import check_output
@@ -21,8 +22,9 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.factory import check_on_device, make_engine
-from nemo_oprd.setup.models import ModelFiles, world_size
+from nemo_oprd.setup.models import student_files, world_size
 from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, known_ids, trainer_ranks
+from nemo_oprd.setup.prompt_files import held_out_problems
 
 
 def evaluate(config: Config) -> None:
@@ -36,11 +38,11 @@ def evaluate(config: Config) -> None:
             it holds the responses of another evaluation.
     """
     check_evaluates(config)
-    model = ModelFiles(config.student)
+    model = student_files(config)
     tokenizer, spec = model.tokenizer, model.spec
     check_output(config.output)
     model.check_vocabulary()
-    evaluator = Evaluator(config, tokenizer, spec.max_positions)
+    evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
     spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     check_rollout_ranks(config, trainer_ranks(config, world_size()))
     check_on_device(config, spec)
@@ -66,6 +68,8 @@ def evaluate(config: Config) -> None:
 
         seed_everything(config.seed)
         if dist.get_rank() == 0:
+            for note in evaluator.notes:
+                say(note)
             place.begin(afresh=False)
         evaluator.evaluate(engine, place)
     if dist.get_rank() == 0:

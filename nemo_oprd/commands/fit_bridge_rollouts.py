@@ -7,6 +7,7 @@ Sampled rollouts are written to `output/rollouts`, one file per step of `train.p
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.rollout.sampler import training_requests, training_sampling
 from nemo_oprd.setup.data import read_prompts, recorded_rollouts
 from nemo_oprd.setup.models import RunFiles
+from nemo_oprd.setup.training import is_first_rank
 
 DIRECTORY = "rollouts"
 
@@ -57,7 +59,11 @@ class SampledRollouts:
     def __init__(self, config: Config, files: RunFiles) -> None:
         self.config, self.student = config, files.student
         check_on_device(config, files.student.spec)
-        self.prompts, (self.teacher_inputs,) = read_prompts(config, files)
+        prompts, (self.teacher_inputs,) = read_prompts(config, files)
+        self.prompts = prompts.training
+        if is_first_rank():
+            for line in prompts.report.lines:
+                print(line, file=sys.stderr, flush=True)
         tokenizer = files.student.tokenizer
         self.student_tokenizer = tokenizer.fingerprint()
         self.teacher_tokenizer = (self.teacher_inputs.teacher if self.teacher_inputs else tokenizer).fingerprint()

@@ -229,7 +229,7 @@ def _check_evaluation(config: Config) -> None:
     """Evaluation has a set to sample, and `train.keep_best` a metric that is measured."""
     evaluation, best = config.evaluation, config.train.keep_best
     if best is not None:
-        names = config.data.validation
+        names = config.data.sets
         known = [f"val/{name}/{kind}@{evaluation.samples}" for name in names for kind in ("avg", "best")]
         if best not in known or not evaluation.every:
             raise ValueError(
@@ -241,14 +241,14 @@ def _check_evaluation(config: Config) -> None:
             f"data.validation has a set {wrong[0]!r}, whose name becomes part of file names; expected letters, digits, "
             "'_', '-' and '.', and no '.' or '-' at the start: rename the set"
         )
-    strange = [name for name in evaluation.graders if name not in config.data.validation]
+    strange = [name for name in evaluation.graders if name not in config.data.sets]
     if strange:
-        sets = ", ".join(config.data.validation) or "none"
+        sets = ", ".join(config.data.sets) or "none"
         raise ValueError(
             f"evaluation.graders.{strange[0]}={evaluation.graders[strange[0]]}: there is no such set, expected one in "
             f"data.validation ({sets}); correct the name"
         )
-    if evaluation.every and not config.data.validation:
+    if evaluation.every and not config.data.sets:
         raise ValueError(
             f"evaluation.every={evaluation.every} needs at least one set in data.validation; "
             "add e.g. data.validation.aime24=FILE, or set evaluation.every=0"

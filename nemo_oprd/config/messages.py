@@ -18,7 +18,7 @@ from nemo_oprd.config.secret_values import SECRET_KEY
 
 _UNKNOWN = "unexpected_keyword_argument"
 # groups whose keys are the user's
-_OPEN_GROUPS = ("data.validation", "evaluation.graders", "loss.representation.kind_args")
+_OPEN_GROUPS = ("data.validation", "data.chat_template_args", "evaluation.graders", "loss.representation.kind_args")
 # errors that say what a value is not; all others are about values of the right type
 _WRONG_TYPE = re.compile(r"_type$|^literal_error$|^missing$|^too_long$|^int_from_float$")
 

@@ -68,7 +68,8 @@ class VllmConfig:
 class RolloutConfig:
     """How the student samples.
 
-    `tensor` is the tensor-parallel size of the in-process engine. `max_batch` and `max_cache_tokens` are the largest
+    `tensor` is the tensor-parallel size of the in-process engine. `expert` divides it: the experts of a layer are split
+    over so many of the same ranks, which decode the same responses. `max_batch` and `max_cache_tokens` are the largest
     number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
     `max_batch` is also the number of responses that one vLLM server works on at a time. `max_cache_tokens: auto` takes
     what memory allows (`nemo_oprd/rollout/cache_budget.py`).
@@ -86,6 +87,7 @@ class RolloutConfig:
     replay: str | None = None
     save: bool = False
     tensor: PositiveInt = 1
+    expert: PositiveInt = 1
     max_batch: PositiveInt = 256
     max_cache_tokens: Literal["auto"] | PositiveInt = 524288
     correction: CorrectionMode = "off"
@@ -94,6 +96,11 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
+        if self.tensor % self.expert:
+            raise ValueError(
+                f"rollout.expert={self.expert} does not divide rollout.tensor={self.tensor}; expected a divisor, "
+                "because only ranks that decode the same responses can share experts: choose another size"
+            )
         low, high = self.correction_range
         if not (0 <= low <= 1 <= high and low < high):
             raise ValueError(

@@ -7,7 +7,7 @@ are in `checks.py`; rules that need the models' config.json are in `setup/prefli
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -24,8 +24,10 @@ from nemo_oprd.config.types import (
     PositiveFloat,
     PositiveInt,
     ProbabilityMass,
+    SetAside,
     Size,
 )
+from nemo_oprd.data.prompts import HELD_OUT
 from nemo_oprd.layout import Layout
 
 __all__ = [
@@ -62,9 +64,17 @@ class ParallelConfig:
     context: Size = 1
     first_stage_layers: Size | None = None
     last_stage_layers: Size | None = None
+    expert: Size = 1
+    expert_tensor: Size = 1
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
+        if self.expert_tensor > 1 and self.context > 1:
+            raise ValueError(
+                f"{{key}}.expert_tensor={self.expert_tensor} with {{key}}.context={self.context} is not supported; "
+                "expected one of them to be 1: split the experts with {key}.expert instead"
+            )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(  # {key}: student.parallel or teacher.parallel
                 f"{{key}}.virtual_pipeline={self.virtual_pipeline} needs {{key}}.pipeline > 1; raise that, or set "
@@ -84,6 +94,12 @@ class ParallelConfig:
                 f"{role}.parallel: tensor={self.tensor} * pipeline={self.pipeline} * context={self.context} = {needed} "
                 f"does not divide the {ranks} rank(s) of this role; start a multiple of {needed} ranks or change sizes"
             )
+        stage = ranks // self.pipeline
+        if stage % (self.expert * self.expert_tensor):
+            raise ValueError(
+                f"{role}.parallel: expert={self.expert} * expert_tensor={self.expert_tensor} does not divide the "
+                f"{stage} rank(s) of a pipeline stage; choose a divisor, or start more ranks"
+            )
         return Layout(
             self.tensor,
             self.context,
@@ -94,6 +110,9 @@ class ParallelConfig:
             first_rank,
             self.first_stage_layers,
             self.last_stage_layers,
+            self.expert,
+            self.expert_tensor,
+            self.dispatcher,
         )
 
 
@@ -258,20 +277,60 @@ class AlignmentConfig:
 
 @dataclass(config=STRICT)
 class DataConfig:
-    """Prompt files: those for training, and any number of named sets for validation.
+    """Prompt files: those for training, and any number of named sets for validation (docs/data.md).
 
-    `train` is one file or a list of files. Training prompts of more than `max_prompt_tokens` tokens are left out (null:
-    all prompts are kept).
+    `train` is one file, a list of files, which are one pool, or a mapping of files to weights: a file's share of the
+    prompts of every step is its share of the weights.
+
+    `suffix` is added to training and validation prompts that do not have it. `held_out` sets a share of the training
+    prompts aside as the validation set `held_out`, by a hash of their text. `deduplicate` drops training prompts that
+    repeat an earlier one. `contamination` says what happens to training prompts that contain a problem of a validation
+    set. `chat_template` replaces the template of the student's tokenizer; `chat_template_args` are variables for the
+    templates of all models.
+
+    Training prompts of more than `max_prompt_tokens` tokens (null: any number) are treated as `over_long` says: left
+    out, refused, or cut at the beginning of their last message.
     """
 
-    train: str | list[str] | None = None
+    train: str | list[str] | dict[str, PositiveFloat] | None = None
+    suffix: str | None = None
+    chat_template: str | None = None
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: PositiveInt | None = None
+    over_long: Literal["drop", "refuse", "truncate_left"] = "drop"
+    deduplicate: bool = False
+    held_out: SetAside = 0.0
+    contamination: Literal["warn", "drop", "refuse"] = "warn"
     validation: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def train_files(self) -> tuple[str, ...]:
+        """The files with training prompts; none if `train` is null."""
+        return (self.train,) if isinstance(self.train, str) else tuple(self.train or ())
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The names of all validation sets, the held-out one last."""
+        return (*self.validation, HELD_OUT) if self.held_out else tuple(self.validation)
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        if self.train == []:
-            raise ValueError("data.train=[]: expected a file of prompts, or several; name one, or set it to null")
+        if self.train == [] or self.train == {}:
+            raise ValueError(
+                f"data.train={self.train}: expected a file of prompts, or several; name one, or set it to null"
+            )
+        if self.suffix is not None and not self.suffix.strip():
+            raise ValueError(f"data.suffix={self.suffix!r}: expected text that is not blank; write it, or set null")
+        if self.over_long != "drop" and self.max_prompt_tokens is None:
+            raise ValueError(
+                f"data.over_long={self.over_long} without a limit: expected data.max_prompt_tokens; set it, or leave "
+                "data.over_long at drop"
+            )
+        if self.held_out and HELD_OUT in self.validation:
+            raise ValueError(
+                f"data.validation.{HELD_OUT}={self.validation[HELD_OUT]}: data.held_out={self.held_out} makes a set of "
+                "that name; expected another one: rename the set, or set data.held_out=0"
+            )
         return self
 
 

@@ -31,6 +31,8 @@ Decay = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1); choo
 Fraction = Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]; choose one")]
 # a part of the responses that is set aside twice
 HeldOut = Annotated[float, Field(gt=0, lt=0.5, description="a number in (0, 0.5); choose e.g. 0.1")]
+# a part of the training prompts that becomes a validation set
+SetAside = Annotated[float, Field(ge=0, lt=0.5, description="a number in [0, 0.5); choose e.g. 0.02, or 0 for none")]
 # between two divergences, which it excludes
 JsdBeta = Annotated[
     float, Field(gt=0, lt=1, description="a number in (0, 1); choose one, or kind forward_kl or full_vocab")

@@ -1,4 +1,6 @@
-"""The data that training reads: prompts, and the order in which training visits them (`prompts`).
+"""The data that training reads: prompts, what is done to them before training, and the order of training.
 
-Rollouts are generated or replayed by `nemo_oprd.rollout`, and represented by `nemo_oprd.batch.types.Rollout`.
+`prompts` reads files, `preparation` adds a suffix, holds out and drops, `contamination` compares with validation sets,
+`order` is the order in which training visits prompts. Rollouts are generated or replayed by `nemo_oprd.rollout`, and
+represented by `nemo_oprd.batch.types.Rollout`.
 """

@@ -1,8 +1,7 @@
-"""Prompts from parquet or JSONL files, and the order in which training visits them.
+"""Prompts from parquet or JSONL files.
 
 Files are read whole: prompt sets are tens of megabytes. Chat templates and token ids are not handled here, because they
-belong to a tokenizer and two tokenizers may read one prompt. The visiting order is a pure function of (seed, position),
-so there is no iterator whose state a checkpoint would have to save.
+belong to a tokenizer and two tokenizers may read one prompt.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nemo_oprd.fault_tolerance.files import parse_json
 
+# the name of the validation set that `data.held_out` makes
+HELD_OUT = "held_out"
 PROMPT_FIELDS = ("prompt", "problem", "question")
 # where a file may say what a problem is about and how hard it is; the first that is there counts
 SUBJECT_FIELDS, LEVEL_FIELDS = ("subject", "type"), ("level", "difficulty")
@@ -105,36 +104,6 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     if not prompts:
         raise ValueError(f"{path}: holds no prompts, expected at least one row; check how the file was written")
     return prompts
-
-
-def prompt_order(num_prompts: int, seed: int, start: int, count: int) -> list[int]:
-    """The prompts at positions start, ..., start+count-1 of an endless order in which every epoch is a new permutation.
-
-    The order is a pure function of (seed, position), so a run that resumes at position `start` sees the same prompts as
-    an uninterrupted run, whatever the sizes of earlier requests.
-
-    Example: `prompt_order(3, 0, 0, 4) == prompt_order(3, 0, 0, 2) + prompt_order(3, 0, 2, 2)`.
-
-    Raises:
-        ValueError: `num_prompts` is not positive, or `seed`, `start` or `count` is negative.
-    """
-    if num_prompts < 1:
-        raise ValueError(f"num_prompts is {num_prompts}, expected at least 1; check the training data file")
-    for name, value in (("seed", seed), ("start", start), ("count", count)):
-        if value < 0:
-            raise ValueError(f"{name} is {value}, expected 0 or more; pass a non-negative integer")
-    order: list[int] = []
-    while len(order) < count:
-        epoch, offset = divmod(start + len(order), num_prompts)
-        order += _permutation(num_prompts, seed, epoch)[offset : offset + count - len(order)].tolist()
-    return order
-
-
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [size]. Sorts raw draws of the bit generator: numpy guarantees the same raw draws in all its versions,
-    unlike the methods of `Generator`, and a run may resume in another environment. The stable sort settles ties."""
-    draws = np.random.Generator(np.random.PCG64([seed, epoch])).bit_generator.random_raw(size)
-    return np.argsort(draws, kind="stable")
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.data.prompts import Prompt, load_prompts
+from nemo_oprd.data.preparation import DataReport, say_suffix
+from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
+from nemo_oprd.data.text import with_suffix
 from nemo_oprd.evaluation.generations import Generations, SetKey, digest
 from nemo_oprd.evaluation.graders import GraderChoice
 from nemo_oprd.evaluation.grading import GradedSet, finish, grade_set
@@ -25,10 +27,18 @@ class Evaluator:
     """Evaluates models on the validation sets of a configuration.
 
     All evaluations use the same random numbers, so their results differ by the weights alone.
+
+    Attributes:
+        notes: what was done to the problems, for the log.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, max_positions: int) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, max_positions: int, held_out: Sequence[Prompt] = ()
+    ) -> None:
         """Reads and encodes the validation sets.
+
+        Args:
+            held_out: the problems of the set that `data.held_out` makes.
 
         Raises:
             ValueError: a set cannot be read, a problem has no answer or leaves no room for a response, a grader cannot
@@ -38,27 +48,39 @@ class Evaluator:
         self.graders = GraderChoice(config.evaluation.graders, config.evaluation.judge)
         self.sets: dict[str, list[Prompt]] = {}
         self.ids: dict[str, list[list[int]]] = {}
-        for name, path in config.data.validation.items():
-            problems = load_prompts(Path(path))[: config.evaluation.limit]
+        report = DataReport()
+        for name, where, problems in self._read_sets(held_out, report):
             unanswered = [p.index for p in problems if p.answer is None]
             if unanswered:
                 raise ValueError(
-                    f"data.validation.{name}={path}: problem {unanswered[0]} has no answer to grade against; add "
+                    f"{where}: problem {unanswered[0]} has no answer to grade against; add "
                     "an answer to each, or remove those without"
                 )
             for problem in problems:
                 try:
                     self.graders.of(name, problem.data_source).check(problem.answer or "")
                 except ValueError as error:
-                    raise ValueError(f"data.validation.{name}={path}: problem {problem.index}: {error}") from error
+                    raise ValueError(f"{where}: problem {problem.index}: {error}") from error
             self.sets[name] = problems
             self.ids[name] = [tokenizer.encode_prompt(list(p.messages)) for p in problems]
             long = [p.index for p, ids in zip(problems, self.ids[name], strict=True) if len(ids) >= max_positions]
             if long:
                 raise ValueError(
-                    f"data.validation.{name}={path}: problem {long[0]} leaves no room for a response in the model's "
+                    f"{where}: problem {long[0]} leaves no room for a response in the model's "
                     f"{max_positions} positions; expected shorter ones: remove it"
                 )
+
+        self.notes = report.lines
+
+    def _read_sets(self, held_out: Sequence[Prompt], report: DataReport) -> Iterator[tuple[str, str, list[Prompt]]]:
+        """Name, place for messages and problems of each set."""
+        data, limit = self.config.data, self.config.evaluation.limit
+        for name, path in data.validation.items():
+            problems, counts = with_suffix(load_prompts(path), data.suffix)
+            say_suffix(counts, f"data.validation.{name}", data.suffix, report)
+            yield name, f"data.validation.{name}={path}", problems[:limit]
+        if held_out:
+            yield HELD_OUT, f"data.held_out={data.held_out} of data.train", list(held_out)[:limit]
 
     def generations(self, directory: Path, model: dict[str, Any]) -> Generations:
         """The directory of an evaluation of `model`, an identity that `evaluation/generations.py` made."""

@@ -9,6 +9,7 @@ Three kinds of change, each listed in a table below:
 - `MODULES_ASKING_FOR_CUDA`: the module's global name `torch` is bound to a view of torch that reports the CPU where the
   module asks for a CUDA device.
 - `FUNCTIONS_COMPARING_TYPE_NAMES`: CUDA type names among a function's constants become CPU type names.
+- Megatron's exchange of tokens between experts gets the sizes of its parts as numpy arrays, as it would from a GPU.
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
   read and write the state of the CUDA generator use the CPU generator.
 
@@ -18,6 +19,7 @@ time, has an effect only on a torch that was built without CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import types
 from collections.abc import Callable
@@ -39,6 +41,9 @@ MODULES_ASKING_FOR_CUDA = (
     "megatron.core.tensor_parallel.mappings",
     "megatron.core.tensor_parallel.random",
     "megatron.core.tensor_parallel.utils",
+    "megatron.core.transformer.moe.experts",
+    "megatron.core.transformer.moe.router",
+    "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
@@ -61,6 +66,23 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor")
 _installed = False
 
 
+class _Stream:
+    """Stands in for a CUDA stream and its events: on a CPU the next operation begins when the last one has ended."""
+
+    def wait_stream(self, _: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        """An event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+_STREAM = _Stream()
+
+
 class _CpuInPlaceOfCuda(types.ModuleType):
     """The part of `torch.cuda` that Megatron-core calls unconditionally; anything else raises AttributeError."""
 
@@ -76,6 +98,9 @@ class _CpuInPlaceOfCuda(types.ModuleType):
     get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
     manual_seed = staticmethod(lambda seed: torch.default_generator.manual_seed(seed))
+    Stream = _Stream
+    current_stream = staticmethod(lambda *_: _STREAM)
+    stream = staticmethod(lambda *_: contextlib.nullcontext())
 
 
 class _TorchOnCpu(types.ModuleType):
@@ -129,6 +154,11 @@ def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool =
     torch.set_rng_state(new_state)
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """As Megatron's `maybe_move_tensor_to_cpu`, whose sizes of parts become numpy arrays only if they were on a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def import_uncompiled() -> None:
     """Imports Megatron-core; on a torch built without CUDA, `torch.compile` is the identity during the import.
 
@@ -166,4 +196,10 @@ def install() -> None:
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     rng._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
     rng._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+    # without Transformer Engine the module lacks the name, which its router looks up
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe, "te_general_gemm"):
+        moe.te_general_gemm = None  # type: ignore[attr-defined]
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
     _installed = True

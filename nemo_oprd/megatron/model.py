@@ -34,6 +34,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from nemo_oprd.losses.vocab_parallel import matmul
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
+from nemo_oprd.megatron.experts import expert_block_spec, expert_settings, use_padded_all_gather
 from nemo_oprd.megatron.kernels import apex_accumulates
 from nemo_oprd.megatron.observed_layer import (
     ObservedLayer,
@@ -180,6 +181,7 @@ def transformer_config(
         # rescaled.
         calculate_per_token_loss=True,
         perform_initialization=False,
+        **expert_settings(spec.experts, layout),
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=accumulates,
         masked_softmax_fusion=False,
@@ -191,17 +193,35 @@ def transformer_config(
     )
 
 
-def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
+def _layer_spec(spec: ModelSpec, backend: str, *, sparse: bool) -> ModuleSpec:
     if backend == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        if sparse:
+            # the norm before the router is a module of its own, because no linear layer follows it directly
+            from megatron.core.extensions.transformer_engine import TENorm
+
+            assert spec.experts is not None
+            layer.submodules.pre_mlp_layernorm = TENorm
+            layer.submodules.mlp = expert_block_spec(spec.experts, backend)
+            layer.submodules.sharded_state_dict_keys_map = {}
         layer.submodules.self_attention.module = RotatedSelfAttention
         if spec.proj_bias:
             attention = layer.submodules.self_attention.submodules
             attention.linear_proj = _with_bias(attention.linear_proj)
         return ModuleSpec(module=ObservedLayer, submodules=layer.submodules)
     norm = ModuleSpec(module=RMSNorm)
+    # the names of Transformer Engine's fused layers, so that either kind of layer loads a checkpoint of the other
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if sparse:
+        assert spec.experts is not None
+        mlp = expert_block_spec(spec.experts, backend)
+    else:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        mlp = ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        )
     proj = _with_bias(RowParallelLinear) if spec.proj_bias else RowParallelLinear
     return ModuleSpec(
         module=ObservedLayer,
@@ -220,16 +240,9 @@ def _layer_spec(spec: ModelSpec, backend: str) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # the names of Transformer Engine's fused layers, so that either kind of layer loads a checkpoint of the
-            # other
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )
 
@@ -355,10 +368,10 @@ def build_chunks(
     """
     layout = role.layout
     spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
+    spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role.name}.parallel")
     layout.layers_per_stage(spec.num_layers)
     assert role.coords is not None
     backend = "local" if local_layers else layer_backend(dtype)
-    layer = _layer_spec(spec, backend)
     if backend == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:
@@ -371,7 +384,7 @@ def build_chunks(
             for i in range(1, spec.num_layers + 1)
             if layout.stage_of_layer(i, spec.num_layers) == (role.coords.pipeline, chunk)
         ]
-        specs = [layer if depth is None or i <= depth else ModuleSpec(module=_NotBuilt, params={}) for i in numbers]
+        specs = _layer_specs(spec, backend, numbers, spec.num_layers if depth is None else depth)
         if training.get("recompute_method") == "uniform":
             requested = training["recompute_num_layers"]
             training = {**training, "recompute_num_layers": recompute_group(len(numbers), requested)}
@@ -394,18 +407,31 @@ def build_chunks(
             del model.output_layer
         if not last and isinstance(model.decoder.layers[-1], ObservedLayer):
             model.decoder.layers[-1].stage_ends = True
+        if spec.experts is not None and layout.dispatcher == "allgather":
+            use_padded_all_gather(model, role.groups)
         chunks.append(model.to(device()))
-    _mark_sharded_parameters(chunks, spec)
+    _mark_parameters(chunks, spec)
     return chunks
 
 
-def _mark_sharded_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
-    """Marks the parameters that are split over tensor ranks; the gradient norm counts all other parameters once.
+def _layer_specs(spec: ModelSpec, backend: str, numbers: list[int], depth: int) -> list[ModuleSpec]:
+    """The specs of a chunk's layers `numbers` (1-based), of which those above `depth` are not built."""
+    layers = {sparse: _layer_spec(spec, backend, sparse=sparse) for sparse in {spec.is_sparse(i) for i in numbers}}
+    missing = ModuleSpec(module=_NotBuilt, params={})
+    return [layers[spec.is_sparse(i)] if i <= depth else missing for i in numbers]
 
-    Megatron sets these marks when it draws random weights, which is turned off.
+
+def _mark_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
+    """Marks the parameters that are split over tensor ranks, and those of experts.
+
+    The gradient norm counts a parameter that is not split once. Megatron sets these marks when it draws random weights,
+    which is turned off.
     """
     mappings = mappings_by_name(spec)
     for name, parameter in named_parameters(chunks).items():
+        if name in mappings and mappings[name].expert is not None:
+            # Megatron does so only if experts are split; but also whole ones are summed over another group of ranks
+            parameter.allreduce = False  # type: ignore[attr-defined]
         axis = mappings[name].form.axis if name in mappings else 0  # a tied head's copy of the embedding
         # Megatron has already marked the biases of column-parallel layers
         if axis is not None and not hasattr(parameter, "tensor_model_parallel"):

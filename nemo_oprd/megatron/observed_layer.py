@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_oprd.megatron.attention import AttentionPlan
+from nemo_oprd.megatron.routes import Routes
 
 
 class Observer(Protocol):
@@ -52,6 +53,8 @@ class ObservedSequences(PackedSeqParams):
     lengths of the tokens' whole sequences, including tokens after the last computed one. `rotation` holds the cosines
     and sines of the tokens (`rotary.packed_rotation`); the model's forward computes them once for all layers.
 
+    `routes` keeps the experts that the microbatch's tokens visit, for models with experts.
+
     `packed` is False for an ordinary batch [S, B, D], which has no packed sequences: the object then only carries the
     observer, and layers compute as if they had been given no `PackedSeqParams`. Only adopted models run such batches.
     """
@@ -62,6 +65,7 @@ class ObservedSequences(PackedSeqParams):
     positions: torch.Tensor | None = None
     sequence_lengths: torch.Tensor | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    routes: Routes | None = None
     packed: bool = True
 
 
@@ -77,6 +81,9 @@ class ObservedLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the next class; the output is passed through the microbatch's `Observer`."""
         sequences = kwargs.get("packed_seq_params")
+        router = getattr(self.mlp, "router", None)
+        if router is not None:
+            router.routes = sequences.routes if isinstance(sequences, ObservedSequences) else None
         if not isinstance(sequences, ObservedSequences):
             return super().forward(*args, **kwargs)
         if sequences.depth is not None and self.layer_number > sequences.depth:

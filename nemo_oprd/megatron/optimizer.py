@@ -115,7 +115,9 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
     )
     _index_mixed_groups(optimizer)
     for part in optimizer.chained_optimizers:
-        part.data_parallel_group_gloo = role.host_group  # the distributed optimizer is gathered over it to be saved
+        # the distributed optimizer is gathered over it to be saved
+        experts = any(group.get("is_expert_parallel") for group in part.param_groups)
+        part.data_parallel_group_gloo = role.expert_host_group if experts else role.host_group
     return optimizer
 
 

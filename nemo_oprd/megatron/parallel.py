@@ -36,7 +36,9 @@ class Role:
     layout: Layout
     groups: ProcessGroupCollection | None  # None on ranks outside the role, and so are the coordinates
     coords: Coordinates | None
-    host_group: dist.ProcessGroup | None = None  # the ranks of "dp_cp", for tensors in host memory; if it was asked for
+    # the ranks of "dp_cp" and those of "expt_dp", for tensors in host memory; if they were asked for
+    host_group: dist.ProcessGroup | None = None
+    expert_host_group: dist.ProcessGroup | None = None
 
     @property
     def is_member(self) -> bool:
@@ -144,11 +146,12 @@ def wait_for_all() -> None:
 _meetings: dict[str, Any] = {}
 
 
-def make_role(name: str, layout: Layout, *, saves: bool = False) -> Role:
+def make_role(name: str, layout: Layout, *, saves: bool = False, experts: bool = False) -> Role:
     """Creates the groups of a role. Every rank of the world must call this, for the same roles in the same order.
 
     Args:
         saves: whether the role's optimizer is saved, which takes `Role.host_group`.
+        experts: whether the model has experts; if it is saved, that takes `Role.expert_host_group`, too.
     """
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -157,14 +160,28 @@ def make_role(name: str, layout: Layout, *, saves: bool = False) -> Role:
     grid = HyperCommGrid(sizes, ["tp", "cp", "dp", "pp"], rank_offset=layout.first_rank)
     groups = {key: _subgroups(grid.get_rank_enum(dims)) for key, dims in _GROUPS.items()}
     host_group = _subgroups(grid.get_rank_enum(_GROUPS["dp_cp"]), "gloo") if saves else None
-    groups["ep"] = _subgroups([[rank] for rank in layout.ranks])
+    experts_grid = HyperCommGrid(
+        [layout.expert_tensor, layout.expert, layout.expert_copies, layout.pipeline],
+        ["etp", "ep", "copy", "pp"],
+        rank_offset=layout.first_rank,
+    )
+    groups |= {key: _subgroups(experts_grid.get_rank_enum(dims)) for key, dims in _EXPERT_GROUPS.items()}
     # Tied embeddings are summed over the first and the last stage only; with more ranks in the group the all-reduce
     # would wait for the stages in between.
     groups["embd"] = _subgroups([sorted({ranks[0], ranks[-1]}) for ranks in grid.get_rank_enum("pp")])
+    copies = experts_grid.get_rank_enum(_EXPERT_GROUPS["expt_dp"])
+    expert_host_group = _subgroups(copies, "gloo") if saves and experts else None
     if dist.get_rank() not in layout.ranks:
         return Role(name, layout, None, None)
-    groups.update(pos_embd=None, expt_dp=groups["dp_cp"], expt_tp=groups["tp"])
-    return Role(name, layout, ProcessGroupCollection(**groups), layout.coordinates(dist.get_rank()), host_group)
+    groups["pos_embd"] = None
+    return Role(
+        name,
+        layout,
+        ProcessGroupCollection(**groups),
+        layout.coordinates(dist.get_rank()),
+        host_group,
+        expert_host_group,
+    )
 
 
 def _subgroups(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
@@ -198,9 +215,16 @@ _GROUPS = {
     "dp_cp": ["dp", "cp"],
     "mp": ["tp", "pp"],
     "tp_cp": ["tp", "cp"],
-    "tp_ep_pp": ["tp", "pp", "cp"],
     "tp_dp_cp": ["tp", "cp", "dp"],  # a pipeline stage
     "intra_dist_opt": ["tp", "cp", "dp", "pp"],
+}
+# the same for the experts' grid
+_EXPERT_GROUPS = {
+    "ep": "ep",
+    "expt_tp": "etp",
+    "tp_ep": ["etp", "ep"],
+    "tp_ep_pp": ["etp", "ep", "pp"],
+    "expt_dp": "copy",
 }
 
 

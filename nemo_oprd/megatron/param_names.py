@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -16,15 +17,24 @@ TE_NAMES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 _TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
+# an expert's parameter in Megatron's sequential experts, or in Transformer Engine's grouped ones
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.(?P<matrix>\w+)\.weight|(?P<grouped>\w+)\.weight(?P<number>\d+))"
+)
 
 
 def local_name(chunk: GPTModel, name: str) -> str:
-    """A chunk's parameter name -> the name in the mappings: global layer number, local layers' names for norms."""
+    """A chunk's parameter name -> the name in the mappings, with global numbers of layers and experts."""
     if not name.startswith("decoder.layers."):
         return name
     _, _, index, rest = name.split(".", 3)
-    layer = chunk.decoder.layers[int(index)].layer_number - 1
-    return f"decoder.layers.{layer}.{_TE_TO_LOCAL.get(rest, rest)}"
+    layer = chunk.decoder.layers[int(index)]
+    rest = _TE_TO_LOCAL.get(rest, rest)
+    expert = _EXPERT.fullmatch(rest)
+    if expert is not None:
+        matrix, local = expert["matrix"] or expert["grouped"], int(expert["local"] or expert["number"])
+        rest = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[local]}.{matrix}.weight"
+    return f"decoder.layers.{layer.layer_number - 1}.{rest}"
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:

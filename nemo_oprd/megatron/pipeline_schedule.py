@@ -23,6 +23,7 @@ from nemo_oprd.megatron.attention import AttentionPlan
 from nemo_oprd.megatron.model import layer_backend
 from nemo_oprd.megatron.observed_layer import ObservedSequences, Observer
 from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.routes import Routes
 
 
 def refuse_layer_bypasses(config: Any) -> None:
@@ -88,6 +89,7 @@ def make_microbatch(
         depth=depth,
         positions=torch.from_numpy(positions[own]).to(device()),
         sequence_lengths=torch.from_numpy(lengths[own]).to(device()),
+        routes=Routes(),
     )
     return Microbatch(torch.from_numpy(ids[own])[None].to(device()), sequences, pack, role.coords.context)
 

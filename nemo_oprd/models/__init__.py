@@ -10,10 +10,11 @@ from pathlib import Path
 from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.models.base import Family, ModelSpec, check_same_width, refuse_unknown_code
 from nemo_oprd.models.llama import LLAMA
+from nemo_oprd.models.moe import MIXTRAL, QWEN3_MOE
 from nemo_oprd.models.phi3 import PHI3
 from nemo_oprd.models.qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, PHI3, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE)}
 
 __all__ = ["FAMILIES", "Family", "ModelSpec", "check_same_width", "parse_model_spec", "read_model_spec"]
 

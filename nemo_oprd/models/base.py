@@ -8,7 +8,8 @@ it and cannot stay hidden.
 Importing this package does not import torch, because a configuration is checked against the models' config.json before
 torch is loaded: the functions that work on tensors import torch themselves.
 
-Shapes: D hidden size, F feed-forward size, A attention heads, G key/value groups, C channels per head, V vocabulary.
+Shapes: D hidden size, F feed-forward size, A attention heads, G key/value groups, C channels per head, V vocabulary,
+E experts of a layer, K experts that a token visits.
 """
 
 from __future__ import annotations
@@ -27,8 +28,27 @@ VOCAB_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture-of-experts layers of a model.
+
+    Attributes:
+        count: experts of a layer, E.
+        per_token: experts that a token visits, K.
+        ffn_size: feed-forward size of an expert.
+        normalized: whether the weights of a token's K experts are divided by their sum.
+        sparse: for each layer, whether it has experts; the other layers have an ordinary feed-forward block.
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalized: bool
+    sparse: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """The architecture of one model, independent of any layout."""
+    """The architecture of one model, independent of any layout. `experts` is None for a model without any."""
 
     model_type: str
     num_layers: int
@@ -47,6 +67,11 @@ class ModelSpec:
     qk_norm: bool
     dtype: str
     hf_config: dict = field(compare=False, repr=False, default_factory=dict)
+    experts: Experts | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer `layer` (1-based) has experts."""
+        return self.experts is not None and self.experts.sparse[layer - 1]
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Rows of the embedding when it is split `tensor_parallel` ways."""
@@ -55,15 +80,36 @@ class ModelSpec:
 
     def check_tensor_parallel(self, size: int, key: str) -> None:
         """Raises ValueError, naming the configuration `key`, if `size` does not divide heads, groups and F."""
+        dense = self.experts is None or not all(self.experts.sparse)
         for what, value in (
             ("attention heads", self.num_heads),
             ("key/value heads", self.num_kv_heads),
-            ("feed-forward size", self.ffn_size),
+            *([("feed-forward size", self.ffn_size)] if dense else []),
         ):
             if value % size:
                 raise ValueError(
                     f"{key}={size} does not divide the model's {value} {what}; choose a divisor of {value}"
                 )
+
+    def check_expert_parallel(self, expert: int, expert_tensor: int, key: str) -> None:
+        """Raises ValueError, naming the configuration `key`, unless the experts can be split this way."""
+        if self.experts is None:
+            if expert > 1:
+                raise ValueError(
+                    f"{key}.expert={expert}, but the {self.model_type} model has no experts; expected 1, or a model "
+                    f"with experts: remove {key}.expert"
+                )
+            return
+        if self.experts.count % expert:
+            raise ValueError(
+                f"{key}.expert={expert} does not divide the model's {self.experts.count} experts; choose a divisor of "
+                f"{self.experts.count}"
+            )
+        if self.experts.ffn_size % expert_tensor:
+            raise ValueError(
+                f"{key}.expert_tensor={expert_tensor} does not divide the experts' feed-forward size "
+                f"{self.experts.ffn_size}; choose a divisor of {self.experts.ffn_size}"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -215,18 +261,35 @@ class ParamMapping:
 
     Names of layer parameters contain `{layer}`, which is 0-based over the whole model in HF and in Megatron names (a
     pipeline stage translates its local index before it looks up a mapping). `present` says whether a model has the
-    parameter.
+    parameter, `sparse` which layers have it: those with experts, those without, or (None) all. Names of an expert's
+    parameters contain `{expert}`, too, 0-based over all experts of the layer.
+
+    Attributes:
+        layer, expert: where this parameter is, once the names are filled in; None outside layers and experts.
     """
 
     megatron: str
     hf: tuple[str, ...]
     form: Form
     present: Callable[[ModelSpec], bool] = lambda spec: True
+    sparse: bool | None = None
+    layer: int | None = None
+    expert: int | None = None
 
-    def at_layer(self, layer: int) -> ParamMapping:
-        """The mapping with the names of one layer (0-based) filled in."""
-        hf = tuple(name.format(layer=layer) for name in self.hf)
-        return ParamMapping(self.megatron.format(layer=layer), hf, self.form)
+    def at(self, layer: int, expert: int | None = None) -> ParamMapping:
+        """The mapping with the names of one layer and expert (both 0-based) filled in."""
+        hf = tuple(name.format(layer=layer, expert=expert) for name in self.hf)
+        megatron = self.megatron.format(layer=layer, expert=expert)
+        return ParamMapping(megatron, hf, self.form, layer=layer, expert=expert)
+
+    def in_layer(self, layer: int, spec: ModelSpec) -> list[ParamMapping]:
+        """The mappings of this kind of one layer (0-based): none, one, or one per expert."""
+        if self.sparse is not None and self.sparse != spec.is_sparse(layer + 1):
+            return []
+        if "{expert}" not in self.megatron:
+            return [self.at(layer)]
+        assert spec.experts is not None
+        return [self.at(layer, expert) for expert in range(spec.experts.count)]
 
 
 @dataclass(frozen=True)
@@ -247,7 +310,8 @@ class Family:
         before = [mapping for mapping in present if mapping.megatron.startswith("embedding.")]
         layer = [mapping for mapping in present if "{layer}" in mapping.megatron]
         after = [mapping for mapping in present if mapping not in before and mapping not in layer]
-        return before + [mapping.at_layer(i) for i in range(spec.num_layers) for mapping in layer] + after
+        inner = [found for i in range(spec.num_layers) for mapping in layer for found in mapping.in_layer(i, spec)]
+        return before + inner + after
 
 
 def require(hf_config: dict, key: str, source: str) -> object:

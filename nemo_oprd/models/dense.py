@@ -57,9 +57,12 @@ PARAM_MAPPINGS = (
     ),
     ParamMapping(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
     ParamMapping(
-        _MEGATRON + "mlp.linear_fc1.weight", (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), GateUp()
+        _MEGATRON + "mlp.linear_fc1.weight",
+        (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
+        GateUp(),
+        sparse=False,
     ),
-    ParamMapping(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), RowParallel()),
+    ParamMapping(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), RowParallel(), sparse=False),
     ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
     ParamMapping(
         "output_layer.weight", ("lm_head.weight",), Vocabulary(), present=lambda spec: not spec.tied_embeddings

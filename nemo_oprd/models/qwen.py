@@ -1,4 +1,4 @@
-"""Qwen2 / Qwen2.5 (biases on q, k, v) and Qwen3 (RMSNorm on q and k, explicit head_dim). Dense models only."""
+"""Qwen2 / Qwen2.5 (biases on q, k, v) and Qwen3 (RMSNorm on q and k, explicit head_dim)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,12 @@ class MegatronEngine:
         tensor, ranks = config.rollout.tensor, student_layout.size
         if ranks % tensor:
             raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
-        layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=student_layout.first_rank)
+        layout = Layout(
+            tensor=tensor,
+            data=ranks // tensor,
+            first_rank=student_layout.first_rank,
+            expert=config.rollout.expert if spec.experts else 1,
+        )
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
         self.vocab_limit = vocab_limit or spec.vocab_size
         self._cache_setting, self._said_budget = config.rollout.max_cache_tokens, False

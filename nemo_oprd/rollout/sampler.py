@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.data.prompts import prompt_order
+from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.rollout.engine import TRAINING_STREAM, GenerationCancelled, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs
 
 
-def training_requests(prompts: list[Request], config: Config, first: int, count: int) -> list[Request]:
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """The encoded training prompts, file by file, and the order in which training visits them."""
+
+    requests: list[Request]
+    order: PromptOrder
+
+
+NO_PROMPTS = TrainingPrompts([], PromptOrder(()))
+
+
+def training_requests(prompts: TrainingPrompts, config: Config, first: int, count: int) -> list[Request]:
     """`count` prompts from index `first` in the run's order of prompts, each `rollout.per_prompt` times."""
-    chosen = prompt_order(len(prompts), config.seed, first, count)
-    return [prompts[index] for index in chosen for _ in range(config.rollout.per_prompt)]
+    chosen = prompts.order.indices(config.seed, first, count)
+    return [prompts.requests[index] for index in chosen for _ in range(config.rollout.per_prompt)]
 
 
 def training_sampling(config: Config, step: int) -> SamplingParams:
@@ -31,7 +43,7 @@ class RolloutSampler:
     """Samples the rollouts of each step; they depend on the configuration, the step and the weights only.
 
     Args:
-        prompts: the training prompts; empty if the engine replays recorded rollouts.
+        prompts: the training prompts; none if the engine replays recorded rollouts.
         teacher_inputs: per teacher, the object that adds the teacher's sequences to rollouts, or None if the teacher
             reads the student's ids. Empty if recorded rollouts already have the sequences.
         cache: keeps the rollouts of the current step, for a run that is interrupted.
@@ -46,7 +58,7 @@ class RolloutSampler:
         self,
         config: Config,
         engine: RolloutEngine,
-        prompts: list[Request],
+        prompts: TrainingPrompts,
         teacher_inputs: list[TeacherInputs | None],
         cache: ResumeCache,
         first_step: int,
@@ -67,7 +79,7 @@ class RolloutSampler:
             Stopped: a signal asked the run to stop before all responses were complete.
         """
         count = self._config.train.prompts_per_step
-        requests = training_requests(self._prompts, self._config, step * count, count) if self._prompts else []
+        requests = training_requests(self._prompts, self._config, step * count, count) if self._prompts.requests else []
         rollouts = self._sampled(step, requests)
         taught_by = self._routing.teachers_of(rollout.data_source for rollout in rollouts)
         return add_teacher_inputs(self._teacher_inputs, taught_by, rollouts, requests)
@@ -75,7 +87,7 @@ class RolloutSampler:
     def _sampled(self, step: int, requests: list[Request]) -> list[Rollout]:
         """The rollouts of a step; those that the interrupted run had sampled come from the cache."""
         sampling = training_sampling(self._config, step)
-        if not self._prompts:
+        if not self._prompts.requests:
             return self._engine.generate(requests, sampling)
         cached = self._cache.take(step, requests, sampling) if step == self._first_step else {}
         if cached:

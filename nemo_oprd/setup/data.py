@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.data.prompts import Prompt, load_prompts
+from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
+from nemo_oprd.rollout.sampler import NO_PROMPTS, TrainingPrompts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
 from nemo_oprd.setup.models import ModelFiles, RunFiles
 from nemo_oprd.setup.preflight import check_prompts_given, check_same_architecture
+from nemo_oprd.setup.prompts import RunPrompts, read_run_prompts
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
@@ -27,13 +28,15 @@ class TrainingData:
         recorded: the rollouts of `rollout.replay`; None: rollouts are sampled. With recorded rollouts the other fields
             are empty.
         prompts: the training prompts.
+        report: what was done to them; None with recorded rollouts.
         teacher_inputs: per teacher, the object that adds the teacher's sequences to rollouts, or None if the teacher
             reads the student's ids.
         evaluator: None if the run does not evaluate.
     """
 
     recorded: list[Rollout] | None
-    prompts: list[Request]
+    prompts: TrainingPrompts
+    report: DataReport | None
     teacher_inputs: list[TeacherInputs | None]
     evaluator: Evaluator | None
 
@@ -46,17 +49,19 @@ def read_training_data(config: Config, files: RunFiles) -> TrainingData:
     """
     recorded = recorded_rollouts(config, files)
     if recorded is not None:
-        return TrainingData(recorded, [], [], None)
+        return TrainingData(recorded, NO_PROMPTS, None, [], None)
     prompts, teacher_inputs = read_prompts(config, files)
     student = files.student
     if config.evaluation.teacher:
         check_same_architecture(student.spec, files.teachers[0].spec)
-    evaluator = Evaluator(config, student.tokenizer, student.spec.max_positions) if config.evaluation.every else None
-    return TrainingData(None, prompts, teacher_inputs, evaluator)
+    evaluator = None
+    if config.evaluation.every:
+        evaluator = Evaluator(config, student.tokenizer, student.spec.max_positions, prompts.held_out)
+    return TrainingData(None, prompts.training, prompts.report, teacher_inputs, evaluator)
 
 
-def read_prompts(config: Config, files: RunFiles) -> tuple[list[Request], list[TeacherInputs | None]]:
-    """(The encoded training prompts; `TrainingData.teacher_inputs`).
+def read_prompts(config: Config, files: RunFiles) -> tuple[RunPrompts, list[TeacherInputs | None]]:
+    """(The prompts; `TrainingData.teacher_inputs`).
 
     Raises:
         ValueError: there are no prompts, prompts do not fit the models, or a tokenizer does not fit its model.
@@ -64,8 +69,8 @@ def read_prompts(config: Config, files: RunFiles) -> tuple[list[Request], list[T
     check_prompts_given(config)
     files.student.check_vocabulary()
     teacher_inputs = make_teacher_inputs(config, files)
-    prompts = encode_prompts(config, files.student.tokenizer, files.student.spec.max_positions)
-    check_teacher_prompts(config, teacher_inputs, prompts)
+    prompts = read_run_prompts(config, files.student.tokenizer, files.student.spec.max_positions)
+    check_teacher_prompts(config, teacher_inputs, prompts.training.requests)
     return prompts, teacher_inputs
 
 
@@ -116,46 +121,6 @@ def check_tokenizers(student: Tokenizer, teacher: ModelFiles) -> None:
             "the student wrote; expected the same tokenizer: set teacher.reads=text (with a bridge), or choose another "
             "teacher"
         )
-
-
-def encode_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> list[Request]:
-    """The training prompts as requests, without those longer than `data.max_prompt_tokens`.
-
-    Raises:
-        ValueError: a file cannot be read, all prompts are too long, a prompt leaves no room for a response, has no
-            teacher, or lacks a field that `teacher.prompt` needs, or a teacher has no prompts.
-    """
-    limit = config.data.max_prompt_tokens
-    requests: list[Request] = []
-    for prompt, file in _training_prompts(config):
-        where = f"data.train={file}: prompt {prompt.index}"
-        try:
-            ids = tokenizer.encode_prompt(list(prompt.messages))
-            if limit is not None and len(ids) > limit:
-                continue
-            teacher_messages = prompt.teacher_messages(config.teacher.prompt)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        if len(ids) >= max_positions:
-            raise ValueError(
-                f"{where} has {len(ids)} tokens and leaves no room in the model's {max_positions} positions; set "
-                "data.max_prompt_tokens"
-            )
-        text = prompt.messages[-1]["content"]
-        requests.append(Request(ids, text, prompt.data_source, prompt.answer, prompt.messages, teacher_messages))
-    if not requests:
-        raise ValueError(
-            f"data.train={config.data.train}: every prompt is longer than data.max_prompt_tokens={limit}; raise it"
-        )
-    Routing(tuple(config.teacher_sources)).check((r.data_source for r in requests), f"data.train={config.data.train}")
-    return requests
-
-
-def _training_prompts(config: Config) -> Iterator[tuple[Prompt, str]]:
-    """All training prompts, each with its file."""
-    files = config.data.train if isinstance(config.data.train, list) else [str(config.data.train)]
-    for file in files:
-        yield from ((prompt, file) for prompt in load_prompts(file))
 
 
 def check_teacher_prompts(config: Config, teacher_inputs: list[TeacherInputs | None], requests: list[Request]) -> None:

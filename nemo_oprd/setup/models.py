@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,6 +29,26 @@ from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.weights.hf import HFCheckpoint, TensorReader, load_hf
 
 
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A file with a chat template (None: the tokenizer's own), and the variables that the template gets."""
+
+    file: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+NO_CHAT_TEMPLATE = ChatTemplate()
+
+
+def student_files(config: Config) -> ModelFiles:
+    """The student's files, whose tokenizer has the chat template of the configuration.
+
+    Raises:
+        ValueError: as `ModelFiles`.
+    """
+    return ModelFiles(config.student, ChatTemplate(config.data.chat_template, config.data.chat_template_args))
+
+
 class ModelFiles:
     """One model on disk, opened once. Its tokenizer and its weights are opened on first access.
 
@@ -40,8 +62,9 @@ class ModelFiles:
             or there are no weights.
     """
 
-    def __init__(self, source: ModelSource) -> None:
-        self.source = source
+    def __init__(self, source: ModelSource, chat_template: ChatTemplate = NO_CHAT_TEMPLATE) -> None:
+        """`chat_template`: in place of the tokenizer's own."""
+        self.source, self._chat_template = source, chat_template
         self.directory = model_directory(source)
         self.spec: ModelSpec = read_model_spec(self.directory)
 
@@ -50,9 +73,11 @@ class ModelFiles:
         """The tokenizer in the model's directory.
 
         Raises:
-            ValueError: there is no tokenizer.
+            ValueError: there is no tokenizer, or the chat template cannot be used.
         """
-        return Tokenizer.load(self.directory)
+        tokenizer = Tokenizer.load(self.directory)
+        tokenizer.set_chat_template(self._chat_template.file, self._chat_template.variables)
+        return tokenizer
 
     @cached_property
     def read(self) -> TensorReader:
@@ -103,10 +128,11 @@ class RunFiles:
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError as `ModelFiles`."""
-        self.student = ModelFiles(config.student)
+        self.student = student_files(config)
+        variables = ChatTemplate(None, config.data.chat_template_args)
         self.teachers = [
             # a teacher that starts from the student's files (teacher.weights other than own)
-            self.student if _same_source(source, config.student) else ModelFiles(source)
+            self.student if _same_source(source, config.student) else ModelFiles(source, variables)
             for source in config.teacher_sources
         ]
 
@@ -174,7 +200,9 @@ def build_distiller(config: Config, plan: RunPlan | None = None, *, trainable: b
     plan = plan or make_plan(config)
     init_distributed()
     objective, needs = plan.objective.on(device()), plan.needs
-    student_role = make_role("student", plan.student_layout, saves=trainable)
+    student_role = make_role(
+        "student", plan.student_layout, saves=trainable, experts=plan.files.student.spec.experts is not None
+    )
     teacher_role = make_role("teacher", plan.teacher_layout)
     coords = student_role.coords or teacher_role.coords
     seed_everything(config.seed, coords.tensor if coords else 0)

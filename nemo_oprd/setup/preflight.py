@@ -57,6 +57,7 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         check_engine(config, student)
     if command == "evaluate":
         student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+        student.check_expert_parallel(config.rollout.expert, 1, "rollout")
         check_rollout_ranks(config, trainer_ranks(config, world_size))
         return
     fitting = command == "fit-bridge"
@@ -162,11 +163,27 @@ def check_layouts(
     roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in teachers)]
     for role, spec, layout in roles:
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
+        spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role}.parallel")
         layout.layers_per_stage(spec.num_layers)
+    check_experts_train(student, student_layout)
     student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    student.check_expert_parallel(config.rollout.expert, 1, "rollout")
     check_rollout_ranks(config, student_layout.size)
     check_recompute(config, student.num_layers)
     return student_layout, teacher_layout
+
+
+def check_experts_train(student: ModelSpec, layout: Layout) -> None:
+    """Raises ValueError for a student with experts that is tensor-parallel without sequence parallelism.
+
+    Every tensor rank would send all tokens to their experts, and the experts' gradients would count them twice.
+    """
+    if student.experts is not None and layout.tensor > 1 and not layout.sequence:
+        raise ValueError(
+            f"student.parallel.tensor={layout.tensor} with student.parallel.sequence=false: a student with experts "
+            "needs sequence parallelism, so that every token goes to its experts once; set "
+            "student.parallel.sequence=true"
+        )
 
 
 def check_layers(
@@ -284,5 +301,5 @@ def check_graders(config: Config) -> None:
 
 def check_evaluates(config: Config) -> None:
     """Raises ValueError unless `evaluate` has a validation set."""
-    if not config.data.validation:
+    if not config.data.sets:
         raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")

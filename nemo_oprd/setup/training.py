@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from nemo_oprd.checkpointing.checkpointer import Checkpointer, skipped_in_a_row
 from nemo_oprd.checkpointing.directory import find_checkpoint
 from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.config.schema import Config
+from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.sampling_check import SamplingCheck
 from nemo_oprd.distillation.trained_projectors import trained_bridge
@@ -40,6 +42,7 @@ from nemo_oprd.setup.data import (
 )
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_sources_stay, check_trains
+from nemo_oprd.setup.prompt_files import write_report
 from nemo_oprd.weights.hf_export import export_hf
 
 
@@ -71,6 +74,9 @@ class TrainingRun:
         if config.train.export_hf:
             target = Path(config.output) / "hf"
             export_hf(student.hf_weights(), self.files.student.directory, target, student.spec.torch_dtype)
+            if config.data.chat_template is not None and dist.get_rank() == 0:
+                # the student has learned to answer in this template, and servers look for it under this name
+                shutil.copyfile(config.data.chat_template, target / "chat_template.jinja")
             self.log.say(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(final_report(self.log.path), flush=True)
@@ -177,6 +183,8 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
     if first_step:
         log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
     _record_environment(run, plan)
+    if data.report is not None:
+        _record_prompts(run, data.report)
     _show_bridges(run)
     if config.teacher.weights == "student":
         log.say(
@@ -217,6 +225,16 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
     if dist.get_rank() == 0:
         layouts = {"student": plan.student_layout.describe(), "teacher": plan.teacher_layout.describe()}
         record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels)
+
+
+def _record_prompts(run: TrainingRun, report: DataReport) -> None:
+    """Logs what was done to the prompts, and stores it in the run directory."""
+    for line in report.lines:
+        run.log.say(line)
+    if dist.get_rank() == 0:
+        warning = write_report(report, Path(run.config.output))
+        if warning is not None and run.first_step:
+            run.log.say(warning)
 
 
 def _show_bridges(run: TrainingRun) -> None:

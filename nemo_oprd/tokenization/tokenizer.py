@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,13 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+# what the project itself gives to `apply_chat_template`, or transformers takes for settings of its own
+_NO_TEMPLATE_VARIABLES = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+
 
 class Tokenizer:
     """The tokenizer in a model's directory; build it with `Tokenizer.load`.
@@ -41,6 +50,7 @@ class Tokenizer:
         self.path = path
         self.eos_ids = eos_ids
         self._hf = hf_tokenizer
+        self._variables: dict[str, Any] = {}
         self._vocab: dict[str, int] = hf_tokenizer.get_vocab()
         self.vocab_size = max(self._vocab.values()) + 1
 
@@ -72,6 +82,40 @@ class Tokenizer:
                 "from the model's source again"
             ) from error
         return Tokenizer(path, hf_tokenizer, _eos_ids(path, hf_tokenizer.eos_token_id))
+
+    def set_chat_template(self, file: str | Path | None, variables: Mapping[str, Any]) -> None:
+        """Replaces the chat template by the Jinja template in `file` (None: keeps it), and sets its variables.
+
+        Example of variables: {"enable_thinking": False}. A template ignores those that it does not use.
+
+        Raises:
+            ValueError: there is no such file, it holds no Jinja template, or a variable has a reserved name.
+        """
+        wrong = sorted(_NO_TEMPLATE_VARIABLES & variables.keys())
+        if wrong:
+            raise ValueError(
+                f"data.chat_template_args.{wrong[0]}={variables[wrong[0]]!r}: that is no variable of a template; "
+                "expected one that the template reads, such as enable_thinking: remove it"
+            )
+        self._variables = dict(variables)
+        if file is None:
+            return
+        import jinja2
+
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation_marks(text))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"data.chat_template={file}: can't be read ({error}); expected a file with a Jinja template: correct "
+                "the path"
+            ) from error
+        except jinja2.TemplateError as error:
+            raise ValueError(
+                f"data.chat_template={file}: not a Jinja template ({error}); expected one as in a model's "
+                "chat_template.jinja: correct it"
+            ) from error
+        self._hf.chat_template = text
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """The ids of the conversation in the model's chat template, up to where the model's response begins.
@@ -112,13 +156,13 @@ class Tokenizer:
         if not self._hf.chat_template:
             raise ValueError(
                 f"{self.path}: the tokenizer has no chat template, expected one to format the conversation; add "
-                "chat_template.jinja there (that of the model's instruction-tuned version, or "
-                "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for plain text)"
+                "chat_template.jinja there, or name it in data.chat_template (that of the model's instruction-tuned "
+                "version, or \"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for plain text)"
             )
         import jinja2  # a dependency of transformers
 
         try:
-            return self._hf.apply_chat_template(messages, return_tensors=None, **kwargs)
+            return self._hf.apply_chat_template(messages, return_tensors=None, **self._variables, **kwargs)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"{self.path}: the chat template refuses the conversation with roles "
@@ -141,6 +185,11 @@ class Tokenizer:
         """
         pairs = json.dumps(sorted(self._vocab.items()), ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(pairs.encode("ascii")).hexdigest()
+
+
+def _without_generation_marks(template: str) -> str:
+    """The template without transformers' own tag {% generation %}, which plain Jinja does not know."""
+    return re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", template)
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:

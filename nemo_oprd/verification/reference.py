@@ -21,6 +21,8 @@ from nemo_oprd.config.schema import Config, OutputLossConfig, RepresentationLoss
 from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
+from nemo_oprd.models import FAMILIES, parse_model_spec
+from nemo_oprd.models.moe import fused_name
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             total = total + weight_of_layers * layer_shares[layer] * layer_loss
         total = total + weight_of_output * output.response_loss(student, teacher, rollout, teacher_weight)
         total.backward()
-    gradients = {name: p.grad for name, p in [*student.named_parameters(), *trained.items()] if p.grad is not None}
+    gradients = {**_gradients(student), **{name: p.grad for name, p in trained.items() if p.grad is not None}}
     rep_loss = sum(layer_shares[layer] * per_layer[layer] for layer in layers)
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
@@ -79,6 +81,22 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
         "rep/loss_per_layer": per_layer,
         "gradients": gradients,
     }
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a transformers model by the names that its checkpoint has; that of each expert by itself."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    spec = parse_model_spec(model.config.to_dict())
+    if spec.experts is None:
+        return found
+    names = [name for mapping in FAMILIES[spec.model_type].param_mappings(spec) for name in mapping.hf]
+    gradients = {}
+    for name in names:
+        held, expert, half = fused_name(name)
+        if held in found:
+            gradient = found[held] if expert is None else found[held][expert]
+            gradients[name] = gradient if half is None else gradient.chunk(2)[half]
+    return gradients
 
 
 def _first_weight(weight: Any) -> float:
@@ -250,6 +268,7 @@ def _load(path: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
+    model.set_experts_implementation("eager")  # one expert after the other, in the model's precision
     # rollouts contain no padding; with a padding id, the embedding would drop the gradient of that id
     model.get_input_embeddings().padding_idx = None
     return model.eval()

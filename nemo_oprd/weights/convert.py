@@ -28,6 +28,7 @@ from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
 from nemo_oprd.models.base import GateUp, ParamMapping, Vocabulary
 from nemo_oprd.models.bridge_config import write_run_config
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
+from nemo_oprd.models.moe import fused_name
 from nemo_oprd.weights.hf import HFCheckpoint
 from nemo_oprd.weights.torch_dist import TorchDistWriter, open_torch_dist, read_megatron_tensor
 
@@ -35,13 +36,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # Megatron's linear layers have an extra state (for FP8) that its loader requires; without FP8 the state is None.
 # Transformer Engine's attention has one, too.
-_WITH_EXTRA_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj")
+_BLOCK_WITH_EXTRA_STATE = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXPERTS_WITH_EXTRA_STATE = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 # Transformer Engine's norms have one; Megatron's loader requires it if the model is made of its modules.
 _NORMS_WITH_EXTRA_STATE = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 # Prefixes that programs put before a model's keys ("model.", "model0.", "module."). No other prefix is accepted,
@@ -55,24 +52,37 @@ class Parameter:
 
     Attributes:
         key: name in the checkpoint, without a prefix.
-        layer: 0-based, None outside the layers.
-        shape: without the layer dimension and without vocabulary padding.
+        place: (index, size) for each leading dimension that the stored array has more: the layer, the expert.
+        shape: without the leading dimensions and without vocabulary padding.
     """
 
     mapping: ParamMapping
     key: str
-    layer: int | None
+    place: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
 
-    def with_layer(self, first: int, rest: Sequence[int]) -> tuple[int, ...]:
-        """`(first, *rest)` if the checkpoint has a layer dimension for this parameter, else `rest`."""
-        return tuple(rest) if self.layer is None else (first, *rest)
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the stored array whose parts have the shape `shape`."""
+        return (*(size for _, size in self.place), *shape)
+
+    def offsets(self, start: Sequence[int]) -> tuple[int, ...]:
+        """Where in the stored array a part of this tensor is that begins at `start`."""
+        return (*(index for index, _ in self.place), *start)
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of such a part in the stored array."""
+        return (*(1 for _ in self.place), *shape)
 
 
-def checkpoint_parameters(spec: ModelSpec) -> list[Parameter]:
-    """All parameters of a model, in the order of its weight mappings."""
+def stacks_layers(spec: ModelSpec) -> bool:
+    """Whether Megatron stores all layers of a kind in one array: not if only some layers have experts."""
+    return spec.experts is None or all(spec.experts.sparse)
+
+
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Megatron's name, without numbers of layers and experts -> shape of the joined tensor."""
     hidden, qkv = spec.hidden_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (spec.vocab_size, hidden),
         "input_layernorm.weight": (hidden,),
         "self_attention.linear_qkv.weight": (qkv, hidden),
@@ -87,14 +97,35 @@ def checkpoint_parameters(spec: ModelSpec) -> list[Parameter]:
         "decoder.final_layernorm.weight": (hidden,),
         "output_layer.weight": (spec.vocab_size, hidden),
     }
+    if spec.experts is not None:
+        shapes |= {
+            "mlp.router.weight": (spec.experts.count, hidden),
+            "mlp.experts.experts.linear_fc1.weight": (2 * spec.experts.ffn_size, hidden),
+            "mlp.experts.experts.linear_fc2.weight": (hidden, spec.experts.ffn_size),
+        }
+    return shapes
+
+
+def checkpoint_parameters(spec: ModelSpec) -> list[Parameter]:
+    """All parameters of a model, in the order of its weight mappings."""
+    shapes, stacked = _shapes(spec), stacks_layers(spec)
     parameters = []
     for mapping in FAMILIES[spec.model_type].param_mappings(spec):
-        if mapping.megatron.startswith("decoder.layers."):
-            _, _, layer, name = mapping.megatron.split(".", 3)
-            key = f"decoder.layers.{TE_NAMES.get(name, name)}"
-            parameters.append(Parameter(mapping, key, int(layer), shapes[name]))
-        else:
-            parameters.append(Parameter(mapping, mapping.megatron, None, shapes[mapping.megatron]))
+        if mapping.layer is None:
+            parameters.append(Parameter(mapping, mapping.megatron, (), shapes[mapping.megatron]))
+            continue
+        name = mapping.megatron.split(".", 3)[3]
+        place: tuple[tuple[int, int], ...] = ((mapping.layer, spec.num_layers),) if stacked else ()
+        if mapping.expert is not None:
+            assert spec.experts is not None
+            # Megatron puts the experts of all ranks below one more "experts"
+            name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
+            place = (*place, (mapping.expert, spec.experts.count))
+        fused = TE_NAMES.get(name, name)
+        if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
+            fused = name  # the norm before a router is stored by itself
+        prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
+        parameters.append(Parameter(mapping, prefix + fused, place, shapes[name]))
     return parameters
 
 
@@ -185,8 +216,8 @@ class MegatronCheckpoint:
         self.spec = read_model_spec(self.hf_directory)
         parameters = checkpoint_parameters(self.spec)
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
-        # the parameters of the first layer stand for those of all layers
-        self._found = {p.key: self._find(p) for p in parameters if not p.layer}
+        # one array may hold the parameters of many layers and experts
+        self._found = {key: self._find(p) for key, p in {p.key: p for p in parameters}.items()}
         self._last: dict[str, torch.Tensor] = {}
 
     @property
@@ -216,8 +247,8 @@ class MegatronCheckpoint:
 
     def _read(self, parameter: Parameter) -> torch.Tensor:
         """The joined tensor, without padding."""
-        start = parameter.with_layer(parameter.layer or 0, [0] * len(parameter.shape))
-        sizes = parameter.with_layer(1, parameter.shape)
+        start = parameter.offsets([0] * len(parameter.shape))
+        sizes = parameter.sizes(parameter.shape)
         joined = read_megatron_tensor(self._reader, self._metadata, self._found[parameter.key], start, sizes)
         return joined.reshape(parameter.shape)
 
@@ -233,7 +264,7 @@ class MegatronCheckpoint:
             )
         if len(found) > 1:
             raise ValueError(f"{self.path}: holds several models ({', '.join(found)}); expected a checkpoint of one")
-        expected, shape = parameter.with_layer(self.spec.num_layers, parameter.shape), tuple(tensors[found[0]].size)
+        expected, shape = parameter.whole(parameter.shape), tuple(tensors[found[0]].size)
         padded = int(isinstance(parameter.mapping.form, Vocabulary) and shape[0] >= expected[0])
         if shape[padded:] != expected[padded:]:
             raise ValueError(
@@ -252,9 +283,11 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
         ValueError: another tensor has no mapping and would be lost, or a tied head differs from the embedding.
     """
     known = {name for mapping in FAMILIES[spec.model_type].param_mappings(spec) for name in mapping.hf}
+    stored = set(checkpoint.keys())
+    known |= {fused_name(name)[0] for name in known - stored}  # experts that are stored together
     by_megatron = {mapping.megatron: mapping.hf[0] for mapping in FAMILIES[spec.model_type].mappings}
     head, embedding = by_megatron["output_layer.weight"], by_megatron["embedding.word_embeddings.weight"]
-    unknown = [name for name in checkpoint.keys() if name not in known]  # noqa: SIM118 - not a dictionary
+    unknown = sorted(stored - known)
     lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq")]
     if head in lost and spec.tied_embeddings:
         if not torch.equal(checkpoint[head], checkpoint[embedding]):
@@ -297,10 +330,8 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
             bar.update()
         for layer in range(spec.num_layers):
             file = _file(layout, layout.stage_of_layer(layer + 1, spec.num_layers)[0], 0)
-            for module in _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ()):
-                # Megatron's name for part `layer` of L of an object that isn't a tensor; it expects a list of one item
-                key = f"decoder.layers.{module}._extra_state/shard_{layer}_{spec.num_layers}"
-                writer.add_object(file, key, [None])
+            for key in _extra_states(layer, spec):
+                writer.add_object(file, key, [None])  # Megatron expects a list of one item
         writer.add_object(
             _file(layout, layout.pipeline - 1, 0), "decoder.final_layernorm._extra_state/shard_0_1", [None]
         )
@@ -308,21 +339,42 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
         return writer.dtype_of("embedding.word_embeddings.weight")
 
 
+def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
+    """Megatron's names for the extra states of a layer (0-based): `key/shard_INDEX_SIZE`, dimensions joined by dots."""
+    prefix, place = (
+        ("decoder.layers", [(layer, spec.num_layers)]) if stacks_layers(spec) else (f"decoder.layers.{layer}", [])
+    )
+    modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
+    places = {module: [place] for module in modules}
+    if spec.is_sparse(layer + 1):
+        assert spec.experts is not None
+        count = spec.experts.count
+        places |= {module: [[*place, (i, count)] for i in range(count)] for module in _EXPERTS_WITH_EXTRA_STATE}
+    else:
+        places |= {module: [place] for module in _BLOCK_WITH_EXTRA_STATE}
+    for module, several in places.items():
+        for where in several:
+            index, size = (".".join(str(pair[i]) for pair in where or [(0, 1)]) for i in (0, 1))
+            yield f"{prefix}.{module}._extra_state/shard_{index}_{size}"
+
+
 def _write_parameter(
     parameter: Parameter, checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, writer: TorchDistWriter
 ) -> None:
     form = parameter.mapping.form
     joined = form.join([checkpoint[name] for name in parameter.mapping.hf], spec)
-    if parameter.layer is not None:
-        stage = layout.stage_of_layer(parameter.layer + 1, spec.num_layers)[0]
+    layer = parameter.mapping.layer
+    if layer is not None:
+        stage = layout.stage_of_layer(layer + 1, spec.num_layers)[0]
     else:
         stage = 0 if parameter.key.startswith("embedding.") else layout.pipeline - 1
     rows = spec.padded_vocab(layout.tensor) if isinstance(form, Vocabulary) else parameter.shape[0]
-    shape = parameter.with_layer(spec.num_layers, (rows, *parameter.shape[1:]))
-    for rank, start, chunk in _chunks(joined, parameter, spec, layout.tensor):
-        offsets = parameter.with_layer(parameter.layer or 0, start)
-        stored = chunk if parameter.layer is None else chunk[None]
-        writer.add(_file(layout, stage, rank), parameter.key, shape, offsets, stored)
+    shape = parameter.whole((rows, *parameter.shape[1:]))
+    # an expert is not split: that is the default, and Megatron reads what another layout needs
+    parts = layout.tensor if parameter.mapping.expert is None else 1
+    for rank, start, chunk in _chunks(joined, parameter, spec, parts):
+        stored = chunk.reshape(parameter.sizes(chunk.shape))
+        writer.add(_file(layout, stage, rank), parameter.key, shape, parameter.offsets(start), stored)
 
 
 def _chunks(

@@ -21,6 +21,7 @@ from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.base import ParamMapping
+from nemo_oprd.models.moe import fused_name
 
 # gives one HF tensor by its name
 TensorReader: TypeAlias = Callable[[str], torch.Tensor]
@@ -84,10 +85,29 @@ class HFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading the data."""
-        return tuple(self._handles[self._of(name)].get_slice(name).get_shape())
+        stored, expert, half = self._stored(name)
+        shape = tuple(self._handles[self._of(stored)].get_slice(stored).get_shape())
+        if expert is None:
+            return shape
+        _, rows, columns = shape
+        return (rows if half is None else rows // 2, columns)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._handles[self._of(name)].get_tensor(name)
+        stored, expert, half = self._stored(name)
+        handle = self._handles[self._of(stored)]
+        if expert is None:
+            return handle.get_tensor(stored)
+        fused = handle.get_slice(stored)
+        rows = fused.get_shape()[1]
+        start, end = (0, rows) if half is None else (half * rows // 2, (half + 1) * rows // 2)
+        return fused[expert, start:end]
+
+    def _stored(self, name: str) -> tuple[str, int | None, int | None]:
+        """(stored name, expert, half) of a tensor; see `fused_name` for experts that are stored together."""
+        if name in self._file_of:
+            return name, None, None
+        fused = fused_name(name)
+        return fused if fused[0] in self._file_of else (name, None, None)
 
     def _of(self, name: str) -> Path:
         if name not in self._file_of:
@@ -111,7 +131,7 @@ def load_hf(chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: Te
         # A tied head on the last pipeline stage is a second copy of the embedding.
         mapping = mappings[name] if name in mappings else mappings["embedding.word_embeddings.weight"]
         joined = mapping.form.join([read(hf_name) for hf_name in mapping.hf], spec)
-        shard = mapping.form.shard(joined, role.coords.tensor, role.layout.tensor, spec)
+        shard = mapping.form.shard(joined, *_tensor_part(mapping, role), spec)
         if shard.shape != parameter.shape:
             raise ValueError(
                 f"{source}: {' + '.join(mapping.hf)} gives {tuple(shard.shape)} for tensor rank {role.coords.tensor} "
@@ -136,8 +156,9 @@ def load_stream(
         mapping = mapping_of[name]
         if all(part in waiting for part in mapping.hf):
             joined = mapping.form.join([waiting.pop(part) for part in mapping.hf], spec)
-            mine[mapping.megatron].copy_(mapping.form.shard(joined, role.coords.tensor, role.layout.tensor, spec))
-            missing.discard(mapping.megatron)
+            if mapping.megatron in mine:  # another rank may have the expert
+                mine[mapping.megatron].copy_(mapping.form.shard(joined, *_tensor_part(mapping, role), spec))
+                missing.discard(mapping.megatron)
     assert not missing, f"the weight stream left out {sorted(missing)}"
 
 
@@ -167,8 +188,7 @@ def gather_hf(
         stage = owner_stage(mapping, spec, role)
         joined = None
         if role.coords.pipeline == stage:
-            tensor = value(mine[mapping.megatron])
-            joined = None if tensor is None else _unshard(tensor, mapping, spec, role)
+            joined = _whole(mine, mapping, spec, role, value)
         if role.layout.pipeline > 1:
             joined = broadcast_from_stage(joined, stage, role)
         if joined is None:
@@ -176,13 +196,51 @@ def gather_hf(
         yield from zip(mapping.hf, mapping.form.split_to_hf(joined, spec), strict=True)
 
 
+def _tensor_part(mapping: ParamMapping, role: Role) -> tuple[int, int]:
+    """(this rank's part, number of parts) of a parameter that is split over tensor-parallel ranks."""
+    if mapping.expert is None:
+        return role.member_coords.tensor, role.layout.tensor
+    group = role.member_groups.expt_tp
+    return group.rank(), group.size()
+
+
+def _whole(
+    mine: dict[str, torch.nn.Parameter],
+    mapping: ParamMapping,
+    spec: ModelSpec,
+    role: Role,
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None],
+) -> torch.Tensor | None:
+    """The value for a parameter of this rank's stage, on all ranks of the stage; an expert comes from its ranks."""
+    expert = mapping.expert
+    if expert is None or role.layout.expert == 1:
+        tensor = value(mine[mapping.megatron])
+        return None if tensor is None else _unshard(tensor, mapping, spec, role)
+    assert spec.experts is not None
+    group = role.member_groups.ep
+    local = spec.experts.count // role.layout.expert
+    owner, own = expert // local, group.rank() * local + expert % local
+    # a rank without the expert passes its own expert of that place, which has the same shape
+    name = mapping.megatron.replace(f".local_experts.{expert}.", f".local_experts.{own}.")
+    tensor = value(mine[name])
+    if tensor is None:
+        return None
+    if own != expert:
+        tensor = torch.empty_like(tensor)
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
+    return _unshard(tensor, mapping, spec, role)
+
+
 def _unshard(tensor: torch.Tensor, mapping: ParamMapping, spec: ModelSpec, role: Role) -> torch.Tensor:
-    if role.layout.tensor == 1:
+    _, parts = _tensor_part(mapping, role)
+    if parts == 1:
         return mapping.form.unshard([tensor], spec)
     if mapping.form.axis is None:
         return tensor
-    shards = [torch.empty_like(tensor) for _ in range(role.layout.tensor)]
-    dist.all_gather(shards, tensor.contiguous(), group=role.member_groups.tp)
+    shards = [torch.empty_like(tensor) for _ in range(parts)]
+    group = role.member_groups.tp if mapping.expert is None else role.member_groups.expt_tp
+    dist.all_gather(shards, tensor.contiguous(), group=group)
     return mapping.form.unshard(shards, spec)
 
 

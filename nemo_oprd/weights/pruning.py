@@ -93,6 +93,11 @@ def prune_layers(source: Path, target: Path, kept: Sequence[int]) -> ModelSpec:
         raise ValueError(
             f"layers to keep {list(kept)}: expected ascending numbers in 1..{spec.num_layers}; correct them"
         )
+    if spec.experts is not None and not all(spec.experts.sparse):
+        raise ValueError(
+            f"{source}: only some of its layers have experts, by their numbers, which change when layers are left out; "
+            "expected a model whose layers are of one kind: choose another model"
+        )
     hf_config = read_json(source / "config.json", "an object", "copy the file from the model's source again")
     changes: dict[str, object] = {"num_hidden_layers": len(kept)}
     if isinstance(hf_config.get("layer_types"), list):

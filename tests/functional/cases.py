@@ -24,11 +24,20 @@ def run_train(overrides: list[str], config: str = "verify") -> None:
     train(load_config(config, overrides))
 
 
-def generate(hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int) -> list:
+def run_evaluate(overrides: list[str], config: str = "verify") -> None:
+    """The command `nemo-oprd evaluate`, in this process."""
+    from nemo_oprd.commands.evaluate import evaluate
+
+    evaluate(load_config(config, overrides))
+
+
+def generate(
+    hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int, expert: int = 1
+) -> list:
     """Responses of the in-process engine, with fixed uniforms: [(ids, finish reason)]."""
     from nemo_oprd.rollout.engine import Request, SamplingParams
 
-    engine = _engine(hf_path, tensor, "rollout.max_batch=5")
+    engine = _engine(hf_path, tensor, "rollout.max_batch=5", f"rollout.expert={expert}")
     requests = [Request(prompt) for prompt in prompts]
     rollouts = engine.generate(requests, SamplingParams(temperature, top_p, steps, (7, 1, 0)))
     return [(r.response_ids, r.finish_reason) for r in rollouts]

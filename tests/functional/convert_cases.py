@@ -30,6 +30,7 @@ def _model(hf_path: str, layout: dict[str, int], dtype: str) -> tuple[ModelSpec,
     chunks = build_chunks(spec, role, getattr(torch, dtype))
     with torch.no_grad():
         for chunk in chunks:
+            chunk.eval()  # in training, Megatron's experts need sequence parallelism beside tensor parallelism
             for parameter in chunk.parameters():
                 parameter.fill_(torch.nan)
     return spec, role, chunks

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tiny_models import SIZES
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": {"tensor": 2},
     "PP2": {"pipeline": 2},
     "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
     "DP2": {"data": 2},
+    "EP2": {"data": 2, "expert": 2},
+    "TP2xEP2": {"tensor": 2, "expert": 2},
+    "TP2xETP2": {"tensor": 2, "expert_tensor": 2, "dispatcher": "allgather"},
 }
 
 
 def ranks(layout: str) -> int:
-    """Processes that a layout takes; virtual stages take none."""
-    return prod(size for axis, size in LAYOUTS[layout].items() if axis != "virtual_pipeline")
+    """Processes that a layout takes."""
+    return prod(size for axis, size in LAYOUTS[layout].items() if axis in ("tensor", "pipeline", "data"))
 
 
 def save_hf_states(path: Path, file: Path) -> None:

@@ -23,10 +23,29 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 
 LAYERS, WIDTH, VOCABULARY = 8, 32, 97
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "pruned": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
+    # two layers without experts among those with experts
+    "qwen3_moe": {**QWEN3_MOE, "mlp_only_layers": [0, 5]},
+    # no experts on the first stage of a model of four layers
+    "qwen3_moe_late": {**QWEN3_MOE, "mlp_only_layers": [0, 1]},
+    "mixtral": {
+        "model_type": "mixtral",
+        "tie_word_embeddings": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
 }
 # layers of students that are not as deep as their teachers
 STUDENT_LAYERS = {"pruned": 6}
@@ -46,6 +65,8 @@ OBJECTIVES: dict[str, tuple[str, list[str]]] = {
             "loss.representation.aggregation=token_mean",
         ],
     ),
+    "qwen3_moe": ("qwen3_moe", [f"loss.representation.k={K}"]),
+    "mixtral": ("mixtral", [f"loss.representation.k={K}"]),
     # a student of the teacher's width and another depth, without a bridge
     "pruned": ("pruned", [f"loss.representation.k={K}"]),
 }
@@ -76,6 +97,8 @@ WORDS = {
     "vpp": "virtual_pipeline",
     "first": "first_stage_layers",
     "last": "last_stage_layers",
+    "ep": "expert",
+    "etp": "expert_tensor",
 }
 
 
@@ -147,7 +170,10 @@ def _parallel(role: str, words: str) -> list[str]:
     sizes = [
         f"{role}.parallel.{WORDS[name]}={number}" for name, number in sizes_in_words(words).items() if name != "dp"
     ]
-    return [*sizes, f"{role}.parallel.sequence=true"] if "sp" in words.split() else sizes
+    named = words.split()
+    sequence = [f"{role}.parallel.sequence=true"] if "sp" in named else []
+    dispatcher = [f"{role}.parallel.dispatcher=allgather"] if "allgather" in named else []
+    return [*sizes, *sequence, *dispatcher]
 
 
 def save_model(path: Path, family: str, seed: int, layers: int = LAYERS) -> None:
@@ -201,6 +227,7 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     places: list[tuple[int, int]] = []  # number of the token among the response's, from its start and from its end
     for states, path in zip(rows, (config.student.hf_path, config.teacher.hf_path), strict=True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+        model.set_experts_implementation("eager")
         weights.clear()
         places.clear()
         for rollout in rollouts:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from convert_layouts import LAYOUTS, ranks, save_hf_states
 from pool import Pools
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, SIZES, Models, assert_same_tensors, edit_tensors
 
 from nemo_oprd.weights import convert
@@ -96,6 +96,21 @@ class AliveBytes:
         self.now -= size
 
 
+def test_experts_that_are_stored_together(models: Models, tmp_path: Path) -> None:
+    """Files as transformers holds experts in memory load as those with one tensor per matrix of an expert."""
+    from transformers import AutoModelForCausalLM
+
+    for name in ("qwen3_moe", "mixtral"):
+        source = models(name)
+        fused = Path(shutil.copytree(source, tmp_path / name))
+        model = AutoModelForCausalLM.from_pretrained(source)
+        save_file({key: value.contiguous() for key, value in model.state_dict().items()}, fused / "model.safetensors")
+        assert any(key.endswith("gate_up_proj") for key in HFCheckpoint(fused).keys())  # noqa: SIM118
+        hf_to_megatron(fused, tmp_path / f"{name}-megatron", progress=False)
+        megatron_to_hf(tmp_path / f"{name}-megatron", tmp_path / f"{name}-hf", progress=False)
+        assert_same_tensors(source, tmp_path / f"{name}-hf")
+
+
 def test_few_tensors_are_held_and_each_is_read_once(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +130,7 @@ def test_few_tensors_are_held_and_each_is_read_once(
 
 # what Megatron's own saver writes at a layout, chunk for chunk
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied"])
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied", "qwen3_moe"])
 def test_chunks_are_those_of_megatron(
     models: Models, pools: Pools, tmp_path: Path, name: str, tensor: int, pipeline: int
 ) -> None:
@@ -149,7 +164,9 @@ def test_chunks_are_those_of_megatron(
 def test_megatron_loads_it_at_any_layout(
     models: Models, pools: Pools, tmp_path: Path, layout: str, written: tuple[int, int]
 ) -> None:
-    for name, dtype in (("qwen2_tied", "float32"), ("qwen3_untied", "bfloat16")):
+    dense = (("qwen2_tied", "float32"), ("qwen3_untied", "bfloat16"))
+    experts = (("qwen3_moe", "float32"), ("mixtral", "bfloat16"))
+    for name, dtype in experts if "EP" in layout or "ETP" in layout else dense:
         source, checkpoint = models(name, dtype), tmp_path / name
         hf_to_megatron(source, checkpoint, tensor=written[0], pipeline=written[1], progress=False)
         problems = pools[ranks(layout)].run(
@@ -168,7 +185,8 @@ def test_megatron_loads_it_at_any_layout(
     + [("qwen2_tied", "TP2", True), ("qwen2_tied", "PP2", False), ("qwen3_untied", "PP2", True)]
     + [("qwen3_tied_bias", "TP2", False)]
     + [("llama_tied", "PP2", False), ("llama_untied_bias", "TP2", False), ("llama2", "TP2", True)]
-    + [("phi4_tied", "PP2", True), ("phi4_untied_old", "TP2", False)],
+    + [("phi4_tied", "PP2", True), ("phi4_untied_old", "TP2", False)]
+    + [("qwen3_moe", "EP2", False), ("qwen3_moe", "TP2xETP2", True), ("mixtral", "TP2xEP2", True)],
 )
 def test_hidden_states_and_logits_are_those_of_hf(
     models: Models, pools: Pools, tmp_path: Path, name: str, layout: str, by_name: bool

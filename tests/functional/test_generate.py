@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from pool import Pools
+from tiny_models import save_random_model
 from transformers import AutoModelForCausalLM
 
 MODEL = Path(__file__).parent.parent / "golden" / "student"
@@ -23,9 +24,12 @@ def prompts() -> list[list[int]]:
     return [rng.integers(4, 61, length).tolist() for length in lengths]
 
 
-def expected(prompts: list[list[int]], temperature: float, top_p: float) -> list[tuple[list[int], str]]:
+def expected(
+    prompts: list[list[int]], temperature: float, top_p: float, path: Path = MODEL
+) -> list[tuple[list[int], str]]:
     """One full forward per token, and the definition of inverse-CDF sampling written out."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model.set_experts_implementation("eager")
     results = []
     for i, prompt in enumerate(prompts):
         uniforms = np.random.default_rng([7, 1, 0, i]).random(STEPS)
@@ -68,6 +72,17 @@ def test_generation_equals_full_forwards(
         steps=STEPS,
     )
     assert [tuple(item) for item in got] == expected(prompts, temperature, top_p)
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "expert"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)])
+def test_generation_of_a_model_with_experts(
+    pools: Pools, prompts: list[list[int]], tmp_path: Path, ranks: int, tensor: int, expert: int
+) -> None:
+    """Tensor ranks decode the same responses, whether each has all experts or a part of them."""
+    save_random_model(tmp_path, "qwen3_moe", torch.float32)
+    options = {"tensor": tensor, "expert": expert, "temperature": 0.7, "top_p": 0.8, "steps": STEPS}
+    got = pools[ranks].run("cases:generate", hf_path=str(tmp_path), prompts=prompts, **options)
+    assert [tuple(item) for item in got] == expected(prompts, 0.7, 0.8, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

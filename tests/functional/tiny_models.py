@@ -65,6 +65,25 @@ MODELS |= {
     | {"rope_parameters": LONGROPE},
     "phi3": {**PHI3, "tie_word_embeddings": False, "sliding_window": 64},
 }
+# a layer without experts among those with experts; all layers with experts
+MODELS |= {
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
 # the spelling of transformers 4 in config.json
 OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias", "llama_untied_bias", "phi4_untied_old"}
 

@@ -40,3 +40,20 @@ PHI3 = {
     "pad_token_id": None,
     "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
 }
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
+MIXTRAL = {
+    **QWEN2,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}

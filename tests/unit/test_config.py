@@ -190,3 +190,21 @@ def test_unknown_key_in_a_file(tmp_path: Path) -> None:
 def test_no_such_configuration() -> None:
     with pytest.raises(ValueError, match="quickstart"):
         load_config("nothing")
+
+
+def test_prompt_files_with_weights_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("data: {train: {data/a.parquet: 3, b-c.jsonl: 0.5}, held_out: 0.1}\n")
+    config = load_config("own", MODELS, tmp_path)
+    assert config.data.train == {"data/a.parquet": 3, "b-c.jsonl": 0.5}
+    assert config.data.train_files == ("data/a.parquet", "b-c.jsonl") and config.data.sets == ("held_out",)
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    assert load_config("saved", [], tmp_path) == config
+    for given, files in (
+        ("a.jsonl", ("a.jsonl",)),
+        ("[a.jsonl,b.parquet]", ("a.jsonl", "b.parquet")),
+        ("{/x/b_c.parquet:2,a.jsonl:1}", ("/x/b_c.parquet", "a.jsonl")),
+    ):
+        assert load_config("own", [*MODELS, f"data.train={given}"], tmp_path).data.train_files == files
+    assert load_config("verify", MODELS).data.train_files == ()
+    best = ["evaluation.every=5", "evaluation.samples=2", "train.keep_best=val/held_out/avg@2"]
+    assert load_config("own", [*MODELS, *best, "evaluation.graders.held_out=number"], tmp_path).train.keep_best

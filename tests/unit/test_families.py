@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from family_configs import LLAMA, PHI3, QWEN2, QWEN3
+from family_configs import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 
 from nemo_oprd.models import FAMILIES, parse_model_spec
 from nemo_oprd.models.base import ModelSpec
+from nemo_oprd.models.moe import fused_name
 
 
 def test_qwen2() -> None:
@@ -63,7 +64,18 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(spec.hf_config)))
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if spec.experts is None:
+        return shapes
+    # transformers fuses experts in memory; their tensors on disk are those of `save_pretrained`
+    apart = {}
+    for mapping in FAMILIES[spec.model_type].param_mappings(spec):
+        for name in mapping.hf:
+            held, expert, half = fused_name(name)
+            shape = shapes[held] if expert is None else shapes[held][1:]
+            apart[name] = shape if half is None else (shape[0] // 2, *shape[1:])
+    assert {fused_name(name)[0] for name in apart} == set(shapes)
+    return apart
 
 
 @pytest.mark.parametrize(
@@ -77,6 +89,8 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
         PHI3,
         {**PHI3, "tie_word_embeddings": True, "num_key_value_heads": None},
+        QWEN3_MOE,
+        MIXTRAL,
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.data.prompts import Prompt, load_prompts, prompt_order
+from nemo_oprd.data.order import prompt_order
+from nemo_oprd.data.prompts import Prompt, load_prompts
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+3?"}]

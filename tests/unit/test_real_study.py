@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import real_study, real_tables
-from benchmarks.real_arms import LOSSES, RATES, Arm, changes, is_hidden, seeds, sweep
+from benchmarks.real_arms import LOSSES, RATES, SEARCHED, Arm, changes, is_hidden, on_student, seeds, sweep
 from benchmarks.real_bridges import MAPS, teacher_moments, write_bridge
 from benchmarks.real_gradients import injected
 from benchmarks.real_losses import relative_mse
@@ -44,14 +44,14 @@ def run(loss: str, rate: float, forward: list[float], seed: int = 0) -> dict[str
 
 def test_every_run_has_a_name_of_its_own_and_settings_that_load() -> None:
     base = Arm("mse", 1e-4)
-    arms = [*sweep("pruned", LOSSES), *sweep("quantised", ["mse"]), *seeds([base]), *changes(base)]
+    arms = [*sweep(), *on_student("quantised", [base]), *seeds([base]), *changes(base)]
     assert len({arm.name for arm in arms}) == len(arms)
-    assert len(list(sweep("pruned", LOSSES))) == len(LOSSES) * len(RATES)
+    assert len(list(sweep())) == len(LOSSES) + len(SEARCHED) * (len(RATES) - 1)
     for arm in arms:
         settings = [setting for setting in arm.all_settings if not setting.startswith("bridge=")]
         load_config("real_model", [*settings, f"train.lr={arm.rate}"])
-    assert [arm.loss for arm in sweep("pruned", LOSSES) if arm.rate == RATES[0] and not is_hidden(arm)] == [
-        "sampled_token", "full_vocab", "forward_kl", "cosine_full_vocab",
+    assert [arm.loss for arm in sweep() if arm.rate == RATES[0] and not is_hidden(arm)] == [
+        "sampled_token", "top_16", "full_vocab", "forward_kl", "cosine_full_vocab",
     ]  # fmt: skip
 
 

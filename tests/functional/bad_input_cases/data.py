@@ -52,6 +52,41 @@ case("set with a path as its name", "a set whose name is no file name", "has a s
 case("problem without answer", "a problem without an answer", "problem 1 has no answer | add an answer", command="evaluate", prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1"}]))
 case("long problem", "a problem as long as the model's positions", "problem 0 leaves no room | 64 positions | remove it", command="evaluate", prepare=lambda p: p.write(p.prompts, [{"prompt": "1" * 80, "answer": "1"}]))
 
+case = Category("What is done to prompts")
+CATEGORIES.append(case)
+
+
+def twice(place: Place) -> None:
+    place.write(place.root / "again.jsonl", [PROMPT])
+
+
+def template(text: str) -> Callable[[Place], Any]:
+    return lambda place: (place.root / "template.jinja").write_text(text)
+
+
+SHARES = "data.train={{root}/prompts.jsonl: 3, {root}/again.jsonl: 1}"
+TEMPLATE = "data.chat_template={root}/template.jinja"
+case("weight of 0", "a file with a weight of 0", "prompts.jsonl=0.0: expected more than 0 | choose a larger number", "data.train={{root}/prompts.jsonl: 0}")
+case("weight as text", "a weight that is no number", "prompts.jsonl': 'x'}}: expected text | dict of a number | give one", "data.train={{root}/prompts.jsonl: x}")
+case("no files with weights", "an empty mapping of files", "data.train={{}}: expected a file of prompts, or several | name one", "data.train={}")
+case("nothing left of a file", "a file with a weight whose prompts all repeat those of another", "data.train: no prompt of | again.jsonl remains to train on | data.deduplicate=true | expected at least one | remove the file", SHARES, "data.deduplicate=true", prepare=twice)
+case("blank suffix", "a blank suffix", "data.suffix=' ': expected text that is not blank | write it, or set null", "data.suffix=' '")
+case("no length limit", "`data.over_long` without a limit", "data.over_long=refuse without a limit | expected data.max_prompt_tokens | set it", "data.over_long=refuse")
+case("too long, refused", "a prompt that is too long, with `data.over_long=refuse`", "prompt 0: has | expected at most data.max_prompt_tokens=2 | raise it, or set data.over_long=drop", "data.over_long=refuse", "data.max_prompt_tokens=2")
+case("too long to cut", "a last word that is too long to be cut", "prompt 0: has | still more than data.max_prompt_tokens=2 | expected a last word that fits | raise it", "data.over_long=truncate_left", "data.max_prompt_tokens=2")
+case("all with a weight too long", "a file with a weight whose prompts are all too long", "again.jsonl has a weight, but every prompt is longer than data.max_prompt_tokens=12 | raise it, or remove the file", SHARES, "data.max_prompt_tokens=12", prepare=lambda p: p.write(p.root / "again.jsonl", [{"prompt": "1" * 30}]))
+case("held out too much", "half of the prompts held out", "data.held_out=0.5: expected a number in [0, 0.5) | choose", "data.held_out=0.5")
+case("nothing held out", "a held-out share that no prompt falls into", "data.held_out=0.01: of 3 prompts none falls | expected at least one | raise it", "data.held_out=0.01")
+case("all held out", "prompts that are all held out", "no prompt of | prompts.jsonl remains to train on (data.held_out=0.499", "data.held_out=0.499", prepare=lambda p: p.write(p.prompts, [{"prompt": "1+1=", "answer": "2"}] * 2))
+case("a set called held_out", "a validation set with the name of the held-out one", "data.validation.held_out= | data.held_out=0.1 makes a set of that name | rename the set", "data.held_out=0.1", "data.validation={held_out: {root}/prompts.jsonl}")
+case("held out of nothing", "a held-out share without training prompts", "data.held_out=0.1 with data.train=null | expected training prompts | set data.train=FILE", "data.held_out=0.1", command="evaluate")
+case("held out without answers", "held-out problems without answers", "data.held_out=0.499 of data.train: problem 6 has no answer | add an answer", "data.held_out=0.499", "data.train={root}/again.jsonl", command="evaluate", prepare=lambda p: p.write(p.root / "again.jsonl", [{"prompt": "1+1="}, *({"prompt": f"{n}+1="} for n in range(9))]))
+case("contaminated", "validation problems in the training prompts, with `data.contamination=refuse`", "data.contamination=refuse: 3 of 3 problems of held stand in data.train | expected none | set data.contamination=drop", "data.contamination=refuse", "data.validation={held: {root}/prompts.jsonl}")
+case("all contaminated", "training prompts that are all in a validation set, with `data.contamination=drop`", "remains to train on | data.contamination=drop | expected at least one", "data.contamination=drop", "data.validation={held: {root}/prompts.jsonl}")
+case("no chat template file", "a chat template that does not exist", "template.jinja: can't be read | expected a file with a Jinja template | correct the path", TEMPLATE, library=r"be read \((.*?)\);")
+case("broken chat template", "a file that is no Jinja template", "template.jinja: not a Jinja template | expected one as in a model's chat_template.jinja | correct it", TEMPLATE, prepare=template("{% for m in messages %}"), library=r"template \((.*)\);")
+case("reserved variable", "a variable of a chat template that belongs to the project", "data.chat_template_args.tokenize=False | expected one that the template reads | remove it", "data.chat_template_args={tokenize: false}")
+
 case = Category("Recorded rollouts")
 CATEGORIES.append(case)
 

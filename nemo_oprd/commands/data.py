@@ -1,0 +1,46 @@
+"""`nemo-oprd data`: what a run would do to its prompts, without a model.
+
+It reads the files, and says what the log of a run says about the suffix, held-out problems, duplicates, weights and
+contamination. Lengths in tokens need a tokenizer: `train` and `doctor` check those.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.preparation import DataReport, shortened
+from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.setup.preflight import check_prompts_given
+from nemo_oprd.setup.prompt_files import FORMAT, prepare_prompts, say_shares
+
+
+def show_data(config: Config, json_file: str | None = None) -> None:
+    """Prints what would be done to the prompts, one line each, and an example of each file as the template gets it.
+
+    Args:
+        json_file: also write what a run writes to data.json, except for what needs a tokenizer.
+
+    Raises:
+        ValueError: a file cannot be read, or `train` would refuse the prompts.
+    """
+    check_prompts_given(config)
+    if json_file is not None and not Path(json_file).parent.is_dir():
+        raise ValueError(f"--json {json_file}: {Path(json_file).parent} is no directory; expected one: make it")
+    report = DataReport()
+    prepared = prepare_prompts(config, report)
+    say_shares(config, [len(prompts) for prompts in prepared.files], report)
+    read = [entry["prompts"] for entry in report.content["files"]]
+    for file, prompts, number in zip(config.data.train_files, prepared.files, read, strict=True):
+        print(f"{file}: {number:,} prompts, {len(prompts):,} to train on", end="")
+        print(f", e.g. {shortened(prompts[0].messages[-1]['content'])!r}" if prompts else "")
+    for line in report.lines:
+        print(line)
+    compared = report.content.get("contamination", {"sets": {}})["sets"]
+    clean = [name for name, found in compared.items() if not found["contained"]]
+    if clean:
+        print(f"data.contamination: no problem of {', '.join(clean)} was found in data.train")
+    if json_file is not None:
+        text = json.dumps({"format": FORMAT, **report.content}, indent=1, ensure_ascii=False)
+        write_atomically(Path(json_file), f"{text}\n")

@@ -1,0 +1,179 @@
+"""The prompts of a run, encoded with the student's tokenizer, and the order in which training visits them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.order import PromptOrder, exact_weights
+from nemo_oprd.data.preparation import DataReport, PreparedPrompts
+from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.distillation.teacher_routing import Routing
+from nemo_oprd.rollout.engine import Request
+from nemo_oprd.rollout.sampler import TrainingPrompts
+from nemo_oprd.setup.prompt_files import prepare_prompts, say_shares
+from nemo_oprd.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RunPrompts:
+    """The prompts of a run.
+
+    Attributes:
+        training: encoded.
+        held_out: the problems of the validation set that `data.held_out` makes.
+        report: what was done to the prompts.
+    """
+
+    training: TrainingPrompts
+    held_out: list[Prompt]
+    report: DataReport
+
+
+def read_run_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> RunPrompts:
+    """Reads, prepares and encodes the training prompts.
+
+    Raises:
+        ValueError: as `prepare_prompts` and `encode_prompts`.
+    """
+    report = DataReport()
+    prepared = prepare_prompts(config, report)
+    requests = encode_prompts(config, prepared, tokenizer, max_positions, report)
+    sizes = tuple(map(len, requests))
+    training = TrainingPrompts([request for each in requests for request in each], PromptOrder(sizes, _weights(config)))
+    say_shares(config, sizes, report)
+    report.content |= {"prompts": sum(sizes), "fingerprint": _fingerprint(training)}
+    return RunPrompts(training, prepared.held_out, report)
+
+
+def encode_prompts(
+    config: Config, prepared: PreparedPrompts, tokenizer: Tokenizer, max_positions: int, report: DataReport
+) -> list[list[Request]]:
+    """The training prompts as requests, per file; longer ones than `data.max_prompt_tokens` as `data.over_long` says.
+
+    Raises:
+        ValueError: all prompts of a file are too long, a prompt is too long and `data.over_long=refuse`, or cannot be
+            cut, or leaves no room for a response, has no teacher, or lacks a field that `teacher.prompt` needs, or a
+            teacher has no prompts.
+    """
+    limit, longest, number = config.data.max_prompt_tokens, 0, 0
+    files = config.data.train_files
+    requests: list[list[Request]] = [[] for _ in files]
+    for own, file, prompt in _by_file(requests, files, prepared):
+        where = f"data.train={file}: prompt {prompt.index}"
+        try:
+            ids = tokenizer.encode_prompt(list(prompt.messages))
+            if limit is not None and len(ids) > limit:
+                number, longest = number + 1, max(longest, len(ids))
+                if config.data.over_long == "drop":
+                    continue
+                prompt, ids = _over_long(config, prompt, tokenizer, len(ids))
+            teacher_messages = prompt.teacher_messages(config.teacher.prompt)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if len(ids) >= max_positions:
+            raise ValueError(
+                f"{where} has {len(ids)} tokens and leaves no room in the model's {max_positions} positions; set "
+                "data.max_prompt_tokens"
+            )
+        text = prompt.messages[-1]["content"]
+        own.append(Request(ids, text, prompt.data_source, prompt.answer, prompt.messages, teacher_messages))
+    _check_lengths(config, requests)
+    if number:
+        _say_over_long(config, number, sum(map(len, prepared.files)), longest, report)
+    sources = (request.data_source for own in requests for request in own)
+    Routing(tuple(config.teacher_sources)).check(sources, f"data.train={_files_in_words(config)}")
+    return requests
+
+
+def _by_file(
+    requests: list[list[Request]], files: tuple[str, ...], prepared: PreparedPrompts
+) -> Iterator[tuple[list[Request], str, Prompt]]:
+    for own, file, prompts in zip(requests, files, prepared.files, strict=True):
+        yield from ((own, file, prompt) for prompt in prompts)
+
+
+def _over_long(config: Config, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[Prompt, list[int]]:
+    """The prompt without the beginning of its last message, and its ids: as many words as fit stay.
+
+    Raises:
+        ValueError: `data.over_long=refuse`, or the rest of the conversation alone is too long.
+    """
+    limit = config.data.max_prompt_tokens
+    assert limit is not None
+    if config.data.over_long == "refuse":
+        raise ValueError(
+            f"has {length} tokens, expected at most data.max_prompt_tokens={limit}; raise it, or set "
+            "data.over_long=drop to leave longer prompts out"
+        )
+    content = prompt.messages[-1]["content"]
+    starts = [found.start() for found in re.finditer(r"\S+", content)]
+
+    def cut(word: int) -> tuple[Prompt, list[int]]:
+        messages = (*prompt.messages[:-1], {**prompt.messages[-1], "content": content[starts[word] :]})
+        return replace(prompt, messages=messages), tokenizer.encode_prompt(list(messages))
+
+    low, high = 1, len(starts)  # the first word that stays is in [low, high); the number of tokens falls with it
+    while low < high:
+        middle = (low + high) // 2
+        if len(cut(middle)[1]) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    if low < len(starts):
+        return cut(low)
+    raise ValueError(
+        f"has {length} tokens, and without the beginning of its last message still more than data.max_prompt_tokens="
+        f"{limit}; expected a last word that fits: raise it, or set data.over_long=drop"
+    )
+
+
+def _check_lengths(config: Config, requests: list[list[Request]]) -> None:
+    limit = config.data.max_prompt_tokens
+    empty = [file for file, own in zip(config.data.train_files, requests, strict=True) if not own]
+    if not any(requests):
+        raise ValueError(
+            f"data.train={_files_in_words(config)}: every prompt is longer than data.max_prompt_tokens={limit}; raise "
+            "it"
+        )
+    if empty and isinstance(config.data.train, dict):
+        raise ValueError(
+            f"data.train={empty[0]} has a weight, but every prompt is longer than data.max_prompt_tokens={limit}; "
+            "raise it, or remove the file"
+        )
+
+
+def _say_over_long(config: Config, number: int, total: int, longest: int, report: DataReport) -> None:
+    action, limit = config.data.over_long, config.data.max_prompt_tokens
+    report.content["over_long"] = {
+        "prompts": number, "of": total, "longest": longest, "max_prompt_tokens": limit, "action": action
+    }  # fmt: skip
+    done = "are left out" if action == "drop" else "lost the beginning of their last message"
+    report.say(
+        f"data.over_long={action}: {number:,} of {total:,} prompts have more than data.max_prompt_tokens={limit} "
+        f"tokens (the longest {longest:,}); they {done}"
+    )
+
+
+def _weights(config: Config) -> tuple[Fraction, ...] | None:
+    train = config.data.train
+    return exact_weights(list(train.values())) if isinstance(train, dict) else None
+
+
+def _files_in_words(config: Config) -> str:
+    """`data.train` in a message: the file, or all files."""
+    files = config.data.train_files
+    return files[0] if len(files) == 1 else f"[{','.join(files)}]"
+
+
+def _fingerprint(prompts: TrainingPrompts) -> str:
+    """sha256 (hex) of what a position in the visiting order means, but for the seed."""
+    known = hashlib.sha256(repr((prompts.order.sizes, prompts.order.weights)).encode())
+    for request in prompts.requests:
+        known.update(json.dumps([request.prompt_ids, request.answer]).encode())
+    return known.hexdigest()
