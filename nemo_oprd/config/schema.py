@@ -118,10 +118,9 @@ class ParallelConfig:
 
 @dataclass(config=STRICT)
 class ModelSource:
-    """Where a model comes from: a Hugging Face directory (`hf_path`), or a Megatron checkpoint (`checkpoint`).
+    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint.
 
-    Both are set for a checkpoint of Megatron-Bridge, which has no config.json and often no tokenizer: `hf_path` then
-    names a directory with these two, whose weights are not read.
+    With both, `hf_path` has the checkpoint's config.json and tokenizer only.
     """
 
     hf_path: str | None = None
