@@ -36,6 +36,7 @@ DEFAULT = (
     "|".join(["tests/functional", *(f"--ignore={file}" for file in BESIDE)]),
     "|".join(["tests/unit", "tests/e2e", *BESIDE]),
 )
+INTEGRATION = ("vllm and not slurm", f"({SERVICES}) and not (vllm and not slurm)")
 CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 
 
@@ -44,7 +45,8 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
     [
         ([], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
         (["--all"], [*CHECKS, "python|-m|pytest"]),
-        (["--integration"], [f"python|-m|pytest|-m|{SERVICES}"]),
+        (["--integration"], [f"python|-m|pytest|-m|{lane}" for lane in INTEGRATION]),
+        (["--integration", "-x"], [f"python|-m|pytest|-m|{SERVICES}|-x"]),
         (["tests/unit", "-x"], [*CHECKS, "python|-m|pytest|tests/unit|-x"]),
         (["--all", "-k", "golden"], [*CHECKS, "python|-m|pytest|-k|golden"]),
     ],
@@ -52,8 +54,9 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 def test_levels(tmp_path: Path, arguments: list[str], expected: list[str]) -> None:
     status, ran = run(tmp_path, *arguments)
     assert status == 0
-    assert sorted(ran) == sorted(expected) if not arguments else ran == expected  # two lanes without arguments
-    assert ran[:2] == expected[:2] or arguments == ["--integration"]
+    two_lanes = arguments in ([], ["--integration"])
+    assert sorted(ran) == sorted(expected) if two_lanes else ran == expected
+    assert ran[:2] == expected[:2] or "--integration" in arguments
 
 
 def test_the_default_runs_all_folders(pytestconfig: pytest.Config) -> None:
