@@ -17,6 +17,11 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the model; a missing or empty directory")
     parser.add_argument(
+        "--hf-path",
+        metavar="DIR",
+        help="for a checkpoint of Megatron-Bridge: the directory with the model's config.json and tokenizer",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the written weights (default: the dtype in the checkpoint's hf/config.json)",
@@ -31,7 +36,7 @@ def main() -> None:
     def convert() -> int:
         from nemo_oprd.weights.convert import megatron_to_hf
 
-        megatron_to_hf(options.megatron_path, options.output, dtype=options.dtype)
+        megatron_to_hf(options.megatron_path, options.output, hf_path=options.hf_path, dtype=options.dtype)
         print(f"{options.output}: Hugging Face model of {options.megatron_path}")
         return 0
 

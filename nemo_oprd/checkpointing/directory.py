@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.fault_tolerance.files import PARTIAL, flush_tree, partial_path, read_json, write_atomically
+from nemo_oprd.models.checkpoint_directory import LATEST
 
-LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best.json"
 STATE = "state.json"
 FORMAT = 2  # of state.json

@@ -1,7 +1,8 @@
 """The content of a training checkpoint: torch_dist shards of model and optimizer that load at any TP/PP/DP.
 
-Beside the shards lie `state.json` (the step, and the settings that a resumed run must share) and `hf/` (config and
-tokenizer of the student's source, so that a checkpoint can be exported by itself). Data order, learning rate and the
+Beside the shards lie `state.json` (the step, and the settings that a resumed run must share), `hf/` (config and
+tokenizer of the student's source, so that a checkpoint can be exported by itself) and `run_config.yaml` (with which
+Megatron-Bridge builds the model). Data order, learning rate and the
 randomness of sampling are pure functions of (seed, step), so the step is all the state they have; training itself draws
 no random numbers. Left out: how a checkpoint is found, kept and recognised as complete, see
 `checkpointing/directory.py`.
@@ -29,14 +30,16 @@ from nemo_oprd.checkpointing.directory import (
     read_state,
     remove_leftovers,
 )
+from nemo_oprd.checkpointing.extra_states import add_extra_states
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.watched_metrics import ModelNeeds
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models.bridge_config import write_run_config
 from nemo_oprd.models.checkpoint_directory import hf_directory
-from nemo_oprd.weights.torch_dist import open_torch_dist
+from nemo_oprd.weights.torch_dist import CONTENT_METADATA, open_torch_dist
 
 
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
@@ -97,12 +100,14 @@ def save_checkpoint(
     dist.barrier()
     try:
         with naming(partial), in_process_writer(), _in_saved_form(student):
-            dist_checkpointing.save(_sharded_state(student, is_loading=False), str(partial))
+            state = _sharded_state(student, is_loading=False)
+            dist_checkpointing.save(state, str(partial), content_metadata=dict(CONTENT_METADATA))
         if dist.get_rank() == 0:
             with naming(partial):
                 (partial / "hf").mkdir()
                 shutil.copy(source / "config.json", partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
+                write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
                 state = {
                     "step": step,
                     **resume_signature(student.config, student.objective, student.needs),
@@ -207,13 +212,14 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
         return {}
     metadata = {
         "dp_cp_group": student.role.member_groups.dp_cp,
-        # the only format that loads at another TP and PP
-        "distrib_optim_sharding_type": "fully_reshardable",
+        **CONTENT_METADATA,
         # gathered over gloo on the first data-parallel rank only: no other rank's host holds the whole float32 state
         "distrib_optim_fully_reshardable_mem_efficient": not is_loading,
-        "chained_optim_avoid_prefix": True,
     }
-    model = {**_sharded_model(student, metadata), **_sharded_average(student, metadata)}
+    chunks = _sharded_model(student, metadata)
+    for chunk in () if is_loading else chunks.values():
+        add_extra_states(chunk, qk_norm=student.spec.qk_norm)
+    model = {**chunks, **_sharded_average(student, metadata)}
     if not any(p.requires_grad for chunk in student.chunks for p in chunk.parameters()):
         return model  # a stage above the deepest supervised layer trains nothing
     # One key per layer for the optimizer: a key over all layers may not have holes, and layers above the deepest

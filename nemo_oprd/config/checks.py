@@ -27,10 +27,10 @@ def check(config: Config) -> None:
 
 
 def _check_source(key: str, model: ModelSource) -> None:
-    if (model.hf_path is None) == (model.checkpoint is None):
+    if model.hf_path is None and model.checkpoint is None:
         raise ValueError(
-            f"{key}.hf_path={model.hf_path} and {key}.checkpoint={model.checkpoint}: "
-            "expected exactly one of the two; set the other to null"
+            f"{key}.hf_path={model.hf_path} and {key}.checkpoint={model.checkpoint}: expected a model; set hf_path to "
+            "the directory of a Hugging Face model, or checkpoint to that of a Megatron checkpoint"
         )
 
 

@@ -119,9 +119,9 @@ class ParallelConfig:
 
 @dataclass(config=STRICT)
 class ModelSource:
-    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint that checkpoint_tools made.
+    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint.
 
-    A model that is read has exactly one of the two.
+    With both, `hf_path` has the checkpoint's config.json and tokenizer only.
     """
 
     hf_path: str | None = None
@@ -129,8 +129,8 @@ class ModelSource:
 
     @property
     def path(self) -> str:
-        """The one of the two that is set."""
-        return str(self.hf_path or self.checkpoint)
+        """Where the weights are."""
+        return str(self.checkpoint or self.hf_path)
 
 
 @dataclass(config=STRICT)

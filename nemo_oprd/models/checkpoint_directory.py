@@ -1,7 +1,8 @@
 """Checks of a torch_dist checkpoint's directory that do not need torch, and the place of its config.json.
 
-`weights/torch_dist.py` reads the tensors. Megatron-core can read metadata.json, too, but importing it takes seconds,
-and a wrong path is reported before that.
+A checkpoint is one directory, or it is the one that the tracker file of a directory of checkpoints names, as training
+runs and Megatron-Bridge write them. `weights/torch_dist.py` reads the tensors. Megatron-core can read metadata.json,
+too, but importing it takes seconds, and a wrong path is reported before that.
 """
 
 from __future__ import annotations
@@ -9,9 +10,42 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_oprd.fault_tolerance.files import read_json
+from nemo_oprd.models import read_model_spec
+from nemo_oprd.models.bridge_config import check_run_config, named_hf_directory, read_run_config
+
+# holds the number of the newest checkpoint beside it; Megatron-LM's and Megatron-Bridge's name, too
+LATEST = "latest_checkpointed_iteration.txt"
 
 # the keys of Megatron-core's CheckpointingConfig
 _KEYS = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
+
+
+def checkpoint_directory(path: Path) -> Path:
+    """`path` itself, or, if it holds several checkpoints, the one that its tracker file names.
+
+    Raises:
+        ValueError: the tracker file names no checkpoint there, or there are several checkpoints and no tracker file.
+    """
+    if not path.is_dir() or (path / "metadata.json").is_file():
+        return path
+    inside = sorted(file.parent for file in path.glob("iter_*/metadata.json"))
+    if not (path / LATEST).is_file():
+        if len(inside) > 1:
+            raise ValueError(
+                f"{path}: {len(inside)} checkpoints and no {LATEST}; expected one checkpoint: name it, for example "
+                f"{inside[-1]}"
+            )
+        return inside[0] if inside else path
+    text = (path / LATEST).read_text(errors="replace").strip()
+    number = text.isascii() and text.isdigit()
+    named = path / (f"iter_{int(text):07d}" if number else "release")
+    if not (number or text == "release") or not named.is_dir():
+        there = ", ".join(directory.name for directory in inside) or "none"
+        raise ValueError(
+            f"{path / LATEST} names the checkpoint {text[:40]!r}; expected one of those beside it ({there}): correct "
+            "the number, or name a checkpoint's own directory"
+        )
+    return named
 
 
 def check_torch_dist(path: Path) -> None:
@@ -32,19 +66,42 @@ def check_torch_dist(path: Path) -> None:
         )
 
 
-def hf_directory(path: Path) -> Path:
-    """The directory in a torch_dist checkpoint that holds its model's config.json and tokenizer.
+def hf_directory(path: Path, hf_path: Path | None = None) -> Path:
+    """The directory that holds the config.json and the tokenizer of a torch_dist checkpoint's model.
+
+    Checkpoints of this project have them in `hf`. Those of Megatron-Bridge don't: `hf_path` has them, or a local
+    directory that their run_config.yaml names.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints (`checkpoint_directory`).
+        hf_path: the directory of a Hugging Face model, whose weights are not read.
 
     Raises:
-        ValueError: as `check_torch_dist`, or there is no config.json.
+        ValueError: as `checkpoint_directory` and `check_torch_dist`; there is no config.json, or there are two; or
+            run_config.yaml describes another model.
     """
+    path = checkpoint_directory(path)
     check_torch_dist(path)
-    if not (path / "hf" / "config.json").is_file():
+    own = path / "hf"
+    if (own / "config.json").is_file():
+        if hf_path is not None:
+            raise ValueError(
+                f"hf_path={hf_path} for the checkpoint {path}, which has a config.json and a tokenizer of its own, in "
+                "hf; expected one of the two: set hf_path to null"
+            )
+        return own
+    content = read_run_config(path)
+    named, names = (None, []) if content is None else named_hf_directory(content)
+    found = hf_path or named
+    if found is None:
+        note = f" (run_config.yaml names {' and '.join(names)}, no such directory here)" if names else ""
         raise ValueError(
             f"{path}: no hf/config.json there; copy config.json and the tokenizer files of the model's source into "
-            f"{path / 'hf'}"
+            f"{own}, or set hf_path= to a directory with both{note}"
         )
-    return path / "hf"
+    if content is not None:
+        check_run_config(path, content, read_model_spec(found), found)
+    return found
 
 
 def _sharded_backend(file: Path) -> object:

@@ -44,7 +44,7 @@ def _settings(run: Run) -> list[tuple[str, str]]:
 
 
 def _model(run: Run, role: str) -> str:
-    return str(run.setting(f"{role}.hf_path") or run.setting(f"{role}.checkpoint") or "")
+    return str(run.setting(f"{role}.checkpoint") or run.setting(f"{role}.hf_path") or "")
 
 
 def _layout(run: Run, role: str) -> str:

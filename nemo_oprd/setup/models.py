@@ -23,6 +23,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.setup.preflight import check_layouts, model_directory
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.weights.hf import HFCheckpoint, TensorReader, load_hf
@@ -52,7 +53,8 @@ class ModelFiles:
     """One model on disk, opened once. Its tokenizer and its weights are opened on first access.
 
     Attributes:
-        directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint.
+        directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint,
+            or what `hf_directory` finds for a checkpoint of Megatron-Bridge.
         spec: the architecture.
 
     Raises:
@@ -89,7 +91,7 @@ class ModelFiles:
     @property
     def weights_directory(self) -> Path:
         """The HF directory or the Megatron checkpoint that holds the weights."""
-        return Path(str(self.source.hf_path or self.source.checkpoint))
+        return checkpoint_directory(Path(self.source.path))
 
     def close(self) -> None:
         """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""
@@ -103,11 +105,11 @@ class ModelFiles:
         """
         from nemo_oprd.weights.convert import MegatronCheckpoint, check_source
 
-        if self.source.hf_path:
-            checkpoint = HFCheckpoint(self.source.hf_path)
-            check_source(checkpoint, self.spec)
-            return checkpoint.__getitem__
-        return MegatronCheckpoint(str(self.source.checkpoint)).__getitem__
+        if self.source.checkpoint:
+            return MegatronCheckpoint(self.weights_directory, self.directory).__getitem__
+        checkpoint = HFCheckpoint(str(self.source.hf_path))
+        check_source(checkpoint, self.spec)
+        return checkpoint.__getitem__
 
     def check_vocabulary(self) -> None:
         """Raises ValueError if the tokenizer has ids or stop ids outside the model's vocabulary."""

@@ -76,9 +76,10 @@ def model_directory(model: ModelSource) -> Path:
     """Where a model's config.json and tokenizer are: the HF directory, or the copy inside a Megatron checkpoint.
 
     Raises:
-        ValueError: `model.checkpoint` is not a torch_dist checkpoint with a config.json.
+        ValueError: `model.checkpoint` is not a torch_dist checkpoint of a model whose config.json is known.
     """
-    return Path(model.hf_path) if model.hf_path else hf_directory(Path(str(model.checkpoint)))
+    hf_path = Path(model.hf_path) if model.hf_path else None
+    return hf_directory(Path(model.checkpoint), hf_path) if model.checkpoint else Path(str(hf_path))
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -279,7 +280,7 @@ def check_replays(config: Config, *, against_reference: bool = False) -> None:
         raise ValueError(
             "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
         )
-    if against_reference and not all(model.hf_path for model in (config.student, *config.teacher_sources)):
+    if against_reference and any(model.checkpoint for model in (config.student, *config.teacher_sources)):
         raise ValueError("verify --against reference needs all models as hf_path: student.hf_path and teacher.hf_path")
 
 

@@ -26,7 +26,8 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.param_names import TE_NAMES
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
 from nemo_oprd.models.base import GateUp, ParamMapping, Vocabulary
-from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.bridge_config import write_run_config
+from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
 from nemo_oprd.models.moe import fused_name
 from nemo_oprd.weights.hf import HFCheckpoint
 from nemo_oprd.weights.torch_dist import TorchDistWriter, open_torch_dist, read_megatron_tensor
@@ -150,15 +151,17 @@ def hf_to_megatron(
     from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
 
     with replacing_directory(target, overwrite=False) as partial:
-        _write(checkpoint, spec, layout, partial, progress)
+        dtype = _write(checkpoint, spec, layout, partial, progress)
         copy_tokenizer_files(source, partial / "hf")
         shutil.copyfile(source / "config.json", partial / "hf" / "config.json")
+        write_run_config(partial, spec, str(dtype).removeprefix("torch."))
 
 
 def megatron_to_hf(
     megatron_path: str | Path,
     output: str | Path,
     *,
+    hf_path: str | Path | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = 4 << 30,
     progress: bool = True,
@@ -168,7 +171,8 @@ def megatron_to_hf(
     Holds one safetensors file (at most `max_shard_bytes`, or one larger tensor) and one parameter in memory.
 
     Args:
-        dtype: one of `DTYPES`; None takes the dtype in `hf/config.json`, or the stored dtype if the config has none.
+        hf_path: for a checkpoint of Megatron-Bridge: the directory with the model's config.json and tokenizer.
+        dtype: one of `DTYPES`; None takes the dtype in config.json, or the stored dtype if the config has none.
 
     Raises:
         ValueError: not a checkpoint of the model in its `hf/config.json`, a bad dtype, or an `output` that isn't empty.
@@ -176,38 +180,49 @@ def megatron_to_hf(
     target = _new_directory(output)
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
-    checkpoint = MegatronCheckpoint(megatron_path)
+    directory = None if hf_path is None else hf_directory(Path(megatron_path), Path(hf_path))
+    checkpoint = MegatronCheckpoint(megatron_path, directory)
     from nemo_oprd.weights.hf_export import write_hf_model
 
     hf_config = checkpoint.spec.hf_config
     named = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype")
     written = getattr(torch, str(named).removeprefix("torch."), None) if named else checkpoint.stored_dtype
     if not isinstance(written, torch.dtype):
-        raise ValueError(f"{megatron_path}/hf/config.json names the dtype {named!r}; give one of {', '.join(DTYPES)}")
+        file = checkpoint.hf_directory / "config.json"
+        raise ValueError(f"{file} names the dtype {named!r}; give one of {', '.join(DTYPES)}")
     names = tqdm(checkpoint.keys(), desc="Megatron to HF", unit="tensor", disable=not progress)
     stream = ((name, checkpoint[name]) for name in names)
-    write_hf_model(stream, checkpoint.path / "hf", target, written, max_shard_bytes)
+    write_hf_model(stream, checkpoint.hf_directory, target, written, max_shard_bytes)
 
 
 class MegatronCheckpoint:
     """A torch_dist checkpoint under HF names: `checkpoint[name]` reads one whole tensor in its stored dtype.
 
     It has the interface of `HFCheckpoint`, so both kinds load through the same code. It keeps the parts of the last
-    parameter that was read, since q, k and v are one parameter. `path/hf/config.json` describes the model.
+    parameter that was read, since q, k and v are one parameter.
+
+    Args:
+        path: the checkpoint, or a directory of checkpoints, of which the one in its tracker file is read.
+        hf_path: a directory with the model's config.json; None: `hf_directory` finds it.
 
     Raises:
-        ValueError: not a torch_dist checkpoint, without `hf/config.json`, or of another model than that describes.
+        ValueError: not a torch_dist checkpoint, without a config.json, or of another model than that describes.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, hf_path: str | Path | None = None) -> None:
+        self.path = checkpoint_directory(Path(path))
         self._reader, self._metadata = open_torch_dist(self.path)
-        self.spec = read_model_spec(hf_directory(self.path))
+        self.hf_directory = hf_directory(self.path) if hf_path is None else Path(hf_path)
+        self.spec = read_model_spec(self.hf_directory)
         parameters = checkpoint_parameters(self.spec)
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
         # one array may hold the parameters of many layers and experts
         self._found = {key: self._find(p) for key, p in {p.key: p for p in parameters}.items()}
         self._last: dict[str, torch.Tensor] = {}
+
+    @property
+    def _config(self) -> str:
+        return "hf/config.json" if self.hf_directory.parent == self.path else str(self.hf_directory / "config.json")
 
     def keys(self) -> list[str]:
         """HF names of all tensors, the parts of one parameter next to each other."""
@@ -245,7 +260,7 @@ class MegatronCheckpoint:
         if not found:
             raise ValueError(
                 f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*tensors][:3])}, ...; expected "
-                f"every weight of the {self.spec.model_type} model in hf/config.json: is it another model's config?"
+                f"every weight of the {self.spec.model_type} model in {self._config}: is it another model's config?"
             )
         if len(found) > 1:
             raise ValueError(f"{self.path}: holds several models ({', '.join(found)}); expected a checkpoint of one")
@@ -253,7 +268,7 @@ class MegatronCheckpoint:
         padded = int(isinstance(parameter.mapping.form, Vocabulary) and shape[0] >= expected[0])
         if shape[padded:] != expected[padded:]:
             raise ValueError(
-                f"{self.path}: {found[0]} is {shape}, but hf/config.json asks for {expected}; "
+                f"{self.path}: {found[0]} is {shape}, but {self._config} asks for {expected}; "
                 "the weights and the config are of different models"
             )
         return found[0]
@@ -303,8 +318,8 @@ def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
     ignored_tensors(checkpoint, spec)
 
 
-def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> None:
-    """Reads, joins, cuts and writes one parameter after the other."""
+def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> torch.dtype:
+    """Reads, joins, cuts and writes one parameter after the other; returns the dtype of the embedding."""
     parameters = checkpoint_parameters(spec)
     with (
         TorchDistWriter(directory) as writer,
@@ -321,6 +336,7 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
             _file(layout, layout.pipeline - 1, 0), "decoder.final_layernorm._extra_state/shard_0_1", [None]
         )
         writer.complete()
+        return writer.dtype_of("embedding.word_embeddings.weight")
 
 
 def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:

@@ -36,6 +36,14 @@ from nemo_oprd.weights import safe_unpickling
 
 safe_unpickling.install()
 
+# What Megatron's sharded state dicts are made with, stored in every checkpoint: Megatron-Bridge makes its own with what
+# it finds there, and fails where it finds nothing. The optimizer's format is the only one that loads at another layout.
+CONTENT_METADATA: dict[str, Any] = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
 
 class TorchDistWriter(FileSystemWriter):
     """Writes one checkpoint from one process. A context manager; the checkpoint is usable after `complete`.
@@ -89,12 +97,18 @@ class TorchDistWriter(FileSystemWriter):
         self._entries[key] = BytesStorageMetadata()
         self._append(file, MetadataIndex(key), value)
 
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The dtype of a tensor of which a chunk was written."""
+        entry = self._entries[key]
+        assert isinstance(entry, TensorStorageMetadata), f"{key} is not a tensor"
+        return entry.properties.dtype
+
     def complete(self) -> None:
         """Writes the index and the further files that Megatron-core's loader requires."""
         for stream in self._files.values():
             stream.flush()
         self.finish(Metadata(dict(self._entries)), [self._written])
-        torch.save({}, self.directory / "common.pt")
+        torch.save({"content_metadata": CONTENT_METADATA}, self.directory / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(self.directory))
 
     def storage_meta(self) -> None:

@@ -56,7 +56,7 @@ def packed_forward_step(size: int) -> Callable[[Any, Any], Any]:
     return forward_step
 
 
-def _gathered_gradients(chunks: list[Any], layout: Layout) -> dict[str, torch.Tensor]:
+def gathered_gradients(chunks: list[Any], layout: Layout) -> dict[str, torch.Tensor]:
     """HF name -> whole gradient, of the ranks with data and context coordinate 0."""
     from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
     from nemo_oprd.models import read_model_spec
@@ -121,7 +121,7 @@ def golden_gradients(
         # twice, because the second update must not see anything of the first
         example.accumulate(oprd, student, teacher, batches)
         metrics = example.accumulate(oprd, student, teacher, batches)
-        return metrics, _gathered_gradients([chunk.module for chunk in student], sizes)
+        return metrics, gathered_gradients([chunk.module for chunk in student], sizes)
 
 
 def _break(fault: str | None, student: list[Any], example: Any) -> None:

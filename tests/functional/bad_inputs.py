@@ -52,13 +52,17 @@ def arguments_of(case: Case, place: Place) -> list[str]:
     changed = [override.replace("{root}", str(place.root)) for override in case.overrides]
     given = {override.split("=")[0] for override in changed}
     for role in ("student", "teacher"):
-        if f"{role}.checkpoint" in given and case.name != "two sources":
+        if f"{role}.checkpoint" in given and case.name not in WITH_HF_PATH:
             given.add(f"{role}.hf_path")
     good = [f"{key}={value}" for key, value in settings.items() if key not in given]
     options = [argument for argument in own if argument not in ("no replay", "no validation")]
     if "--config-name" not in options:
         options += ["--config-name", "verify"]
     return [case.command, *options, *good, *changed]
+
+
+# cases of a checkpoint beside which hf_path stays set
+WITH_HF_PATH = ("two sources", "checkpoint of another model in Megatron-Bridge's words", "adapters")
 
 
 def contents(root: Path) -> dict[str, int]:

@@ -16,19 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from golden_runs import EXPECTED, GOLDEN, TOLERANCE
+from adopted_golden import EVERYWHERE, check
+from golden_runs import EXPECTED, TOLERANCE
 from pool import Pools, WorkerError
-from safetensors.torch import load_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.nemo import RepresentationLossConfig, observed, row_weights
-from nemo_oprd.verification.reference import agreement
 
 ROOT = Path(__file__).parent.parent.parent
 TE = "transformer_engine"
 CASES = [case for case in EXPECTED if not case.startswith(("opd", "composite", "bridge"))]
-# cases that differ in what a layout could break: rows, the state of the last layer, and the size of gradients
-EVERYWHERE = ("mse_all_last_k", "no_final_norm", "normalized_sum", "predicting")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 # name -> (ranks, sizes, further arguments of `golden_gradients`)
@@ -67,22 +64,6 @@ def te_run() -> Iterator[Callable[..., Any]]:
         "te_cases:with_layers", layers=TE, function="adopt_cases:golden_gradients", backend=TE, **kwargs
     )
     pools.close()
-
-
-def check(case: str, found: tuple[dict[str, float], dict[str, torch.Tensor]]) -> None:
-    """Compares metrics and gradients with a golden case; parameters without a gradient path must have zeros."""
-    metrics, gradients = found
-    expected, wanted = EXPECTED[case], load_file(GOLDEN / f"grads_{case}.safetensors")
-    assert metrics["rep/loss"] == pytest.approx(expected["rep/loss"], rel=TOLERANCE)
-    assert metrics["loss/total"] == pytest.approx(expected["loss/total"], rel=TOLERANCE)
-    per_layer = {k.rpartition("/")[2]: v for k, v in metrics.items() if k.startswith("rep/loss_layer/")}
-    assert per_layer == pytest.approx(expected["rep/loss_per_layer"], rel=TOLERANCE)
-    untrained = set(gradients) - set(wanted)
-    assert all(not gradients[name].any() for name in untrained), untrained
-    deviations = agreement({name: gradients[name] for name in wanted}, wanted)
-    worst = max(deviations, key=deviations.__getitem__)
-    print(f"largest gradient deviation {deviations[worst]:.1e} at {worst}")
-    assert deviations[worst] < TOLERANCE, f"{worst}: {deviations[worst]:.1e}"
 
 
 def local_parameters() -> list[Any]:

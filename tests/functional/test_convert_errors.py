@@ -138,7 +138,12 @@ def test_megatron_checkpoints_that_are_refused(models: Models, tmp_path: Path) -
         with pytest.raises(ValueError, match=message):
             megatron_to_hf(path, tmp_path / "hf", progress=False)
 
-    refuses("expected a torch_dist checkpoint: did you mean .*iter_0000050", run)
+    (run / "latest_checkpointed_iteration.txt").write_text("7")
+    refuses(r"names the checkpoint '7'; expected one of those beside it \(iter_0000050\)", run)
+    good.rename(run / "other")
+    (run / "latest_checkpointed_iteration.txt").unlink()
+    refuses("expected a torch_dist checkpoint: did you mean .*other", run)
+    (run / "other").rename(good)
     refuses("nowhere: no such directory; expected a torch_dist", tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no tensor 'a.b'; expected an HF name such as 'model.embed_tokens.weight'"):
         MegatronCheckpoint(good)["a.b"]

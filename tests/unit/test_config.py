@@ -59,8 +59,9 @@ def test_a_model_on_the_command_line_replaces_the_files(tmp_path: Path) -> None:
     assert (config.student.hf_path, config.student.checkpoint) == ("x", None)
     config = load_config("verify", [*MODELS, "teacher.hf_path=null", "teacher.checkpoint=y"])
     assert (config.teacher.hf_path, config.teacher.checkpoint) == (None, "y")
-    with pytest.raises(ValueError, match="exactly one of the two"):
-        load_config("verify", [*MODELS, "student.checkpoint=x"])
+    given = ["student.hf_path=x", "student.checkpoint=y"]
+    for config in (load_config("verify", [*MODELS[1:], *given]), load_config("quickstart", given)):
+        assert (config.student.hf_path, config.student.checkpoint, config.student.path) == ("x", "y", "y")
 
 
 def test_several_teachers(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_saved_configuration_loads_again(tmp_path: Path) -> None:
         ("rollout.top_p=0", "(0, 1]"),
         ("train.warmup_fraction=2", "[0, 1]"),
         ("train.min_lr=1", "above train.lr"),
-        ("teacher.hf_path=null", "exactly one of the two"),
+        ("teacher.hf_path=null", "expected a model; set hf_path to"),
         ("student.parallel.tensor=0", "at least 1"),
         ("student.parallel.virtual_pipeline=2", "pipeline > 1"),
         ("teacher.ranks=2", "placement=dedicated"),

@@ -42,7 +42,7 @@ case("cache size", "a size of the KV cache in words", "rollout.max_cache_tokens=
 case("negative temperature", "a negative temperature", "rollout.temperature=-1.0 | expected 0 or more", "rollout.temperature=-1")
 case("warm-up", "a warm-up longer than the run", "train.warmup_fraction=2.0 | expected a number in [0, 1]", "train.warmup_fraction=2")
 case("zero response tokens", "evaluation with no response tokens", "evaluation.max_new_tokens=0 | expected more than 0", "evaluation.max_new_tokens=0")
-case("two sources", "a model from two places", "student.checkpoint=x | expected exactly one of the two | set the other to null", "student.checkpoint=x")
+case("two sources", "a model from two places", "student-megatron, which has a config.json and a tokenizer of its own | expected one of the two | set hf_path to null", "student.checkpoint={root}/student-megatron")
 case("no source", "a model from nowhere", "teacher.hf_path=None | expected exactly one of the two", "teacher.hf_path=null")
 case("evaluation of nothing", "evaluation without a set", "evaluation.every=5 needs | data.validation", "evaluation.every=5")
 case("ranks of a colocated teacher", "ranks for a teacher that shares them", "teacher.ranks=2 is for | set it to null", "teacher.ranks=2")

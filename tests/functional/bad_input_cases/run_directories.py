@@ -98,9 +98,20 @@ def outside_index(place: Place) -> None:
     place.write_state()
 
 
+def of_megatron_bridge(place: Place, old: str, new: str) -> None:
+    """As Megatron-Bridge writes it: without hf/, described by its run_config.yaml, which is changed."""
+    shutil.rmtree(place.converted / "hf")
+    file = place.converted / "run_config.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
 MEGATRON = "student.checkpoint={root}/student-megatron"
 case("no checkpoint", "a checkpoint that does not exist", "nowhere: no such directory | expected a torch_dist checkpoint", "student.checkpoint={root}/nowhere")
-case("directory of checkpoints", "a directory of checkpoints", "checkpoints: no metadata.json | did you mean {root}/run/checkpoints/iter_0000002", "student.checkpoint={root}/run/checkpoints", "output={root}/other", prepare=lambda p: p.checkpoint())
+case("directory of checkpoints", "a directory of checkpoints whose tracker file names none of them", "latest_checkpointed_iteration.txt names the checkpoint '7' | expected one of those beside it (iter_0000002) | correct the number", "student.checkpoint={root}/run/checkpoints", "output={root}/other", prepare=lambda p: p.checkpoint("7"))
+case("checkpoint of another model in Megatron-Bridge's words", "a checkpoint of Megatron-Bridge with another model's config.json", "run_config.yaml: rotary_base=10000.0 | {root}/student/config.json asks for 50000.0 | set hf_path= to the directory of the model", MEGATRON, prepare=lambda p: of_megatron_bridge(p, "rotary_base: 50000.0", "rotary_base: 10000.0"))
+case("adapters", "a checkpoint of Megatron-Bridge with adapters only", "run_config.yaml: peft is set | expected a whole model | merge the adapters", MEGATRON, prepare=lambda p: of_megatron_bridge(p, "checkpoint:", "peft: {dim: 8}\ncheckpoint:"))
 case("checkpoint without a config", "a checkpoint without config.json", "no hf/config.json there | copy config.json", MEGATRON, prepare=lambda p: shutil.rmtree(p.converted / "hf"))
 case("checkpoint format", "a checkpoint of another format", "format 'zarr' | expected 'torch_dist' | --ckpt-format torch_dist", MEGATRON, prepare=lambda p: p.edit(p.converted / "metadata.json", sharded_backend="zarr"))
 case("checkpoint and config", "a checkpoint with another model's config", "but hf/config.json asks for | different models", MEGATRON, prepare=lambda p: [p.edit(f, intermediate_size=40) for f in (p.converted / "hf" / "config.json", p.teacher / "config.json")])
