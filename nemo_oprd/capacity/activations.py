@@ -43,7 +43,9 @@ def feed_forward_values(spec: ModelSpec, layout: Layout) -> float:
     dense = 5 * spec.ffn_size / layout.tensor
     if spec.experts is None:
         return dense
-    sparse = spec.experts.per_token * (5 * spec.experts.ffn_size + 4 * spec.hidden_size) / layout.tensor
+    # without sequence parallelism every tensor rank sends all tokens to their experts
+    shared_by = layout.tensor if layout.sequence else 1
+    sparse = spec.experts.per_token * (5 * spec.experts.ffn_size + 4 * spec.hidden_size) / shared_by
     return sparse if all(spec.experts.sparse) else max(dense, sparse)
 
 

@@ -53,7 +53,8 @@ def training_seconds(
     network = (gpu.network if crosses else gpu.link) * ASSUMED.bandwidth
     teacher_seconds = flops.teacher / teacher.size / rate / (1 - bubble(teacher, work.on(teacher).count))
     update = flops.update / student.size / rate / (1 - bubble(student, work.on(student).count))
-    exchange = (moved.tensor + moved.context) / link + moved.pipeline / network
+    between_experts = network if student.expert * student.expert_tensor > gpus_per_node else link
+    exchange = (moved.tensor + moved.context) / link + moved.pipeline / network + moved.experts / between_experts
     updates = work.config.train.updates_per_rollout
     return {
         "teacher": teacher_seconds * (1 + 0.25 * exchange / max(update, 1e-9)),

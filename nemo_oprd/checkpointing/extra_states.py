@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 _PRESENT = "self_attention.linear_proj._extra_state"
 _OF_A_LAYER = ("self_attention.core_attention",)
 _OF_A_LAYER_WITH_QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+# of a layer with experts; elsewhere this norm belongs to the matrix after it
+_ROUTER, _NORM_BEFORE_ROUTER = "mlp.router.weight", "pre_mlp_layernorm"
 _FINAL_NORM = "decoder.final_layernorm"
 
 
@@ -29,6 +31,10 @@ def add_extra_states(state: dict[str, Any], *, qk_norm: bool) -> None:
     for name, present in [entry for entry in state.items() if entry[0].endswith(_PRESENT)]:
         for module in modules:
             added = f"{module}._extra_state"
+            key = present.key.removesuffix(_PRESENT) + added
+            state.setdefault(name.removesuffix(_PRESENT) + added, replace(present, key=key, data=None))
+        if name.removesuffix(_PRESENT) + _ROUTER in state:
+            added = f"{_NORM_BEFORE_ROUTER}._extra_state"
             key = present.key.removesuffix(_PRESENT) + added
             state.setdefault(name.removesuffix(_PRESENT) + added, replace(present, key=key, data=None))
     weight = state.get(f"{_FINAL_NORM}.weight")

@@ -225,8 +225,60 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
     # One key per layer for the optimizer: a key over all layers may not have holes, and layers above the deepest
     # supervised one have no optimizer state.
     by_layer = _sharded_model(student, {**metadata, "non_homogeneous_layers": True})
-    optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
+    with _counted_in_empty_parts(student.optimizer):
+        optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
+    _count_in_empty_parts(student.optimizer, optimizer)
     return {**model, "optimizer": optimizer}
+
+
+def _empty_parts(optimizer: Any) -> list[int]:
+    """The parts of Megatron's optimizer that have no parameters on this rank, unless all are so.
+
+    Experts have a part of their own. A pipeline stage that trains no expert has it, too, and has nothing in it. What is
+    not sharded, such as the number of updates, is saved by rank 0 for all ranks.
+    """
+    parts = optimizer.chained_optimizers
+    empty = [i for i, part in enumerate(parts) if not any(group["params"] for group in part.param_groups)]
+    return [] if len(empty) == len(parts) else empty
+
+
+@contextmanager
+def _counted_in_empty_parts(optimizer: Any) -> Iterator[None]:
+    """Within the context, empty parts of a distributed optimizer say the number of updates that the others have done.
+
+    Megatron reads the number from the state of parameters, and an empty part has none.
+    """
+    parts, empty = optimizer.chained_optimizers, _empty_parts(optimizer)
+    chosen = [parts[i] for i in empty if hasattr(parts[i], "gbuf_ranges")]
+    for part in chosen:
+        (full, *_) = (other for i, other in enumerate(parts) if i not in empty)
+        part.state_dict = functools.partial(_state_of_empty_part, part, full)
+    try:
+        yield
+    finally:
+        for part in chosen:
+            del part.state_dict
+
+
+def _state_of_empty_part(part: Any, full: Any) -> dict[str, Any]:
+    counted = [group["step"] for group in full.state_dict()["optimizer"]["param_groups"] if "step" in group]
+    groups = [
+        {k: v for k, v in group.items() if k != "params"} for group in part.optimizer.state_dict()["param_groups"]
+    ]
+    return {"optimizer": {"param_groups": [{**group, **({"step": counted[0]} if counted else {})} for group in groups]}}
+
+
+def _count_in_empty_parts(optimizer: Any, state: dict[Any, Any]) -> None:
+    """The same in the sharded state of an optimizer that is not distributed: `common_step` of its parts."""
+
+    def inner(i: int) -> Any:
+        return state[i].get("optimizer", state[i]).get("state", {})
+
+    empty = _empty_parts(optimizer)
+    for i in empty:
+        counted = [inner(j).get("common_step") for j in range(len(optimizer.chained_optimizers)) if j not in empty]
+        if counted[0] is not None:
+            inner(i)["common_step"] = counted[0]
 
 
 def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:

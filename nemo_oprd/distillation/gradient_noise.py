@@ -74,16 +74,22 @@ def whole_gradient(student: Student) -> list[torch.Tensor]:
     Needs gradients that were accumulated with `whole_gradients`.
     """
     coords = student.role.coords
-    if (
-        coords is None or coords.data or coords.context
-    ):  # these ranks have the same gradients as data and context rank 0
+    if coords is None:
         return []
-    group = student.role.member_groups.tp
+    groups = student.role.member_groups
+
+    def counts(parameter: torch.nn.Parameter) -> bool:
+        """Whether no rank before this one has the same gradient."""
+        if not getattr(parameter, "allreduce", True):  # an expert's, whose copies are on other ranks than those below
+            return groups.expt_dp.rank() == 0
+        copy = coords.data or coords.context
+        return not copy and param_is_not_tensor_parallel_duplicate(parameter, groups.tp)
+
     return [
         p.main_grad.detach().clone()  # type: ignore[attr-defined]
         for chunk in student.chunks
         for p in chunk.parameters()
-        if p.requires_grad and param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, group)
+        if p.requires_grad and param_is_not_shared(p) and counts(p)
     ]
 
 

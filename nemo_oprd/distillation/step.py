@@ -164,8 +164,9 @@ class GradientAccumulation:
                 targets, output_losses, group.plan.taught_by, strict=True
             )
         ]
+        recomputed = student.chunks[0].config.recompute_granularity == "full"
         microbatches = [
-            make_microbatch(pack, group.rollouts, student.role, observer, step.depth)
+            make_microbatch(pack, group.rollouts, student.role, observer, step.depth, recomputed=recomputed)
             for pack, observer in zip(plan.packs[group.coords.data], observers, strict=True)
         ]
         return observers, microbatches

@@ -196,10 +196,6 @@ def install() -> None:
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     rng._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
     rng._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
-    # without Transformer Engine the module lacks the name, which its router looks up
-    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe, "te_general_gemm"):
-        moe.te_general_gemm = None  # type: ignore[attr-defined]
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
     _installed = True

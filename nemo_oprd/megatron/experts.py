@@ -69,15 +69,20 @@ class Router(TopKRouter):
         super().__init__(*args, **kwargs)
         self.normalized = normalized
 
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[S, B, D] -> logits [S, B, E]. Megatron's method would multiply float32 in TF32 with Transformer Engine."""
+        return torch.nn.functional.linear(input, self.weight)
+
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [S, B, E] -> (weights [N, E], zero where a token does not go; bool [N, E], where tokens go)."""
         logits = logits.view(-1, logits.shape[-1])
-        known = None if self.routes is None else self.routes.get(self.layer_number)
+        first_pass = not torch.is_grad_enabled()  # of two, under recomputation
+        known = None if self.routes is None or first_pass else self.routes.take(self.layer_number)
         weights, experts = route(logits, self.topk, normalized=self.normalized, experts=known)
-        if known is None and self.routes is not None:
-            self.routes.set(self.layer_number, experts.detach())
+        if first_pass and self.routes is not None:
+            self.routes.keep(self.layer_number, experts.detach())
         where = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         return torch.zeros_like(logits).scatter(1, experts, weights), where
 

@@ -53,7 +53,7 @@ class ObservedSequences(PackedSeqParams):
     lengths of the tokens' whole sequences, including tokens after the last computed one. `rotation` holds the cosines
     and sines of the tokens (`rotary.packed_rotation`); the model's forward computes them once for all layers.
 
-    `routes` keeps the experts that the microbatch's tokens visit, for models with experts.
+    `routes` keeps the experts that the microbatch's tokens visit, for layers that are computed twice.
 
     `packed` is False for an ordinary batch [S, B, D], which has no packed sequences: the object then only carries the
     observer, and layers compute as if they had been given no `PackedSeqParams`. Only adopted models run such batches.

@@ -68,9 +68,19 @@ class Microbatch:
 
 
 def make_microbatch(
-    pack: Pack, rollouts: list[Rollout], role: Role, observer: Observer | None, depth: int | None
+    pack: Pack,
+    rollouts: list[Rollout],
+    role: Role,
+    observer: Observer | None,
+    depth: int | None,
+    *,
+    recomputed: bool = False,
 ) -> Microbatch:
-    """The microbatch of `pack` on this rank; padding tokens have id 0 and are never supervised."""
+    """The microbatch of `pack` on this rank; padding tokens have id 0 and are never supervised.
+
+    Args:
+        recomputed: whether layers are computed again in the backward pass, with the experts of their first pass.
+    """
     assert role.coords is not None
     ids = np.zeros(pack.total, dtype=np.int64)
     for i, length, offset in zip(pack.sequences, pack.lengths, pack.offsets, strict=False):
@@ -89,7 +99,7 @@ def make_microbatch(
         depth=depth,
         positions=torch.from_numpy(positions[own]).to(device()),
         sequence_lengths=torch.from_numpy(lengths[own]).to(device()),
-        routes=Routes(),
+        routes=Routes() if recomputed else None,
     )
     return Microbatch(torch.from_numpy(ids[own])[None].to(device()), sequences, pack, role.coords.context)
 

@@ -1,4 +1,4 @@
-"""Which experts the tokens of one microbatch visit, kept from the first forward pass for every later one."""
+"""Which experts the tokens of one microbatch visit, kept from a layer's first forward pass for its second one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import torch
 
 
 class Routes:
-    """The experts of one microbatch's tokens, by layer: int32 [N, K].
-
-    A layer's entry is written by the first forward pass and read by every later one of the same microbatch.
-    """
+    """The experts of one microbatch's tokens, by layer: int16 [N, K], from the first pass until the second one."""
 
     def __init__(self) -> None:
         self._chosen: dict[int, torch.Tensor] = {}
 
-    def get(self, layer: int) -> torch.Tensor | None:
-        """The experts of a layer's tokens, int64 [N, K]; None before the layer's first pass."""
-        chosen = self._chosen.get(layer)
-        return None if chosen is None else chosen.long()
-
-    def set(self, layer: int, experts: torch.Tensor) -> None:
+    def keep(self, layer: int, experts: torch.Tensor) -> None:
         """Keeps the experts [N, K] of a layer's tokens."""
-        self._chosen[layer] = experts.to(torch.int32)
+        self._chosen[layer] = experts.to(torch.int16)
+
+    def take(self, layer: int) -> torch.Tensor | None:
+        """The experts of a layer's tokens, int64 [N, K], which are then forgotten; None if none were kept."""
+        chosen = self._chosen.pop(layer, None)
+        return None if chosen is None else chosen.long()

@@ -94,11 +94,12 @@ class ModelSpec:
     def check_expert_parallel(self, expert: int, expert_tensor: int, key: str) -> None:
         """Raises ValueError, naming the configuration `key`, unless the experts can be split this way."""
         if self.experts is None:
-            if expert > 1:
-                raise ValueError(
-                    f"{key}.expert={expert}, but the {self.model_type} model has no experts; expected 1, or a model "
-                    f"with experts: remove {key}.expert"
-                )
+            for name, size in (("expert", expert), ("expert_tensor", expert_tensor)):
+                if size > 1:
+                    raise ValueError(
+                        f"{key}.{name}={size}, but the {self.model_type} model has no experts; expected 1, or a model "
+                        f"with experts: remove {key}.{name}"
+                    )
             return
         if self.experts.count % expert:
             raise ValueError(

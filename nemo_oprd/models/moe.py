@@ -103,6 +103,8 @@ def _parse_qwen3_moe(hf_config: dict, source: str) -> ModelSpec:
     if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
         raise ValueError(f"{source}: mlp_only_layers={without!r}; expected a list of 0-based layers: correct it")
     sparse = tuple(i not in without and (i + 1) % step == 0 for i in range(dense.num_layers))
+    if not any(sparse):
+        return dense  # none of its layers has experts, whatever the config says of them
     normalized = bool(hf_config.get("norm_topk_prob", False))
     found = _experts(hf_config, source, "moe_intermediate_size", normalized=normalized, sparse=sparse)
     return replace(dense, experts=found)

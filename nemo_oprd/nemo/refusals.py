@@ -71,6 +71,14 @@ def refuse_untrainable(config: Any) -> None:
             "and average them over data-parallel ranks; expected calculate_per_token_loss=True: set it before DDP "
             "wraps the model"
         )
+    weights = getattr(config, "moe_aux_loss_coeff", None) or 0.0
+    balancing = any(weights) if isinstance(weights, list) else bool(weights)
+    if getattr(config, "num_moe_experts", None) and (balancing or getattr(config, "moe_z_loss_coeff", None)):
+        raise ValueError(
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}, moe_z_loss_coeff={config.moe_z_loss_coeff}: the routers' "
+            "losses are multiplied by the number of tokens, by which nothing divides them here; expected none: set "
+            "them to 0 and None"
+        )
     if config.fp16:
         raise ValueError(
             "fp16=True: the optimizer would divide injected gradients by a loss scale that they do not have; expected "

@@ -350,6 +350,7 @@ def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
         assert spec.experts is not None
         count = spec.experts.count
         places |= {module: [[*place, (i, count)] for i in range(count)] for module in _EXPERTS_WITH_EXTRA_STATE}
+        places["pre_mlp_layernorm"] = [place]  # in a layer without experts it belongs to the first matrix
     else:
         places |= {module: [place] for module in _BLOCK_WITH_EXTRA_STATE}
     for module, several in places.items():

@@ -87,7 +87,7 @@ class HFCheckpoint:
         """Shape of a tensor, without reading the data."""
         stored, expert, half = self._stored(name)
         shape = tuple(self._handles[self._of(stored)].get_slice(stored).get_shape())
-        if expert is None:
+        if expert is None or len(shape) != 3:
             return shape
         _, rows, columns = shape
         return (rows if half is None else rows // 2, columns)
@@ -155,8 +155,9 @@ def load_stream(
         waiting[name] = tensor
         mapping = mapping_of[name]
         if all(part in waiting for part in mapping.hf):
-            joined = mapping.form.join([waiting.pop(part) for part in mapping.hf], spec)
+            parts = [waiting.pop(part) for part in mapping.hf]
             if mapping.megatron in mine:  # another rank may have the expert
+                joined = mapping.form.join(parts, spec)
                 mine[mapping.megatron].copy_(mapping.form.shard(joined, *_tensor_part(mapping, role), spec))
                 missing.discard(mapping.megatron)
     assert not missing, f"the weight stream left out {sorted(missing)}"

@@ -93,3 +93,30 @@ def test_a_run_resumes_at_other_expert_sizes(pools: Pools, root: Path, tmp_path:
     expected, got = weights(whole / "hf"), weights(parts / "hf")
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("distributed", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_stage_without_experts_saves_and_resumes(pools: Pools, root: Path, tmp_path: Path, distributed: str) -> None:
+    """The first stage has no experts; its rank saves what is not split, also the number of the experts' updates."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    shared = [*settings(root / "late"), "train.save_every=1", f"train.distributed_optimizer={distributed}"]
+    pp2 = "student.parallel.pipeline=2"
+    pools[1].run("cases:run_train", overrides=[*shared, "train.steps=3", f"output={whole}"])
+    pools[2].run("cases:run_train", overrides=[*shared, pp2, "train.steps=1", f"output={parts}"])
+    pools[1].run("cases:run_train", overrides=[*shared, "train.steps=2", f"output={parts}"])
+    pools[2].run("cases:run_train", overrides=[*shared, pp2, "train.steps=3", f"output={parts}"])
+    expected, got = weights(whole / "hf"), weights(parts / "hf")
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_noise_of_the_gradient_counts_every_expert_once(pools: Pools, root: Path, tmp_path: Path) -> None:
+    """Experts that are split over data ranks, and experts of which two tensor ranks hold whole copies."""
+    measured = {}
+    for name, ranks, sizes in (("one", 1, []), ("split", 2, EP2), ("copies", 2, SP2)):
+        overrides = [*settings(root), *sizes, "train.steps=1", "logging.gradient_noise_every=1"]
+        pools[ranks].run("cases:run_train", overrides=[*overrides, f"output={tmp_path / name}"])
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text())
+        measured[name] = [line["actor/gradient_signal"], line["actor/gradient_noise"]]
+    for name in ("split", "copies"):
+        assert measured[name] == pytest.approx(measured["one"], rel=1e-4), name

@@ -16,6 +16,7 @@ from nemo_oprd.megatron.experts import Router, route
 from nemo_oprd.megatron.routes import Routes
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.moe import fused_name
+from nemo_oprd.nemo.refusals import refuse_untrainable
 from nemo_oprd.setup.preflight import check_experts_train
 
 
@@ -69,18 +70,23 @@ def test_a_layer_that_is_computed_again_keeps_its_routes() -> None:
     first = torch.tensor([[[1.0, 1.0 + 1e-7, 0.0]], [[0.0, 3.0, 1.0]]])
     again = torch.tensor([[[1.0 + 1e-7, 1.0, 0.0]], [[0.0, 3.0, 1.0]]])
     keeping = router()
-    _, before = keeping.routing(first)
+    with torch.no_grad():  # as Megatron computes a layer that it will compute again
+        _, before = keeping.routing(first)
     assert before.tolist() == [[False, True, False], [False, True, False]]
     _, after = keeping.routing(again)
     assert torch.equal(before, after)
-    forgetting = router()
-    forgetting.routes = None
-    _, changed = forgetting.routing(again)
+    # forgotten after that; another layer, another microbatch and a layer that is computed once choose for themselves
+    _, changed = keeping.routing(again)
     assert not torch.equal(before, changed)
-    # another layer, and another microbatch, choose for themselves
+    with torch.no_grad():
+        keeping.routing(first)
     keeping.layer_number = 5
     assert torch.equal(keeping.routing(again)[1], changed)
     keeping.layer_number, keeping.routes = 4, Routes()
+    assert torch.equal(keeping.routing(again)[1], changed)
+    keeping.routes = None
+    with torch.no_grad():
+        keeping.routing(first)
     assert torch.equal(keeping.routing(again)[1], changed)
 
 
@@ -98,6 +104,7 @@ def test_which_layers_have_experts() -> None:
     spec = parse_model_spec({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [spec.is_sparse(layer) for layer in range(1, 7)] == [False, True, False, False, False, True]
     assert spec.experts is not None and (spec.experts.normalized, spec.experts.ffn_size) == (True, 24)
+    assert parse_model_spec({**QWEN3_MOE, "decoder_sparse_step": 100}).experts is None
     mixtral = parse_model_spec(MIXTRAL)
     assert mixtral.experts is not None and all(mixtral.experts.sparse) and mixtral.experts.ffn_size == 64
 
@@ -136,6 +143,8 @@ def test_sizes_that_do_not_fit() -> None:
         spec.check_expert_parallel(1, 5, "student.parallel")
     with pytest.raises(ValueError, match=r"expert=2, but the qwen3 model has no experts"):
         parse_model_spec(QWEN3).check_expert_parallel(2, 1, "teacher.parallel")
+    with pytest.raises(ValueError, match=r"expert_tensor=2, but the qwen3 model has no experts"):
+        parse_model_spec(QWEN3).check_expert_parallel(1, 2, "teacher.parallel")
     with pytest.raises(ValueError, match=r"sequence=false: a student with experts needs sequence parallelism"):
         check_experts_train(spec, Layout(tensor=2))
     check_experts_train(spec, Layout(tensor=2, sequence=True))
@@ -153,3 +162,14 @@ def test_names_of_tensors_that_transformers_fuses() -> None:
     )  # fmt: skip
     assert fused_name("model.layers.0.block_sparse_moe.gate.weight") == ("model.layers.0.mlp.gate.weight", None, None)
     assert fused_name("model.layers.0.mlp.up_proj.weight") == ("model.layers.0.mlp.up_proj.weight", None, None)
+
+
+@pytest.mark.parametrize(
+    "losses", [{"moe_aux_loss_coeff": 1e-3}, {"moe_aux_loss_coeff": [0.0, 1e-3]}, {"moe_z_loss_coeff": 1e-3}]
+)
+def test_adopted_routers_have_no_losses_of_their_own(losses: dict) -> None:
+    plain = {"calculate_per_token_loss": True, "fp16": False, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    refuse_untrainable(types.SimpleNamespace(**plain, num_moe_experts=4))
+    with pytest.raises(ValueError, match=r"routers' losses are multiplied by the number of tokens.*set them to 0"):
+        refuse_untrainable(types.SimpleNamespace(**{**plain, **losses}, num_moe_experts=4))
+    refuse_untrainable(types.SimpleNamespace(**{**plain, **losses}, num_moe_experts=None))

@@ -36,7 +36,13 @@ def find_python(config: Config) -> Path:
 
 def check_model(config: Config, spec: ModelSpec) -> None:
     """Raises ValueError if servers of `rollout.vllm.tensor` workers can't run the model."""
-    spec.check_tensor_parallel(config.rollout.vllm.tensor, "rollout.vllm.tensor")
+    tensor = config.rollout.vllm.tensor
+    spec.check_tensor_parallel(tensor, "rollout.vllm.tensor")
+    if spec.experts is not None and spec.experts.ffn_size % tensor:
+        raise ValueError(
+            f"rollout.vllm.tensor={tensor} does not divide the experts' feed-forward size {spec.experts.ffn_size}, "
+            f"which vLLM splits over its workers; choose a divisor of {spec.experts.ffn_size}"
+        )
 
 
 def check_head_size(spec: ModelSpec) -> None:
