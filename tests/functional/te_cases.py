@@ -149,7 +149,9 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
             parameter.fill_(torch.nan)
     state = model.sharded_state_dict(metadata={"dp_cp_group": role.groups.dp_cp})  # type: ignore[attr-defined]
     assert any("norm._extra_state" in key for key in state)
-    model.load_state_dict(dist_checkpointing.load(state, checkpoint))
+    loaded = dist_checkpointing.load(state, checkpoint)
+    del loaded["content_metadata"]  # what is not sharded comes back, too; Megatron's programs take it out
+    model.load_state_dict(loaded)
     return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
 
 

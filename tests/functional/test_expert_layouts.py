@@ -102,7 +102,7 @@ def settings(root: Path, pair: str) -> list[str]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in CASES], ids=str
 )
-def test_layout(
+def test_expert_layout(
     pools: Pools,
     root: Path,
     expected: Callable[[str], tuple[dict[str, Any], dict[str, float]]],

@@ -43,7 +43,7 @@ case("negative temperature", "a negative temperature", "rollout.temperature=-1.0
 case("warm-up", "a warm-up longer than the run", "train.warmup_fraction=2.0 | expected a number in [0, 1]", "train.warmup_fraction=2")
 case("zero response tokens", "evaluation with no response tokens", "evaluation.max_new_tokens=0 | expected more than 0", "evaluation.max_new_tokens=0")
 case("two sources", "a model from two places", "student-megatron, which has a config.json and a tokenizer of its own | expected one of the two | set hf_path to null", "student.checkpoint={root}/student-megatron")
-case("no source", "a model from nowhere", "teacher.hf_path=None | expected exactly one of the two", "teacher.hf_path=null")
+case("no source", "a model from nowhere", "teacher.hf_path=None | expected a model | set hf_path", "teacher.hf_path=null")
 case("evaluation of nothing", "evaluation without a set", "evaluation.every=5 needs | data.validation", "evaluation.every=5")
 case("ranks of a colocated teacher", "ranks for a teacher that shares them", "teacher.ranks=2 is for | set it to null", "teacher.ranks=2")
 case("no teacher ranks", "a dedicated teacher without ranks", "teacher.ranks=0 | expected at least 1", "teacher.ranks=0", "teacher.placement=dedicated")

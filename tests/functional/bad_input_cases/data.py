@@ -140,7 +140,7 @@ def teachers(name: str, what: str, says: str, *entries: str, overrides: tuple[st
 
 OTHERS = "data_sources: null"
 teachers("teacher and teachers", "a teacher beside several", "with a list of teachers | expected neither: set both to null", OTHERS, overrides=("teacher.hf_path={root}/teacher",))
-teachers("teacher from nowhere", "one of several teachers from nowhere", "teachers[0].hf_path=None | expected exactly one of the two", "data_sources: [prompts], hf_path: null")
+teachers("teacher from nowhere", "one of several teachers from nowhere", "teachers[0].hf_path=None | expected a model | set hf_path", "data_sources: [prompts], hf_path: null")
 teachers("unknown key of a teacher", "a misspelt key of one of several teachers", "unknown key 'teachers[0].data_source' | did you mean", "data_source: [prompts]")
 teachers("two teachers of one source", "two teachers of one data source", "teachers[0] and teachers[1] both have the data source 'prompts' | expected one teacher for each", "data_sources: [prompts], name: a", "data_sources: [prompts, b]")
 teachers("two teachers of the rest", "two teachers of all other data sources", "teachers[0] and teachers[1] both have the data source null", OTHERS, OTHERS + ", name: b")
