@@ -15,6 +15,9 @@ import slurm_cluster
 from benchmarks.forked_run import differences
 from nemo_oprd.config.loading import default_config_dir
 
+# the groups of `data` whose keys are the user's: an override may add to them
+DATA: dict[str, dict] = {"chat_template_args": {}, "validation": {}}
+
 pytestmark = [
     pytest.mark.nemo,
     pytest.mark.skipif(nemo.missing(nemo.RUN) is not None, reason=str(nemo.missing(nemo.RUN))),
@@ -81,7 +84,7 @@ def test_every_configuration_is_a_recipe(tmp_path: Path) -> None:
     names = sorted(file.stem for file in default_config_dir().glob("*.yaml"))
     assert found["shipped"] == {name: name for name in names} and sorted(found["importable"]) == names
     assert found["page"] == ["oprd_1p5b", {"steps": 100}, "runs/a", 8]
-    assert found["mine"] == ["My run.\nIn two lines.", str(tmp_path), {"parallel": {}}, {"validation": {}}]
+    assert found["mine"] == ["My run.\nIn two lines.", str(tmp_path), {"parallel": {}}, DATA]
 
 
 def test_the_local_executor_trains(pair: Path, plain: Path, tmp_path: Path) -> None:
