@@ -76,7 +76,8 @@ class Study:
                                 "operations": operations(self._settings(arm, directory)),
                                 "training": curves(records), "machine": machine(),
                                 "seconds": round(time.time() - began)})  # fmt: skip
-        shutil.rmtree(directory / "hf")
+        for large in ("hf", "checkpoints"):
+            shutil.rmtree(directory / large, ignore_errors=True)
         print(f"{time.strftime('%H:%M')} {arm.name}: {line(measured)}", flush=True)
 
     def _settings(self, arm: Arm, directory: Path) -> list[str]:
