@@ -1,6 +1,7 @@
 """Kills a toy run repeatedly with SIGKILL and restarts it until it ends; then compares it with an uninterrupted run.
 
     python -m benchmarks.sigkill [--kills 20] [--seed 0] [--steps 16]
+    python -m benchmarks.sigkill --experts 4         models with experts, which both roles split over the two ranks
     python -m benchmarks.sigkill --engine vllm       kills processes of the vLLM server instead: sigkill_vllm.py
 
 All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
@@ -110,13 +111,14 @@ class Bench:
 
     Args:
         overrides: added to the configuration of both runs.
+        experts: of each layer of the models, 0 for models without experts.
     """
 
-    def __init__(self, directory: Path, steps: int = 16, overrides: tuple[str, ...] = ()) -> None:
+    def __init__(self, directory: Path, steps: int = 16, overrides: tuple[str, ...] = (), experts: int = 0) -> None:
         from nemo_oprd.toy.pair import make_tiny_pair
 
         self.directory, self.steps, toy = directory, steps, directory / "toy"
-        make_tiny_pair(toy, steps=10, log=lambda _: None)
+        make_tiny_pair(toy, steps=10, experts=experts, log=lambda _: None)
         self.overrides = [*toy_overrides(toy, steps), *overrides]
         self.log = directory / "log.txt"
         import_everything(phase.call for phase in PHASES)
@@ -287,6 +289,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
+    parser.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer, with --engine megatron")
     vllm = parser.add_argument_group("with --engine vllm")
     vllm.add_argument("--repeat", choices=("step", "responses"), default="step", help="rollout.vllm.repeat")
     vllm.add_argument(
@@ -300,7 +303,7 @@ def main() -> None:
     vllm.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if options.engine == "megatron":
-        kill_trainers(options.kills, options.seed, options.steps or 16)
+        kill_trainers(options.kills, options.seed, options.steps or 16, options.experts)
         return
     from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark
 
@@ -309,11 +312,15 @@ def main() -> None:
     run_benchmark(runs, steps, options.repeat, options.python, options.json)
 
 
-def kill_trainers(kills: int, seed: int, steps: int) -> None:
+# models with experts are split over the ranks by their experts only
+_SPLIT_BY_EXPERTS = ("student.parallel.tensor=1", "student.parallel.expert=2", "teacher.parallel.expert=2")
+
+
+def kill_trainers(kills: int, seed: int, steps: int, experts: int) -> None:
     """Kills all ranks of a run that samples itself; ends the process with a message if the run differs."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory), steps)
+        bench = Bench(Path(directory), steps, _SPLIT_BY_EXPERTS if experts else (), experts)
         durations = bench.whole()
         result = bench.kill_and_finish(choose(kills, draw), durations, draw)
         print(table(result))

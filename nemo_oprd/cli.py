@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     toy = commands.add_parser("toy", help="make a small student-teacher pair and its prompts")
     toy.add_argument("--output", required=True, metavar="DIR")
     toy.add_argument("--seed", type=int, default=0)
+    toy.add_argument(
+        "--experts", type=int, default=0, metavar="N", help="a Qwen3-MoE with N experts per layer; 0 (default): a Qwen2"
+    )
     report = commands.add_parser("report", help="one HTML page of curves from one or several runs")
     report.add_argument("runs", nargs="+", metavar="RUN")
     report.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
@@ -266,7 +269,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "toy":
         from nemo_oprd.toy.pair import make_pair
 
-        make_pair(Path(options.output), seed=options.seed)
+        make_pair(Path(options.output), seed=options.seed, experts=options.experts)
     elif options.command == "report":
         from nemo_oprd.commands.report import report
 

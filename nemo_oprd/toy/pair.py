@@ -1,4 +1,6 @@
-"""Makes the toy pair in one supervised run of a small Qwen2: an intermediate step is the student, the last the teacher.
+"""Makes the toy pair in one supervised run of a small model: an intermediate step is the student, the last the teacher.
+
+The model is a Qwen2, or a Qwen3-MoE if experts are asked for.
 
 The training is plain single-process PyTorch on Hugging Face's model, so that the models to distil do not depend on the
 code that distils them. The learning rate decays, because at a constant rate the accuracy jumps from step to step. The
@@ -19,7 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.toy import task
@@ -28,6 +37,7 @@ from nemo_oprd.toy import task
 RECIPE_VERSION = 1
 SETTINGS_FILE = "toy.json"
 HEADS, KV_HEADS = 4, 2
+EXPERTS_PER_TOKEN = 2
 MAX_POSITIONS = 128
 MAX_RESPONSE_TOKENS = 40
 IGNORED = -100
@@ -43,7 +53,10 @@ EVALUATE_EVERY = 100
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings of the pair. `student_step` None: the student is chosen by accuracy (see the module docstring)."""
+    """All settings of the pair.
+
+    `student_step` None: the student is chosen by accuracy (see the module docstring). `experts` 0: no experts.
+    """
 
     seed: int
     steps: int
@@ -60,6 +73,7 @@ class Recipe:
     train_prompts: int = 4000
     tune_prompts: int = 200
     heldout_prompts: int = 500
+    experts: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that would fail late or silently."""
@@ -77,10 +91,18 @@ class Recipe:
                 f"student_step={self.student_step}, steps={self.steps}; expected a student_step from 1 to steps - 1, "
                 "because the teacher is the model after the last step"
             )
+        if self.experts and self.experts < EXPERTS_PER_TOKEN:
+            raise ValueError(
+                f"experts={self.experts}: expected 0, for a model without experts, or at least {EXPERTS_PER_TOKEN}, "
+                f"because each token visits {EXPERTS_PER_TOKEN}; such as 4"
+            )
 
     def settings(self) -> dict[str, Any]:
-        """The settings as toy.json records them, with JSON's types (lists for tuples)."""
-        return json.loads(json.dumps({"recipe_version": RECIPE_VERSION, **asdict(self)}))
+        """The settings as toy.json records them, with lists for tuples, and `experts` only where there are any."""
+        settings = {"recipe_version": RECIPE_VERSION, **asdict(self)}
+        if not self.experts:
+            del settings["experts"]
+        return json.loads(json.dumps(settings))
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine to `final_learning_rate` at the last step; `step` counts from 1."""
@@ -97,6 +119,7 @@ def make_pair(
     student_step: int | None = None,
     layers: int = 4,
     hidden: int = 128,
+    experts: int = 0,
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Trains the pair; writes `student/`, `teacher/`, `prompts/{train,tune,heldout}.jsonl` and `toy.json` in `output`.
@@ -107,6 +130,7 @@ def make_pair(
     Args:
         student_step: the step whose model is the student; None chooses the first that solves `STUDENT_ACCURACY` of the
             tune set.
+        experts: experts of each layer of a Qwen3-MoE, of which each token visits 2; 0 for a Qwen2 without experts.
         log: called with one line of progress at a time.
 
     Returns:
@@ -116,11 +140,11 @@ def make_pair(
     Raises:
         ValueError: an argument is out of range, `output` holds other files, or no student was found in `steps`.
     """
-    return build_pair(Recipe(seed, steps, student_step, layers, hidden), Path(output), log)
+    return build_pair(Recipe(seed, steps, student_step, layers, hidden, experts=experts), Path(output), log)
 
 
 def make_tiny_pair(
-    output: Path, *, seed: int = 0, steps: int = 30, log: Callable[[str], None] = print
+    output: Path, *, seed: int = 0, steps: int = 30, experts: int = 0, log: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """For tests: the same files as `make_pair` in seconds; two layers of width 32 that have hardly learned anything."""
     recipe = Recipe(
@@ -134,6 +158,7 @@ def make_tiny_pair(
         train_prompts=64,
         tune_prompts=16,
         heldout_prompts=16,
+        experts=experts,
     )
     return build_pair(recipe, Path(output), log)
 
@@ -154,7 +179,9 @@ def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict
     model = new_model(recipe)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log(
-        f"{recipe.layers} layers of width {recipe.hidden}, {parameters:,} parameters; {torch.get_num_threads()} threads"
+        f"{recipe.layers} layers of width {recipe.hidden}"
+        + (f" with {recipe.experts} experts" if recipe.experts else "")
+        + f", {parameters:,} parameters; {torch.get_num_threads()} threads"
     )
     student_weights, student_step = _train(model, recipe, training_rng, problems["tune"], unseen, log)
 
@@ -173,26 +200,41 @@ def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict
     return found
 
 
-def new_model(recipe: Recipe) -> Qwen2ForCausalLM:
+def new_model(recipe: Recipe) -> PreTrainedModel:
     """An untrained model in float32. Its weights depend on the seed only; the global random generator is not used."""
-    config = Qwen2Config(
-        vocab_size=task.VOCAB_SIZE,
-        hidden_size=recipe.hidden,
-        # 8/3 of the hidden size, as usual for a gated feed-forward block, rounded up so that tensor parallelism fits.
-        intermediate_size=-(-8 * recipe.hidden // 96) * 32,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=MAX_POSITIONS,
-        use_sliding_window=False,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=task.EOS_ID,
-        pad_token_id=task.PAD_ID,
-    )
+    sizes = {
+        "vocab_size": task.VOCAB_SIZE,
+        "hidden_size": recipe.hidden,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": MAX_POSITIONS,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": task.EOS_ID,
+        "pad_token_id": task.PAD_ID,
+    }
+    # 8/3 of the hidden size, as usual for a gated feed-forward block, rounded up so that tensor parallelism fits.
+    feed_forward = -(-8 * recipe.hidden // 96) * 32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = Qwen2ForCausalLM(config)
+        model: PreTrainedModel
+        if recipe.experts:
+            model = Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(
+                    **sizes,
+                    head_dim=recipe.hidden // HEADS,
+                    intermediate_size=feed_forward,
+                    # the experts that a token visits have the parameters of one block without experts
+                    moe_intermediate_size=feed_forward // EXPERTS_PER_TOKEN,
+                    num_experts=recipe.experts,
+                    num_experts_per_tok=EXPERTS_PER_TOKEN,
+                    norm_topk_prob=True,
+                )
+            )
+        else:
+            model = Qwen2ForCausalLM(Qwen2Config(**sizes, intermediate_size=feed_forward))
     model.generation_config = GenerationConfig(eos_token_id=task.EOS_ID, pad_token_id=task.PAD_ID)
     return model
 
@@ -212,7 +254,7 @@ def training_batch(problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.inference_mode()
 def sample_responses(
-    model: Qwen2ForCausalLM, problems: np.ndarray, *, temperature: float, seed: int = 0
+    model: PreTrainedModel, problems: np.ndarray, *, temperature: float, seed: int = 0
 ) -> list[list[int]]:
     """The ids of one response to each problem ([n, 2]), with the end-of-sequence id if it was sampled within 40 tokens.
 
@@ -243,7 +285,7 @@ def solved(responses: list[list[int]], problems: np.ndarray) -> float:
 
 
 def _train(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     recipe: Recipe,
     rng: np.random.Generator,
     tune: np.ndarray,
@@ -308,7 +350,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def _evaluate(model: Qwen2ForCausalLM, problems: np.ndarray) -> dict[str, float]:
+def _evaluate(model: PreTrainedModel, problems: np.ndarray) -> dict[str, float]:
     responses = sample_responses(model, problems, temperature=TEMPERATURE)
     return {
         "accuracy": solved(responses, problems),
@@ -317,7 +359,7 @@ def _evaluate(model: Qwen2ForCausalLM, problems: np.ndarray) -> dict[str, float]
     }
 
 
-def _write_model(model: Qwen2ForCausalLM, directory: Path) -> None:
+def _write_model(model: PreTrainedModel, directory: Path) -> None:
     """An ordinary Hugging Face model directory: weights, configs and tokenizer."""
     model.save_pretrained(directory)
     task.write_tokenizer(directory)
@@ -338,8 +380,8 @@ def _existing_pair(output: Path, recipe: Recipe) -> dict[str, Any] | None:
     found = read_json(file, "an object with the pair's settings", f"remove {output} or choose another output")
     existing, requested = found["settings"], recipe.settings()
     if existing != requested:
-        keys = [key for key in requested if existing.get(key) != requested[key]]
-        different = [f"{key} is {existing.get(key)}, expected {requested[key]}" for key in keys]
+        keys = [key for key in {**existing, **requested} if existing.get(key) != requested.get(key)]
+        different = [f"{key} is {existing.get(key)}, expected {requested.get(key)}" for key in keys]
         raise ValueError(
             f"{output}: holds a pair with other settings ({'; '.join(different)}); remove it or choose another output"
         )

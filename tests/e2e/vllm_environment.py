@@ -65,7 +65,8 @@ def make_model(name: str, directory: Path, seed: int = 0) -> Any:
 def shared_memory() -> set[str]:
     """Names in shared memory that belong to no process: none maps them, and no guard is told to remove them.
 
-    Servers of other programs on this machine do not count.
+    Servers of other programs on this machine do not count. Semaphores with the name that Python gives them do not either:
+    those of a server have another name (nemo_oprd_serve.py), and any program maps its own a moment after it made them.
     """
     used = ""
     for process in Path("/proc").iterdir():
@@ -81,5 +82,7 @@ def shared_memory() -> set[str]:
     return {
         name
         for name, folder in folders.items()
-        if f"/dev/shm/{name}" not in used and not (folder and f"/dev/shm/{folder[0]}" in used)
+        if not name.startswith("sem.mp-")
+        and f"/dev/shm/{name}" not in used
+        and not (folder and f"/dev/shm/{folder[0]}" in used)
     }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family_configs import LLAMA, PHI3, QWEN2, QWEN3
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_oprd.capacity.activations import layer_bytes, microbatches_in_flight
 from nemo_oprd.capacity.alternatives import alternatives, changed
@@ -178,6 +181,36 @@ def test_the_page_has_the_table_of_today() -> None:
 
     page = (Path(__file__).parent.parent.parent / "docs" / "plan.md").read_text()
     assert "\n".join(table()) in page, "run `python -m benchmarks.plan_table` and copy its table"
+
+
+def test_the_table_has_the_sizes_of_the_scripts() -> None:
+    from benchmarks.plan_table import RECIPES
+
+    scripts = Path(__file__).parent.parent.parent / "scripts"
+    for recipe, (_, _, sizes) in RECIPES.items():
+        script = scripts / f"{recipe}.sh"
+        text = script.read_text().replace("\\\n", " ")
+        if "exec bash scripts/bridge_qwen3_4b_to_1p7b.sh" in text:
+            text = (scripts / "bridge_qwen3_4b_to_1p7b.sh").read_text()
+        assert re.search(r"(?<=[ (])" + r" +".join(map(re.escape, sizes)) + r"(?=[ )])", text), recipe
+
+
+def test_the_recipe_with_experts_fits_two_to_eight_nodes(tmp_path: Path) -> None:
+    """The number of parameters is that of transformers' model; the engine's responses fit beside the trainer."""
+    from benchmarks.plan_table import SHAPES, planned, write_models
+
+    write_models(tmp_path / "models")
+    shape = SHAPES["Qwen3-30B-A3B"]
+    with torch.device("meta"):
+        theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: v for key, v in shape.items() if key != "model_type"}))
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    assert model_parameters(parse_model_spec({"rope_theta": 10000, **shape})) == count
+    peaks = []
+    for nodes in (2, 4, 8):
+        found = planned("oprd_qwen3_30b_a3b", tmp_path / "models", nodes, "vllm")
+        assert not found.problems, (nodes, found.problems)
+        peaks.append(found.kinds[0].memory.peak)
+    assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,25 @@ def test_nothing_is_overwritten(tiny, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_experts(tmp_path):
+    """A Qwen3-MoE as the package reads it; the settings of a pair without experts are those of earlier versions."""
+    output = tmp_path / "experts"
+    pair.make_tiny_pair(output, steps=8, experts=4, log=lambda line: None)
+    spec = read_model_spec(output / "teacher")
+    assert spec.model_type == "qwen3_moe"
+    assert spec.experts is not None
+    assert (spec.experts.count, spec.experts.per_token) == (4, pair.EXPERTS_PER_TOKEN)
+    student, teacher = (files(output / role)["model.safetensors"] for role in ("student", "teacher"))
+    assert student != teacher
+    assert "experts" not in pair.Recipe(0, 400, None, 4, 128).settings()
+    for there, asked, message in ((4, 0, "experts is 4, expected None"), (None, 4, "experts is None, expected 4")):
+        directory = output if there else tmp_path / "without"
+        if not there:
+            pair.make_tiny_pair(directory, steps=8, log=lambda line: None)
+        with pytest.raises(ValueError, match=message):
+            pair.make_tiny_pair(directory, steps=8, experts=asked)
+
+
 def test_a_pair_of_an_earlier_version_is_refused(tmp_path):
     """The default width was 96; a pair of that width is neither replaced nor taken for the present one."""
     earlier = pair.Recipe(seed=0, steps=400, student_step=None, layers=4, hidden=96)
@@ -365,6 +384,7 @@ def test_published_results_keep_their_width(recipes, tmp_path, monkeypatch):
         ({"steps": 1}, "steps=1.*at least 2"),
         ({"layers": 0}, "layers=0"),
         ({"seed": -1}, "seed=-1"),
+        ({"experts": 1}, "experts=1: expected 0.*at least 2"),
     ],
 )
 def test_refused_settings(changes, message):
