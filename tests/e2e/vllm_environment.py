@@ -65,7 +65,7 @@ def make_model(name: str, directory: Path, seed: int = 0) -> Any:
 def shared_memory() -> set[str]:
     """Names in shared memory that belong to no process: none maps them, and no guard is told to remove them.
 
-    Servers of other programs on this machine do not count. Semaphores with the name that Python gives them do not either:
+    Servers of other programs on this machine do not count. Semaphores with the name that Python gives them do not count:
     those of a server have another name (nemo_oprd_serve.py), and any program maps its own a moment after it made them.
     """
     used = ""
