@@ -19,7 +19,8 @@ import vllm_environment
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 600
-CASES = [(model, tensor) for model in vllm_environment.MODELS for tensor in (1, 2)]
+# the experts of a layer are packed in the same way at both sizes
+CASES = [(name, tensor) for name in vllm_environment.MODELS for tensor in (1, 2) if (name, tensor) != ("qwen3_moe", 1)]
 # float32 on both sides; log-probabilities of thousands of tokens differed by 2e-5 at most
 LOGPROB_TOLERANCE = 1e-4
 pytestmark = [

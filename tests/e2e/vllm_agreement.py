@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from vllm_environment import make_model
 
 from nemo_oprd.config.loading import load_config
@@ -46,7 +47,7 @@ class Comparison:
     """The engines and the transformers model of one case; `results` is what the test reads."""
 
     def __init__(self, name: str, tensor: int, directory: Path) -> None:
-        self.model = make_model(name, directory / "model")
+        self.model, self.now = make_model(name, directory / "model"), directory / "now"
         self.results: dict[str, Any] = {"greedy": [], "logprob_gap": []}
         spec = read_model_spec(directory / "model")
 
@@ -64,9 +65,9 @@ class Comparison:
         self.vllm, self.in_process = engine("vllm"), engine("megatron")
 
     def stream(self) -> list[tuple[str, torch.Tensor]]:
-        """The model's tensors by their names, without the copy of a tied head."""
-        tied = self.model.config.tie_word_embeddings
-        return [(n, p.detach()) for n, p in self.model.state_dict().items() if not (tied and n == "lm_head.weight")]
+        """The model's tensors by their names in a checkpoint: no copy of a tied head, and each expert by itself."""
+        self.model.save_pretrained(self.now)
+        return sorted(load_file(self.now / "model.safetensors").items())
 
     @torch.no_grad()
     def change_weights(self, seed: int) -> None:

@@ -35,8 +35,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2_untied": {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+    },
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 32, "rope_parameters": LLAMA3},
-}
+}  # fmt: skip
 
 
 def missing() -> str | None:
@@ -65,8 +69,8 @@ def make_model(name: str, directory: Path, seed: int = 0) -> Any:
 def shared_memory() -> set[str]:
     """Names in shared memory that belong to no process: none maps them, and no guard is told to remove them.
 
-    Servers of other programs on this machine do not count. Semaphores with the name that Python gives them do not count:
-    those of a server have another name (nemo_oprd_serve.py), and any program maps its own a moment after it made them.
+    Servers of other programs on this machine do not count. Semaphores that Python has named do not count: those of a
+    server have another name (nemo_oprd_serve.py), and a program maps its own a moment after it made them.
     """
     used = ""
     for process in Path("/proc").iterdir():

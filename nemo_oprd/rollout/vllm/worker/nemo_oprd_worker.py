@@ -122,6 +122,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         self.unfinished = False
         pack_tied_heads(self.model)
+        pack_experts(self.model)
 
     def shutdown(self) -> None:
         """Leaves the process group."""
@@ -134,6 +135,14 @@ def pack_tied_heads(model: Any) -> None:
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel():
             module.quant_method.process_weights_after_loading(module)
+
+
+def pack_experts(model: Any) -> None:
+    """Packs experts for the CPU's kernel: vLLM does so when it makes the kernel, and not when weights are reloaded."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w13_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def open_group(info: InitInfo, rank: int, *, is_master: bool, store: Any = None) -> Any:
