@@ -14,6 +14,25 @@ from safetensors.torch import load_file
 
 CATEGORIES: list[Category] = []
 
+
+
+def give_experts(place: Place, lost: str = "", **changes: Any) -> None:
+    """Makes the student a Qwen3-MoE of 4 experts per layer, 2 per token; without the tensor `lost`."""
+
+    def split(tensors: dict) -> None:
+        for layer in range(3):
+            mlp = f"model.layers.{layer}.mlp"
+            tensors[f"{mlp}.gate.weight"] = tensors["lm_head.weight"][:4].clone()
+            for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+                matrix = tensors.pop(f"{mlp}.{name}")
+                tensors.update({f"{mlp}.experts.{expert}.{name}": matrix.clone() for expert in range(4)})
+        tensors.pop(lost, None)
+
+    place.tensors(split)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    place.config(model_type="qwen3_moe", **{**sizes, **changes})
+
+
 case = Category("Layout")
 CATEGORIES.append(case)
 case("world too small", "TP 4 on 2 ranks", "student.parallel | tensor=4 | does not divide the 2 rank(s) | start a multiple of 4", "student.parallel.tensor=4", ranks=2)
@@ -37,6 +56,8 @@ case("experts of a model without", "expert parallelism for a model that has no e
 case("expert ranks", "expert parallelism that does not divide the ranks", "expert=2 * expert_tensor=1 does not divide the 1 rank(s) | choose a divisor", "student.parallel.expert=2")
 case("expert tensor and context", "experts split over tensor ranks beside context parallelism", "student.parallel.expert_tensor=2 with student.parallel.context=2 is not supported | expected one of them to be 1", "student.parallel.expert_tensor=2", "student.parallel.context=2", ranks=2)
 case("experts of a sampler", "experts split over ranks that decode other responses", "rollout.expert=2 does not divide rollout.tensor=1 | expected a divisor", "rollout.expert=2", ranks=2)
+case("experts over ranks", "expert parallelism that does not divide the experts", "student.parallel.expert=3 does not divide the model's 4 experts | choose a divisor of 4", "student.parallel.expert=3", ranks=3, prepare=give_experts)
+case("width of an expert", "a tensor size that does not divide the width of an expert", "student.parallel.expert_tensor=3 does not divide the experts' feed-forward size 47 | choose a divisor", "student.parallel.expert_tensor=3", ranks=3, prepare=lambda p: give_experts(p, moe_intermediate_size=47))
 case("size of zero", "a parallel size of 0", "student.parallel.tensor=0 | expected at least 1", "student.parallel.tensor=0")
 
 case = Category("Models")
@@ -53,6 +74,7 @@ case("a key is missing", "a config.json that lacks a key", "'hidden_size' is mis
 case("text for a size", "a size that is text", "num_hidden_layers='3' | expected a positive integer", prepare=lambda p: p.config(num_hidden_layers="3"))
 case("heads and groups", "heads that don't share key/value heads evenly", "4 attention heads are not a multiple of 3 | correct them", prepare=lambda p: p.config(num_key_value_heads=3))
 case("activation", "another activation", "hidden_act='gelu' is not supported | expected 'silu'", prepare=lambda p: p.config(hidden_act="gelu"))
+case("too many experts of a token", "more experts per token than experts", "num_experts_per_tok=5 is more than the model's 4 experts | expected at most 4: correct it", prepare=lambda p: give_experts(p, num_experts_per_tok=5))
 case("scaled RoPE", "scaled positions", "RoPE type 'yarn' | expected 'default' | choose a model without it", prepare=lambda p: p.config(rope_scaling={"rope_type": "yarn", "factor": 4.0}))
 case("RoPE base", "a position base that is no number", "rope_theta='big' | expected a positive number", prepare=lambda p: p.config(rope_theta="big"))
 case("sliding window", "sliding-window attention", "sliding-window attention | ['sliding_attention'] | expected full attention", prepare=lambda p: p.config(layer_types=["full_attention"] * 2 + ["sliding_attention"]))
@@ -93,6 +115,7 @@ case("empty shard", "an empty shard", "model.safetensors: not a readable safeten
 case("no weights", "a model without weights", "no *.safetensors files | expected a Hugging Face model saved as safetensors | copy its weights", prepare=lambda p: (p.student / "model.safetensors").unlink())
 case("pickled weights", "weights as a pickle only", "pytorch_model.bin is a pickle, which is never opened | save_pretrained", prepare=pickled)
 case("missing tensor", "a tensor that is missing", "'model.norm.weight' is missing | expected every weight | is a shard missing", prepare=lambda p: p.tensors(lambda t: t.pop("model.norm.weight")))
+case("missing expert", "an expert that is missing", "'model.layers.1.mlp.experts.2.down_proj.weight' is missing | expected every weight | is a shard missing", prepare=lambda p: give_experts(p, "model.layers.1.mlp.experts.2.down_proj.weight"))
 case("another shape", "a shape unlike the config's", "q_proj.weight is (16, 32) | config.json asks for (64, 32) | different models", prepare=lambda p: p.tensors(lambda t: t.update({Q: t[Q][:16].clone()})))
 case("config of another size", "a config of another width", "is (48, 32), but config.json asks for (40, 32)", prepare=lambda p: p.config(intermediate_size=40))
 case("more layers than the config", "weights of more layers than the config says", "tensor(s) that a qwen3 model with this config.json does not have | belong together", prepare=lambda p: [p.config(role, num_hidden_layers=2, layer_types=None) for role in ("student", "teacher")])
