@@ -1,0 +1,158 @@
+"""`OPRDOutputLoss`: this project's output-space losses as a loss function of NeMo-RL.
+
+NeMo-RL calls a loss function on the last pipeline stage after the forward pass of a microbatch, once per sequence if
+sequences are packed, with this context rank's logits of this tensor rank's vocabulary. The teacher's logits of the same
+microbatch are there already, because the teacher runs in the same worker (`rl_worker.py`).
+
+The hidden-state loss is no loss function: it enters in the backward pass, on the stages that own the layers. With
+`kind=none` the loss function is a zero whose backward pass leads through the model.
+
+Importing this module imports NeMo-RL. B sequences, S their padded tokens, s those of this context rank, n rows,
+V vocabulary of this tensor rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
+
+from nemo_oprd.config.loss_schema import OutputLossConfig
+from nemo_oprd.losses.divergences import OutputLoss, output_rows
+from nemo_oprd.losses.vocab_parallel import VocabShard
+from nemo_oprd.nemo.rl_batch import OUTPUT_WEIGHT
+
+
+class OPRDOutputLoss:
+    """A `LossFunction` of NeMo-RL 0.7.0. The driver makes it and sends it to the workers, which use copies.
+
+    Attributes:
+        loss_type, input_type: what NeMo-RL reads: sums over tokens, of logits.
+        needs_teacher: whether the teacher's logits are needed.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGIT
+
+    def __init__(self, output: OutputLossConfig, vocab_size: int) -> None:
+        """Checks the divergence.
+
+        Args:
+            output: the keys of `loss.output`, with a constant weight.
+            vocab_size: ids below it are real ones, in both models (`vocab_size` of their config.json).
+
+        Raises:
+            ValueError: the weight is a schedule, or an option is wrong.
+        """
+        if isinstance(output.weight, list):
+            raise ValueError("output.weight is a schedule; expected a number: use nemo-oprd train for stages")
+        self.needs_teacher = output.kind != "none"
+        self._weight, self._chunk, self._vocab_size = float(output.weight), output.chunk_tokens, vocab_size
+        self._loss = None
+        if self.needs_teacher:
+            self._loss = OutputLoss(
+                output.kind,
+                output.k,
+                output.temperature,
+                output.support,
+                output.normalizer,
+                output.support_weight,
+                output.jsd_beta,
+            )
+        self._teacher: torch.Tensor | None = None
+        self._read = 0
+        self._scaled_by = 1.0
+
+    def begin(self, teacher: torch.Tensor | None, temperature: float) -> None:
+        """The worker calls this before every forward pass of the student.
+
+        Args:
+            teacher: the microbatch's logits [B, s, V] by the teacher; None before the last pipeline stage.
+            temperature: by which NeMo-RL divides the student's logits before it calls the loss function.
+        """
+        self._teacher, self._read, self._scaled_by = teacher, 0, temperature
+
+    def __call__(
+        self, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss of one microbatch, or of one sequence of a pack.
+
+        Args:
+            data: `input_ids` [B, any length], and the weights that `with_weights` has added, which already contain
+                1 / counts of the update.
+            global_valid_seqs, global_valid_toks: NeMo-RL's own counts, which are not used.
+            logits: [B, s, V].
+
+        Returns:
+            (The loss times the size of the context-parallel group, by which NeMo-RL divides it; {"loss": the loss of
+            all context ranks}).
+        """
+        if self._loss is None:
+            return logits.narrow(0, 0, 0).sum(), {"loss": 0.0}
+        if self._teacher is None:
+            raise ValueError("OPRDOutputLoss has no logits of the teacher; expected a worker that is an OPRDWorker")
+        teacher = self._teacher[:, self._read : self._read + logits.shape[1]]
+        self._read += logits.shape[1]
+        ranks = parallel_state.get_context_parallel_world_size()
+        place = _positions(logits.shape[1], ranks, parallel_state.get_context_parallel_rank(), logits.device)
+        length = ranks * logits.shape[1]
+        weight_N = _padded(data[OUTPUT_WEIGHT], length)[:, place].flatten()
+        token_N = _padded(data["input_ids"][:, 1:], length)[:, place].flatten()  # the token that a position predicts
+        rows = weight_N.nonzero()[:, 0]
+        value, surrogate = self._rows(
+            logits.flatten(0, 1), teacher.flatten(0, 1), rows, token_N[rows], weight_N[rows].float()
+        )
+        # NeMo-RL's own losses are equal on all context ranks; this rank's part must not be divided by their number
+        loss = self._weight * ranks * (surrogate + (value - surrogate).detach())
+        total = value.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return loss, {"loss": self._weight * float(total)}
+
+    def _rows(
+        self,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        rows: torch.Tensor,
+        token_N: torch.Tensor,
+        weight_N: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(The loss of the rows, a scalar with its gradient), from logits [tokens, V] of both models."""
+        size, rank = student.shape[1], parallel_state.get_tensor_model_parallel_rank()
+        group = parallel_state.get_tensor_model_parallel_group()
+        shard = VocabShard(rank * size, size, self._vocab_size, group if group.size() > 1 else None)
+        value = torch.zeros((), device=student.device)
+        surrogate = student.narrow(0, 0, 0).sum().float()
+        assert self._loss is not None
+        # the loss is of the raw logits, whatever the temperature of the sampling
+        for chunk in (slice(first, first + self._chunk) for first in range(0, len(rows), self._chunk)):
+            raw_CV = student[rows[chunk]].float() * self._scaled_by
+            found = output_rows(
+                self._loss,
+                raw_CV.detach().clone(),
+                token_N[chunk],
+                shard,
+                teacher_logits_CV=teacher[rows[chunk]].float().clone(),
+            )
+            assert found.grad_logits is not None
+            value = value + (found.value * weight_N[chunk]).sum()
+            surrogate = surrogate + (raw_CV * found.grad_logits * weight_N[chunk, None]).sum()
+        return value, surrogate
+
+
+def _positions(count: int, ranks: int, rank: int, place: torch.device) -> torch.Tensor:
+    """int64 [s]: positions of a context rank's tokens in the whole sequence, in Megatron's zigzag order."""
+    if ranks == 1:
+        return torch.arange(count, device=place)
+    half = count // 2
+    starts = (rank * half, (2 * ranks - 1 - rank) * half)
+    return torch.cat([torch.arange(start, start + half, device=place) for start in starts])
+
+
+def _padded(values_BS: torch.Tensor, length: int) -> torch.Tensor:
+    """[B, length], filled up with 0, or without the padding that the pack left out."""
+    values_BS = values_BS[:, :length]
+    return torch.nn.functional.pad(values_BS, (0, length - values_BS.shape[1]))

@@ -1,0 +1,162 @@
+"""`OPRDWorker` and `OPRDOutputLoss` in NeMo-RL's updates: losses and every gradient against the golden cases.
+
+By default the updates are those of a stand-in of our own (nemo_rl_stand_in/). With `NEMO_RL_SOURCE`, a directory with the
+source tree of NeMo-RL 0.7.0 (its package `nemo_rl` is in it), the same cases run on NeMo-RL's own code, and the
+stand-in's signatures are compared with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adopted_golden import check
+from golden_runs import EXPECTED, TOLERANCE
+from nemo_rl_cases import source_named
+from pool import Pools, WorkerError
+
+HERE = Path(__file__).parent
+STAND_IN = HERE / "nemo_rl_stand_in"
+TE = "transformer_engine"
+# the golden program's names of the output-space term
+OUTPUT = {"out": "kind", "w_out": "weight", "topk": "k"}
+
+# name -> (ranks, sizes, case, temperature): ordinary batches and Megatron's local layers
+LOCAL: dict[str, tuple[int, dict[str, Any], str, float]] = {
+    "PP2": (2, {"pipeline": 2}, "composite_full_mu3", 1.0),
+    "TP2": (2, {"tensor": 2}, "opd_top_k_4", 0.7),
+    "DP2": (2, {"data": 2}, "normalized_sum", 1.0),
+}
+# packed sequences, which need the layers of the stand-in for Transformer Engine
+CASES = ("composite_full_mu3", "predicting", "opd_sampled_token", "no_final_norm")
+PACKED: dict[str, tuple[int, dict[str, Any]]] = {
+    "PP2": (2, {"pipeline": 2}),
+    "TP2": (2, {"tensor": 2}),
+    "TP2 SP": (2, {"tensor": 2, "sequence": True}),
+    "DP2": (2, {"data": 2}),
+    "CP2": (2, {"context": 2}),
+    "PP2 CP2": (4, {"pipeline": 2, "context": 2}),
+}
+
+
+def terms(case: str) -> dict[str, Any]:
+    """The keys below `loss` of a golden case."""
+    options = dict(EXPECTED[case]["options"])
+    output = {name: options.pop(key) for key, name in OUTPUT.items() if key in options}
+    if "w_rep" in options:
+        options["weight"] = options.pop("w_rep")
+    return {"representation": options, "output": output}
+
+
+def check_case(case: str, found: tuple[dict[str, float], dict[str, torch.Tensor], list[float]]) -> None:
+    check(case, found[:2])
+    if "output/loss" in EXPECTED[case]:
+        weights = terms(case)["representation"]["weight"], terms(case)["output"]["weight"]
+        total = weights[0] * EXPECTED[case]["rep/loss"] + weights[1] * EXPECTED[case]["output/loss"]
+        assert found[2][0] == pytest.approx(total, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_golden(pools: Pools, name: str) -> None:
+    ranks, sizes, case, temperature = LOCAL[name]
+    arguments = {"loss": terms(case), "layout": sizes, "temperature": temperature}
+    check_case(case, pools[ranks].run("nemo_rl_cases:golden_updates", **arguments))
+
+
+def test_several_calls_and_updates(pools: Pools) -> None:
+    """The loss falls over calls; the updates of a call have weights of their own, and their losses are summed."""
+    case, arguments = "mse_all_last_k", {"loss": terms("mse_all_last_k"), "layout": {"data": 2}}
+    *_, losses = pools[2].run("nemo_rl_cases:golden_updates", calls=3, **arguments)
+    assert losses[0] == pytest.approx(EXPECTED[case]["rep/loss"], rel=TOLERANCE)
+    assert losses[2] < losses[1] < losses[0]
+    *_, (three,) = pools[2].run("nemo_rl_cases:golden_updates", parts=3, size=1, **arguments)
+    assert 1.5 * losses[0] < three < 3.5 * losses[0]
+
+
+def test_a_dropped_injection_stops_the_update(pools: Pools) -> None:
+    arguments = {"loss": terms("no_final_norm"), "layout": {"pipeline": 2}, "fault": "bypassed"}
+    with pytest.raises(WorkerError, match="CaptureError: layer 3 of the adopted student received its loss gradient 0"):
+        pools[2].run("nemo_rl_cases:golden_updates", **arguments)
+
+
+def test_data_without_weights_is_refused(pools: Pools) -> None:
+    arguments = {"loss": terms("no_final_norm"), "layout": {"data": 2}, "fault": "no weights"}
+    with pytest.raises(WorkerError, match="the training data has no mtp_loss_mask; expected the weights .*with_weights"):
+        pools[2].run("nemo_rl_cases:golden_updates", **arguments)
+
+
+def packed_run(source: str | None) -> Iterator[Callable[..., Any]]:
+    """`run(ranks, **kwargs)` is `golden_updates` on packs, in workers that can import the stand-in of the layers."""
+    pools = Pools({"PYTHONPATH": os.pathsep.join([str(HERE / "te_stand_in"), os.environ.get("PYTHONPATH", "")])})
+    yield lambda ranks, **kwargs: pools[ranks].run(
+        "te_cases:with_layers", layers=TE, function="nemo_rl_cases:golden_updates", backend=TE, packed=True,
+        source=source, **kwargs,
+    )  # fmt: skip
+    pools.close()
+
+
+@pytest.fixture(scope="module")
+def on_stand_in() -> Iterator[Callable[..., Any]]:
+    yield from packed_run(None)
+
+
+@pytest.fixture(scope="module")
+def on_source() -> Iterator[Callable[..., Any]]:
+    source = source_named()
+    if source is None:
+        pytest.skip("NEMO_RL_SOURCE names no source tree of NeMo-RL 0.7.0")
+    yield from packed_run(source)
+
+
+# starting workers with another environment takes half a minute
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed(on_stand_in: Callable[..., Any], name: str, case: str) -> None:
+    ranks, sizes = PACKED[name]
+    check_case(case, on_stand_in(ranks, loss=terms(case), layout=sizes))
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", PACKED)
+def test_nemo_rl(on_source: Callable[..., Any], name: str, case: str) -> None:
+    """NeMo-RL's own sharding, packing, forward step, loss calls, scaling and `train`."""
+    ranks, sizes = PACKED[name]
+    check_case(case, on_source(ranks, loss=terms(case), layout=sizes, temperature=0.7))
+
+
+def signatures(file: Path) -> dict[str, list[str]]:
+    """Class and method -> the names of its parameters, with `*` for those by keyword; enum members by value."""
+    found: dict[str, list[str]] = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef):
+                    given = item.args
+                    names = [argument.arg for argument in given.args]
+                    names += [f"*{argument.arg}" for argument in given.kwonlyargs]
+                    found[f"{node.name}.{item.name}"] = names
+                elif isinstance(item, ast.Assign) and isinstance(item.value, ast.Constant):
+                    found[f"{node.name}.{item.targets[0].id}"] = [str(item.value.value)]  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.nemo
+def test_signatures_of_the_stand_in() -> None:
+    source = source_named()
+    if source is None:
+        pytest.skip("NEMO_RL_SOURCE names no source tree of NeMo-RL 0.7.0")
+    compared = 0
+    for file in sorted(STAND_IN.rglob("*.py")):
+        theirs = signatures(Path(source) / file.relative_to(STAND_IN))
+        for name, parameters in signatures(file).items():
+            if not name.rpartition(".")[2].startswith("_") or name.endswith("__"):
+                assert theirs[name] == parameters, f"{file.name}: {name}"
+                compared += 1
+    assert compared > 15
