@@ -26,6 +26,7 @@ from nemo_oprd.nemo.adopt import adopt, observed, unwrapped
 from nemo_oprd.nemo.hidden_states import HiddenStateDistillation
 from nemo_oprd.nemo.teacher_beside import TeacherBeside, after_backward, build_teacher, local_hf_config
 
+
 def _nothing() -> None:
     """In place of a function that restores something."""
 
@@ -153,4 +154,3 @@ class OPRDForwardStep:
         self.metrics = self._oprd.finish()
         self._reported.fill_(self.metrics["rep/loss"])
         self._reported = None
-

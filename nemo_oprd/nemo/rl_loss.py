@@ -64,16 +64,14 @@ class OPRDOutputLoss:
             )
         self._teacher: torch.Tensor | None = None
         self._read = 0
-        self._scaled_by = 1.0
 
-    def begin(self, teacher: torch.Tensor | None, temperature: float) -> None:
+    def begin(self, teacher: torch.Tensor | None) -> None:
         """The worker calls this before every forward pass of the student.
 
         Args:
             teacher: the microbatch's logits [B, s, V] by the teacher; None before the last pipeline stage.
-            temperature: by which NeMo-RL divides the student's logits before it calls the loss function.
         """
-        self._teacher, self._read, self._scaled_by = teacher, 0, temperature
+        self._teacher, self._read = teacher, 0
 
     def __call__(
         self, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, logits: torch.Tensor
@@ -84,7 +82,7 @@ class OPRDOutputLoss:
             data: `input_ids` [B, any length], and the weights that `with_weights` has added, which already contain
                 1 / counts of the update.
             global_valid_seqs, global_valid_toks: NeMo-RL's own counts, which are not used.
-            logits: [B, s, V].
+            logits: [B, s, V], not divided by a temperature of the sampling.
 
         Returns:
             (The loss times the size of the context-parallel group, by which NeMo-RL divides it; {"loss": the loss of
@@ -127,9 +125,8 @@ class OPRDOutputLoss:
         value = torch.zeros((), device=student.device)
         surrogate = student.narrow(0, 0, 0).sum().float()
         assert self._loss is not None
-        # the loss is of the raw logits, whatever the temperature of the sampling
         for chunk in (slice(first, first + self._chunk) for first in range(0, len(rows), self._chunk)):
-            raw_CV = student[rows[chunk]].float() * self._scaled_by
+            raw_CV = student[rows[chunk]].float()
             found = output_rows(
                 self._loss,
                 raw_CV.detach().clone(),

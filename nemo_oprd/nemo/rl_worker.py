@@ -9,7 +9,6 @@ Importing this module imports NeMo-RL, with Ray and Megatron-Bridge. B sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from nemo_oprd.nemo.adopt import adopt, observed
 from nemo_oprd.nemo.hidden_states import HiddenStateDistillation
 from nemo_oprd.nemo.rl_batch import HIDDEN_WEIGHT, Settings
 from nemo_oprd.nemo.rl_loss import OPRDOutputLoss
-from nemo_oprd.nemo.teacher_beside import TeacherBeside, build_teacher, local_hf_config
+from nemo_oprd.nemo.teacher_beside import TeacherBeside, after_backward, build_teacher, local_hf_config
 
 
 class OPRDWorker(MegatronPolicyWorkerImpl):
@@ -83,18 +82,28 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
                 "driver call nemo_oprd.nemo.rl_batch.with_weights, as OPRDPolicy does"
             )
         self._loss_fn, self._updates, self._training = loss_fn, [], True
-        restore = self._at_update_end()
+        sampling = self.sampling_params
+        self._refuse_scaled_states(sampling)
+        restore = after_backward(get_model_config(self.model), self._finish)
         try:
+            if isinstance(loss_fn, OPRDOutputLoss):
+                # NeMo-RL divides by the sampling's temperature what every pipeline stage returns, hidden states, too
+                self.sampling_params = None
             result = super().train(data, loss_fn, eval_mode, gbs, mbs, check_dim_skip_keys)
         finally:
-            self._training = False
+            self.sampling_params, self._training = sampling, False
             restore()
         return self._with_metrics(result)
 
-    def _at_update_end(self) -> Callable[[], None]:
-        from nemo_oprd.nemo.teacher_beside import after_backward
-
-        return after_backward(get_model_config(self.model), self._finish)
+    def _refuse_scaled_states(self, sampling: Any) -> None:
+        temperature = 1.0 if sampling is None else sampling.temperature
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        if temperature != 1.0 and stages > 1 and not isinstance(self._loss_fn, OPRDOutputLoss):
+            raise ValueError(
+                f"policy.generation.temperature={temperature} with pipeline_model_parallel_size={stages}: NeMo-RL 0.7.0 "
+                "divides the hidden states between the stages by it; expected temperature 1, one stage, or "
+                "OPRDOutputLoss: choose one"
+            )
 
     def _finish(self) -> None:
         """After the last backward pass of an update, on every rank."""
@@ -118,9 +127,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
             logits=wants_logits,
         )
         if wants_logits:
-            # NeMo-RL divides the student's logits by it, and not the teacher's
-            sampling = self.sampling_params
-            self._loss_fn.begin(logits, 1.0 if sampling is None else sampling.temperature)
+            self._loss_fn.begin(logits)
         losses = self._oprd.losses(weight_BS, capture.captured)
         kwargs["packed_seq_params"] = observed(packed, losses, sequence_length=length)
         return args, kwargs

@@ -12,7 +12,8 @@ import dataclasses
 import os
 import sys
 import types
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ class OnCpu(TorchFunctionMode):
         kwargs = {name: "cpu" if name == "device" and at == "cuda" else at for name, at in (kwargs or {}).items()}
         args = tuple("cpu" if isinstance(at, str) and at == "cuda" else at for at in args)
         return function(*args, **kwargs)
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Calls of `torch.cuda` that fail without CUDA, and devices by name."""
+    named = {"get_device_name": lambda: "CPU", "nvtx.range_push": lambda _: None, "nvtx.range_pop": lambda: None}
+    with ExitStack() as stack:
+        for name, function in named.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", function))
+        stack.enter_context(OnCpu())
+        yield
 
 
 def prepare(source: str | None) -> None:
@@ -198,7 +210,7 @@ def golden_updates(
     from nemo_oprd.nemo.rl_loss import OPRDOutputLoss
 
     sizes, terms = Layout(**layout), build(LossConfig, loss)
-    with megatron_groups(sizes), OnCpu(), mock.patch("torch.cuda.get_device_name", lambda: "CPU"):
+    with megatron_groups(sizes), on_cpu():
         destroy_rerun_state_machine()
         initialize_rerun_state_machine(mode=RerunMode.DISABLED)
         data = training_data()

@@ -28,7 +28,7 @@ OUTPUT = {"out": "kind", "w_out": "weight", "topk": "k"}
 
 # name -> (ranks, sizes, case, temperature): ordinary batches and Megatron's local layers
 LOCAL: dict[str, tuple[int, dict[str, Any], str, float]] = {
-    "PP2": (2, {"pipeline": 2}, "composite_full_mu3", 1.0),
+    "PP2": (2, {"pipeline": 2}, "composite_full_mu3", 0.7),
     "TP2": (2, {"tensor": 2}, "opd_top_k_4", 0.7),
     "DP2": (2, {"data": 2}, "normalized_sum", 1.0),
 }
@@ -86,7 +86,9 @@ def test_a_dropped_injection_stops_the_update(pools: Pools) -> None:
 
 def test_data_without_weights_is_refused(pools: Pools) -> None:
     arguments = {"loss": terms("no_final_norm"), "layout": {"data": 2}, "fault": "no weights"}
-    with pytest.raises(WorkerError, match="the training data has no mtp_loss_mask; expected the weights .*with_weights"):
+    with pytest.raises(
+        WorkerError, match="the training data has no mtp_loss_mask; expected the weights .*with_weights"
+    ):
         pools[2].run("nemo_rl_cases:golden_updates", **arguments)
 
 

@@ -92,8 +92,6 @@ class DotProductAttention(WithExtraState):
             window_size=(window_size, None),
             core_attention_bias_type=(core_attention_bias_type, "no_bias"),
             inference_params=(inference_params, None),
-            cu_seqlens_q_padded=(cu_seqlens_q_padded, None),
-            cu_seqlens_kv_padded=(cu_seqlens_kv_padded, None),
         )
         assert all(tensor.dim() == 3 for tensor in (query_layer, key_layer, value_layer))
         assert query_layer.shape[1:] == (self.heads, self.channels)
@@ -102,6 +100,9 @@ class DotProductAttention(WithExtraState):
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
         assert cu_seqlens_q.device == query_layer.device
         assert cu_seqlens_q.dim() == 1 and torch.equal(cu_seqlens_q, cu_seqlens_kv)
+        for padded in (cu_seqlens_q_padded, cu_seqlens_kv_padded):  # padding belongs to the sequence before it
+            if padded is not None and not torch.equal(padded, cu_seqlens_q):
+                raise NotImplementedError(f"the stand-in reads padded bounds {cu_seqlens_q} only, not {padded}")
         lengths = cu_seqlens_q.diff()
         size, rank = (1, 0) if self.cp_group is None else (self.cp_group.size(), self.cp_group.rank())
         assert isinstance(max_seqlen_q, int) and max_seqlen_q == max_seqlen_kv and max_seqlen_q >= int(lengths.max())

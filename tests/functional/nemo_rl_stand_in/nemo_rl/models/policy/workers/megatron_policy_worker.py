@@ -47,7 +47,10 @@ class MegatronPolicyWorkerImpl:
         check_dim_skip_keys: Any = None,
     ) -> dict[str, Any]:
         """The updates of this rank's responses, `gbs` over all data-parallel ranks each."""
-        own, size = (gbs or self.cfg["train_global_batch_size"]) // self.dp_size, mbs or self.cfg["train_micro_batch_size"]
+        own, size = (
+            (gbs or self.cfg["train_global_batch_size"]) // self.dp_size,
+            mbs or self.cfg["train_micro_batch_size"],
+        )
         losses, lines = [], []
         for first in range(0, data.size, own):
             batch = data.slice(first, first + own)
@@ -81,10 +84,10 @@ class MegatronPolicyWorkerImpl:
         data = next(microbatches)
         inputs, bounds = self._packed(data) if self._packs else (self._whole(data), None)
         output = model(**inputs)
+        if self.sampling_params is not None:  # on every pipeline stage, as NeMo-RL 0.7.0 does
+            output.div_(self.sampling_params.temperature)
 
         def loss(output: torch.Tensor) -> Any:
-            if self.sampling_params is not None:
-                output.div_(self.sampling_params.temperature)
             found = self._loss_per_sequence(loss_fn, data, output, bounds)
             # losses are the same on all context ranks; then the schedule's own scaling is undone
             ranks = parallel_state.get_context_parallel_world_size()
