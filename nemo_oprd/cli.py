@@ -11,6 +11,7 @@ nemo-oprd serve --config-name NAME [--port P] [k=v]         a vLLM server for ro
 nemo-oprd data --config-name NAME [k=v]                     what a run would do to its prompts, without a model
 nemo-oprd plan --config-name NAME --ranks N [k=v]           memory, bytes and seconds of a run, before it is started
 nemo-oprd report RUN [RUN ...] [--output FILE] [--follow]   one page of figures, tables and responses
+nemo-oprd from-nemo-rl RECIPE.yaml [--output FILE]          a distillation recipe of NeMo-RL as a configuration
 nemo-oprd compare --teacher DIR --prompts FILE --output DIR NAME=DIR ...   distance of students from their teacher
 """
 
@@ -99,7 +100,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_compare(commands)
     _add_grade(commands)
+    _add_from_nemo_rl(commands)
     return parser
+
+
+def _add_from_nemo_rl(commands: argparse._SubParsersAction) -> None:
+    text = "a distillation recipe of NeMo-RL as a configuration, with a list of what has no counterpart"
+    command = commands.add_parser("from-nemo-rl", help=text, description=text)
+    command.add_argument("recipe", metavar="RECIPE.yaml", help="with the files that it inherits from in their places")
+    command.add_argument("--output", metavar="FILE", help="the configuration's file (default: printed)")
+    command.add_argument(
+        "--models", default="models", metavar="DIR", help="directory of the Hugging Face models (default: %(default)s)"
+    )
+    command.add_argument(
+        "--oprd", action="store_true", help="with the hidden-state loss in place of the recipe's divergence"
+    )
 
 
 def _add_grade(commands: argparse._SubParsersAction) -> None:
@@ -280,6 +295,10 @@ def _run(options: argparse.Namespace) -> int:
         _run_compare(options)
     elif options.command == "grade":
         _run_grade(options)
+    elif options.command == "from-nemo-rl":
+        from nemo_oprd.commands.from_nemo_rl import from_nemo_rl
+
+        from_nemo_rl(options.recipe, options.output, options.models, oprd=options.oprd)
     else:
         _run_configured(options)
     return 0

@@ -1,8 +1,8 @@
 """NeMo-RL's training data with the weights of the supervised tokens, made by the driver for whole updates.
 
-A row's weight contains 1 / counts of its whole update. It is computed here, where all responses of the update are in one
-batch, and then travels beside the token ids. So NeMo-RL may sort, shard and pack the responses as it likes. Nothing here
-imports NeMo-RL.
+A row's weight contains 1 / counts of its whole update. It is computed here, where all responses of the update are in
+one batch, and then travels beside the token ids. So NeMo-RL may sort, shard and pack the responses as it likes. Nothing
+here imports NeMo-RL.
 
 B responses, S tokens of the padded sequences.
 """
@@ -20,8 +20,9 @@ from nemo_oprd.config.loss_schema import LossConfig, OutputLossConfig, Represent
 from nemo_oprd.config.messages import build
 from nemo_oprd.nemo.hidden_states import row_weights
 
-# The weights of the hidden-state loss have the name of NeMo-RL's mask for multi-token prediction: that is the one tensor
-# which its workers pad, pack and shard exactly like the token ids, and hand to the model. `adopt` refuses such models.
+# The weights of the hidden-state loss have the name of NeMo-RL's mask for multi-token prediction: that is the one
+# tensor which its workers pad, pack and shard exactly like the token ids, and hand to the model. `adopt` refuses models
+# with multi-token prediction.
 HIDDEN_WEIGHT = "mtp_loss_mask"
 OUTPUT_WEIGHT = "oprd_output_weight"
 # where a policy's config holds what `Settings` reads

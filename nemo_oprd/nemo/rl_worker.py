@@ -1,8 +1,8 @@
 """`OPRDWorker`: NeMo-RL's Megatron worker with a teacher in its process and the hidden-state loss in its updates.
 
-`train` is NeMo-RL's own. Before a microbatch's forward pass, a hook of the model runs this stage of the teacher on it and
-puts the observer into the `packed_seq_params`. The observer injects each layer's gradient in the backward pass. Any loss
-function of NeMo-RL may be trained beside it.
+`train` is NeMo-RL's own. Before a microbatch's forward pass, a hook of the model runs this stage of the teacher on it
+and puts the observer into the `packed_seq_params`. The observer injects each layer's gradient in the backward pass. Any
+loss function of NeMo-RL may be trained beside it.
 
 Importing this module imports NeMo-RL, with Ray and Megatron-Bridge. B sequences, S their tokens on this rank.
 """
@@ -100,7 +100,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         if temperature != 1.0 and stages > 1 and not isinstance(self._loss_fn, OPRDOutputLoss):
             raise ValueError(
-                f"policy.generation.temperature={temperature} with pipeline_model_parallel_size={stages}: NeMo-RL 0.7.0 "
+                f"policy.generation.temperature={temperature} with pipeline_model_parallel_size={stages}: NeMo-RL "
                 "divides the hidden states between the stages by it; expected temperature 1, one stage, or "
                 "OPRDOutputLoss: choose one"
             )

@@ -1,7 +1,7 @@
 """What workers run for test_nemo_rl.py: updates of `OPRDWorker` by NeMo-RL's own `train`, or by the stand-in's.
 
-The models are stock Megatron-core models of the golden pair. Of NeMo-RL's real source tree run: sharding and packing of
-the batch, `MegatronPolicyWorkerImpl.train` with its microbatches, forward step, loss function calls and scaling, and the
+The models are stock Megatron-core models of the golden pair. Of NeMo-RL's source tree run: sharding and packing of the
+batch, `MegatronPolicyWorkerImpl.train` with its microbatches, forward step, loss function calls and scaling, and the
 broadcasts of metrics. Its constructor, which needs CUDA, Ray and Megatron-Bridge, does not run: the attributes that
 `train` reads are set here.
 """
@@ -232,6 +232,36 @@ def golden_updates(
         metrics = {name: sum(lines[name]) * sizes.data for name in lines if name.startswith("rep/")}
         metrics["loss/total"] = float(results[0]["global_loss"].sum())
         return metrics, gradients, [float(result["global_loss"].sum()) for result in results]
+
+
+def driver(source: str | None) -> dict[str, Any]:
+    """What `OPRDPolicy`, which `setup` builds in the place of NeMo-RL's, does to the data of a step."""
+    prepare(source)
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    from nemo_oprd.nemo.rl_policy import OPRDPolicy, TeacherInWorkers, policies_of
+
+    cfg = policy_config(Layout(), {"output": {"kind": "full_vocab", "weight": 1.0}}, 1, 3, packed=False)
+    cfg["megatron_cfg"]["enabled"] = True
+    distillation = types.SimpleNamespace(Policy=Policy)
+    named = {"cluster": None, "tokenizer": None}
+    with policies_of(distillation):
+        teacher = distillation.Policy(name_prefix="teacher", config={}, **named)
+        student = distillation.Policy(name_prefix="student", config=cfg, **named)
+    assert isinstance(teacher, TeacherInWorkers) and isinstance(student, OPRDPolicy)
+    teacher.offload_after_refit()
+    teacher.prepare_for_lp_inference()
+    data = training_data()
+    found = teacher.get_topk_logits(data, k=64, timer=None)
+    data["teacher_topk_logits"], data["teacher_topk_indices"] = found["topk_logits"], found["topk_indices"]
+    for _ in range(2):  # data that has weights already, as of an update that is repeated
+        sent = student.train(data, "a loss", timer=None)["data"]
+    return {
+        "restored": distillation.Policy is Policy,
+        "worker": student.worker,
+        "keys": sorted(sent),
+        "sums": {name: sent[name].sum(dim=1).tolist() for name in ("mtp_loss_mask", "oprd_output_weight")},
+    }
 
 
 def source_named() -> str | None:

@@ -1,13 +1,14 @@
 """`OPRDWorker` and `OPRDOutputLoss` in NeMo-RL's updates: losses and every gradient against the golden cases.
 
-By default the updates are those of a stand-in of our own (nemo_rl_stand_in/). With `NEMO_RL_SOURCE`, a directory with the
-source tree of NeMo-RL 0.7.0 (its package `nemo_rl` is in it), the same cases run on NeMo-RL's own code, and the
-stand-in's signatures are compared with it.
+By default the updates are those of a stand-in of our own (nemo_rl_stand_in/). With `NEMO_RL_SOURCE`, a directory with
+the source tree of NeMo-RL 0.7.0 (its package `nemo_rl` is in it), the same cases run on NeMo-RL's own code, the
+stand-in's signatures are compared with it, and its distillation recipes are read.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,12 @@ import torch
 from adopted_golden import check
 from golden_runs import EXPECTED, TOLERANCE
 from nemo_rl_cases import source_named
+from omegaconf import OmegaConf
 from pool import Pools, WorkerError
+
+from nemo_oprd.config.loading import from_composed
+from nemo_oprd.config.nemo_rl_keys import translate
+from nemo_oprd.config.nemo_rl_recipe import load_recipe
 
 HERE = Path(__file__).parent
 STAND_IN = HERE / "nemo_rl_stand_in"
@@ -92,6 +98,16 @@ def test_data_without_weights_is_refused(pools: Pools) -> None:
         pools[2].run("nemo_rl_cases:golden_updates", **arguments)
 
 
+def test_driver(pools: Pools) -> None:
+    """NeMo-RL's `setup` gets policies whose data have the weights of every update, and no empty entries."""
+    found = pools[1].run("nemo_rl_cases:driver", source=None)
+    assert found["restored"] and found["worker"] == "nemo_oprd.nemo.rl_actor.OPRDActor"
+    weights = ["mtp_loss_mask", "oprd_output_weight"]
+    assert found["keys"] == sorted([*weights, "input_ids", "input_lengths", "sample_mask", "token_mask"])
+    for name in weights:  # six responses, of which three are an update
+        assert found["sums"][name] == pytest.approx([1 / 3] * 6)
+
+
 def packed_run(source: str | None) -> Iterator[Callable[..., Any]]:
     """`run(ranks, **kwargs)` is `golden_updates` on packs, in workers that can import the stand-in of the layers."""
     pools = Pools({"PYTHONPATH": os.pathsep.join([str(HERE / "te_stand_in"), os.environ.get("PYTHONPATH", "")])})
@@ -162,3 +178,24 @@ def test_signatures_of_the_stand_in() -> None:
                 assert theirs[name] == parameters, f"{file.name}: {name}"
                 compared += 1
     assert compared > 15
+
+
+@pytest.mark.nemo
+def test_recipes() -> None:
+    """NeMo-RL's distillation recipes: the same values as by its own loader, and a configuration that is accepted."""
+    source = source_named()
+    if source is None:
+        pytest.skip("NEMO_RL_SOURCE names no source tree of NeMo-RL 0.7.0")
+    spec = importlib.util.spec_from_file_location("nemo_rl_config", Path(source) / "nemo_rl" / "utils" / "config.py")
+    assert spec is not None and spec.loader is not None
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    theirs.register_omegaconf_resolvers()
+    found = [*Path(source, "examples").rglob("*distillation*.yaml")]
+    for recipe in found:
+        values = load_recipe(recipe)
+        assert values == OmegaConf.to_container(theirs.load_config(recipe), resolve=True), recipe
+        made = translate(values, recipe.stem, "models")
+        assert from_composed(made.config, recipe.stem).student.hf_path.startswith("models/"), recipe
+        assert not any("unknown here" in note for note in made.notes), made.notes
+    assert len(found) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -101,7 +102,7 @@ class MegatronPolicyWorkerImpl:
             value, metrics = loss_fn(data, *counts, logits=logits)
             return value, metrics["loss"]
         value, total, ranks = 0.0, 0.0, parallel_state.get_context_parallel_world_size()
-        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for i, (start, end) in enumerate(itertools.pairwise(bounds)):
             one = {
                 name: rows[:, : end - start] if rows.dim() > 1 and rows.shape[1] > 1 else rows
                 for name, rows in data.slice(i, i + 1).items()
