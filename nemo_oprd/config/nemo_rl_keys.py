@@ -1,7 +1,8 @@
 """A distillation recipe of NeMo-RL as this project's configuration, and the list of what has no counterpart.
 
-The batch, the models and layouts, the sampling, the optimizer, the loss, and the schedules of validation and checkpoints
-are translated. Everything else of the recipe is listed with a reason (`_WITHOUT_COUNTERPART`), or as unknown.
+The batch, the models and layouts, the sampling, the optimizer, the loss, and the schedules of validation and
+checkpoints are translated. Everything else of the recipe is listed with a reason (`_WITHOUT_COUNTERPART`), or as
+unknown.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
     }
     for ours, theirs in names.items():
         value = recipe.get(f"{prefix}.{group}.{theirs}")
-        if value not in (None, 1, False):
+        if value is True or (value is not None and value is not False and value != 1):  # True == 1
             made.set(f"{role}.parallel.{ours}", value)
     dispatcher = recipe.get(f"{prefix}.{group}.moe_token_dispatcher_type", "alltoall")
     if dispatcher == "allgather":

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 
 from nemo_oprd.config.loss_schema import OutputLossConfig
@@ -63,15 +62,17 @@ class OPRDOutputLoss:
                 output.jsd_beta,
             )
         self._teacher: torch.Tensor | None = None
+        self._groups: Any = None
         self._read = 0
 
-    def begin(self, teacher: torch.Tensor | None) -> None:
+    def begin(self, teacher: torch.Tensor | None, groups: Any) -> None:
         """The worker calls this before every forward pass of the student.
 
         Args:
             teacher: the microbatch's logits [B, s, V] by the teacher; None before the last pipeline stage.
+            groups: Megatron's `ProcessGroupCollection` of the model.
         """
-        self._teacher, self._read = teacher, 0
+        self._teacher, self._groups, self._read = teacher, groups, 0
 
     def __call__(
         self, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, logits: torch.Tensor
@@ -94,8 +95,8 @@ class OPRDOutputLoss:
             raise ValueError("OPRDOutputLoss has no logits of the teacher; expected a worker that is an OPRDWorker")
         teacher = self._teacher[:, self._read : self._read + logits.shape[1]]
         self._read += logits.shape[1]
-        ranks = parallel_state.get_context_parallel_world_size()
-        place = _positions(logits.shape[1], ranks, parallel_state.get_context_parallel_rank(), logits.device)
+        ranks = self._groups.cp.size()
+        place = _positions(logits.shape[1], ranks, self._groups.cp.rank(), logits.device)
         length = ranks * logits.shape[1]
         weight_N = _padded(data[OUTPUT_WEIGHT], length)[:, place].flatten()
         token_N = _padded(data["input_ids"][:, 1:], length)[:, place].flatten()  # the token that a position predicts
@@ -107,7 +108,7 @@ class OPRDOutputLoss:
         loss = self._weight * ranks * (surrogate + (value - surrogate).detach())
         total = value.detach().clone()
         if ranks > 1:
-            dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+            dist.all_reduce(total, group=self._groups.cp)
         return loss, {"loss": self._weight * float(total)}
 
     def _rows(
@@ -119,9 +120,8 @@ class OPRDOutputLoss:
         weight_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(The loss of the rows, a scalar with its gradient), from logits [tokens, V] of both models."""
-        size, rank = student.shape[1], parallel_state.get_tensor_model_parallel_rank()
-        group = parallel_state.get_tensor_model_parallel_group()
-        shard = VocabShard(rank * size, size, self._vocab_size, group if group.size() > 1 else None)
+        size, group = student.shape[1], self._groups.tp
+        shard = VocabShard(group.rank() * size, size, self._vocab_size, group if group.size() > 1 else None)
         value = torch.zeros((), device=student.device)
         surrogate = student.narrow(0, 0, 0).sum().float()
         assert self._loss is not None

@@ -12,11 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-from nemo_oprd.nemo.adopt import adopt, observed
+from nemo_oprd.nemo.adopt import adopt, observed, unwrapped
 from nemo_oprd.nemo.hidden_states import HiddenStateDistillation
 from nemo_oprd.nemo.rl_batch import HIDDEN_WEIGHT, Settings
 from nemo_oprd.nemo.rl_loss import OPRDOutputLoss
@@ -97,7 +96,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
 
     def _refuse_scaled_states(self, sampling: Any) -> None:
         temperature = 1.0 if sampling is None else sampling.temperature
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stages = unwrapped(self.model).pg_collection.pp.size()
         if temperature != 1.0 and stages > 1 and not isinstance(self._loss_fn, OPRDOutputLoss):
             raise ValueError(
                 f"policy.generation.temperature={temperature} with pipeline_model_parallel_size={stages}: NeMo-RL "
@@ -127,7 +126,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
             logits=wants_logits,
         )
         if wants_logits:
-            self._loss_fn.begin(logits)
+            self._loss_fn.begin(logits, unwrapped(self.model).pg_collection)
         losses = self._oprd.losses(weight_BS, capture.captured)
         kwargs["packed_seq_params"] = observed(packed, losses, sequence_length=length)
         return args, kwargs
@@ -137,7 +136,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         weight = float(self._settings.loss.representation.weight)  # type: ignore[arg-type]
         losses = torch.tensor([update["rep/loss"] for update in self._updates])
         result["global_loss"] = result["global_loss"] + weight * losses.to(result["global_loss"])
-        parts = len(self._updates) * parallel_state.get_data_parallel_world_size()
+        parts = len(self._updates) * self.dp_size
         for name in self._updates[0]:
             if name != "loss/total":  # without the loss function's part
                 result["all_mb_metrics"][name] = [update[name] / parts for update in self._updates]

@@ -104,8 +104,8 @@ def test_driver(pools: Pools) -> None:
     assert found["restored"] and found["worker"] == "nemo_oprd.nemo.rl_actor.OPRDActor"
     weights = ["mtp_loss_mask", "oprd_output_weight"]
     assert found["keys"] == sorted([*weights, "input_ids", "input_lengths", "sample_mask", "token_mask"])
-    for name in weights:  # six responses, of which three are an update
-        assert found["sums"][name] == pytest.approx([1 / 3] * 6)
+    for name in weights:  # six responses, of which three are an update; the last one has no supervised token
+        assert found["sums"][name] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2, 0])
 
 
 def packed_run(source: str | None) -> Iterator[Callable[..., Any]]:
