@@ -25,6 +25,8 @@ from nemo_oprd.nemo.teacher_beside import TeacherBeside, after_backward, build_t
 class OPRDWorker(MegatronPolicyWorkerImpl):
     """One rank. Ray needs it decorated: `nemo_oprd.nemo.rl_actor`."""
 
+    sampling_params: Any  # set by NeMo-RL's constructor
+
     def __init__(self, config: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As NeMo-RL's worker, with the teacher that `policy.oprd` names.
 

@@ -172,6 +172,13 @@ def _timer() -> Any:
     return lambda *_, **__: nullcontext()
 
 
+class Zero:
+    """A loss function that is none of this project's."""
+
+    def __call__(self, data: Any, *_: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        return 0.0 * logits.sum(), {"loss": 0.0}
+
+
 def golden_updates(
     loss: dict[str, Any],
     layout: dict[str, Any],
@@ -183,6 +190,7 @@ def golden_updates(
     calls: int = 1,
     parts: int = 1,
     fault: str | None = None,
+    another_loss: bool = False,
     source: str | None = None,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], list[float]]:
     """Metrics and HF gradients of the first call of `train`, and `global_loss` of every call.
@@ -193,6 +201,7 @@ def golden_updates(
         temperature: of the sampling, by which NeMo-RL divides logits.
         calls: of `train`, on the same responses.
         parts: updates of a call.
+        another_loss: a loss function of NeMo-RL's, here a zero, in place of `OPRDOutputLoss`.
         fault: "no weights": the driver has not added them; "bypassed": a layer of the last rank runs as a stock one.
     """
     import torch.distributed as dist
@@ -224,7 +233,7 @@ def golden_updates(
         results = []
         for call in range(calls):
             mine = shard(data, sizes, dist.get_rank(), parts, packed=packed)
-            results.append(worker.train(mine, OPRDOutputLoss(terms.output, 61)))
+            results.append(worker.train(mine, Zero() if another_loss else OPRDOutputLoss(terms.output, 61)))
             if call == 0:
                 held = gathered_gradients([worker.model.module], sizes)
                 gradients = {name: tensor.clone() for name, tensor in held.items()}

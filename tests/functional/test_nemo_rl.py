@@ -90,6 +90,14 @@ def test_a_dropped_injection_stops_the_update(pools: Pools) -> None:
         pools[2].run("nemo_rl_cases:golden_updates", **arguments)
 
 
+def test_another_loss_function(pools: Pools) -> None:
+    """Any loss function of NeMo-RL's, unless states between the stages would be divided by the temperature."""
+    arguments = {"loss": terms("no_final_norm"), "layout": {"pipeline": 2}, "another_loss": True}
+    check_case("no_final_norm", pools[2].run("nemo_rl_cases:golden_updates", **arguments))
+    with pytest.raises(WorkerError, match="temperature=0.7 with pipeline_model_parallel_size=2: .*choose one"):
+        pools[2].run("nemo_rl_cases:golden_updates", temperature=0.7, **arguments)
+
+
 def test_data_without_weights_is_refused(pools: Pools) -> None:
     arguments = {"loss": terms("no_final_norm"), "layout": {"data": 2}, "fault": "no weights"}
     with pytest.raises(
