@@ -93,6 +93,12 @@ class OPRDOutputLoss:
             return logits.narrow(0, 0, 0).sum(), {"loss": 0.0}
         if self._teacher is None:
             raise ValueError("OPRDOutputLoss has no logits of the teacher; expected a worker that is an OPRDWorker")
+        if self._teacher.shape[2] != logits.shape[2]:
+            raise ValueError(
+                f"the student's logits have {logits.shape[2]} columns on this rank, and the teacher's "
+                f"{self._teacher.shape[2]}; expected equal padded vocabularies: choose models of one family, or "
+                "output.kind=none"
+            )
         teacher = self._teacher[:, self._read : self._read + logits.shape[1]]
         self._read += logits.shape[1]
         ranks = self._groups.cp.size()

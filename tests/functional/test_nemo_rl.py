@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,40 @@ def test_signatures_of_the_stand_in() -> None:
                 assert theirs[name] == parameters, f"{file.name}: {name}"
                 compared += 1
     assert compared > 15
+
+
+@pytest.mark.nemo
+def test_what_the_driver_names_is_there() -> None:
+    """Every name that the driver and the worker's side import; the driver itself needs GPUs."""
+    source = source_named()
+    if source is None:
+        pytest.skip("NEMO_RL_SOURCE names no source tree of NeMo-RL 0.7.0")
+    root, checked = HERE.parent.parent, 0
+    for file in (root / "examples" / "nemo_rl" / "run_oprd.py", *(root / "nemo_oprd" / "nemo").glob("rl_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_rl"):
+                module = Path(source, *str(node.module).split("."))
+                text = (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")).read_text()
+                for alias in node.names:
+                    name = alias.name
+                    defined = rf"^(class|def) {name}\b|^{name}\b.*=|^    {name},?$|import .*\b{name}\b"
+                    there = (module / f"{name}.py").is_file() or re.search(defined, text, re.MULTILINE)
+                    assert there, (file.name, name)
+                    checked += 1
+    assert checked > 15
+    tree = ast.parse(Path(source, "nemo_rl", "algorithms", "distillation.py").read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert [argument.arg for argument in functions["distillation_train"].args.args] == [
+        "student_policy", "teacher_policy", "student_generation", "dataloader", "val_dataloader", "tokenizer",
+        "loss_fn", "task_to_env", "val_task_to_env", "logger", "checkpointer", "distillation_save_state",
+        "master_config",
+    ]  # fmt: skip
+    last = functions["setup"].body[-1]
+    assert isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple)
+    assert [element.id for element in last.value.elts] == [  # type: ignore[attr-defined]
+        "student_policy", "teacher_policy", "student_generation", "nemo_gym_actor", "dataloader", "val_dataloader",
+        "loss_fn", "logger", "checkpointer", "distillation_save_state", "master_config",
+    ]  # fmt: skip
 
 
 @pytest.mark.nemo

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bad_input_case import Case
 
-from bad_input_cases import configuration, data, models, run_directories
+from bad_input_cases import configuration, data, models, nemo_rl, run_directories
 
 CASES: list[Case] = [
     case
-    for module in (configuration, models, data, run_directories)
+    for module in (configuration, models, data, run_directories, nemo_rl)
     for category in module.CATEGORIES
     for case in category.cases
 ]
