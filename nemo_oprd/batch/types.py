@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 
@@ -22,6 +23,10 @@ class Rollout:
     `logprobs[t]` is the natural logarithm of the probability that response token t had in the distribution that the
     engine sampled from, its temperature included; None if the engine recorded none. `weight_version` is the number of
     optimizer steps behind the weights that sampled the response; None if it is not known.
+
+    `expert_routes[t, i]` are the experts that token t of prompt and response visited in the i-th layer with experts of
+    the engine, int16 [tokens, layers with experts, K]; None if the engine recorded none. The last response token may be
+    missing, because an engine need not compute it.
 
     `teacher_prompt_ids` and `teacher_response_ids` are set where the teacher reads other ids than the student, because
     it has another tokenizer or another prompt. `teacher_index[t]` is then the index of the teacher's response token
@@ -45,6 +50,7 @@ class Rollout:
     teacher_index: list[int] | None = None
     logprobs: list[float] | None = None
     weight_version: int | None = None
+    expert_routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def length(self) -> int:

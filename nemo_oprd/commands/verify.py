@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.objective import Objective
+from nemo_oprd.distillation.step import StepBatch
 from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.fault_tolerance.disk import check_output
@@ -61,7 +61,7 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
         if dist.get_rank() == 0:
             output.mkdir(parents=True, exist_ok=True)
             save_file(gradients, output / "grads.safetensors")
-            losses = loss_report(metrics, distiller.objective, rollouts)
+            losses = loss_report(metrics, batch, rollouts)
             write_atomically(output / "losses.json", json.dumps(losses, indent=1) + "\n")
             print(json.dumps(losses))
             if against_reference:
@@ -91,8 +91,9 @@ def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: di
         loss = "" if value is None else f"{_relative(losses['rep/loss_per_layer'][layer], value):.1e}"
         worst = max(blocks.get(block, []), key=deviations.__getitem__, default=None)
         lines.append(f"{block}  {loss:<7}  {f'{deviations[worst]:.1e}   {worst}' if worst else 'no gradient'}")
-    if "output/loss" in expected:
-        lines.append(f"output     {_relative(losses['output/loss'], expected['output/loss']):.1e}")
+    for name, title in (("output/loss", "output"), ("moe/aux_loss", "balance"), ("moe/z_loss", "z-loss")):
+        if name in expected:
+            lines.append(f"{title:<9}  {_relative(losses[name], expected[name]):.1e}")
     largest = max(deviations.values())
     lines.append(f"largest gradient deviation over {len(deviations)} parameters: {largest:.1e}")
     return "\n".join(lines)
@@ -102,9 +103,13 @@ def _relative(value: float, expected: float) -> float:
     return abs(value / expected - 1) if expected else abs(value)
 
 
-def loss_report(metrics: StepMetrics, objective: Objective, rollouts: list[Rollout]) -> dict:
+def loss_report(metrics: StepMetrics, batch: StepBatch, rollouts: list[Rollout]) -> dict:
     """The contents of losses.json."""
-    table = objective.rows(rollouts)
+    table, term = batch.objective.run.rows(rollouts), batch.routers
+    routers = {}
+    if metrics.routers is not None and term is not None:
+        weights = {"moe/aux_loss": term.aux, "moe/z_loss": term.z}
+        routers = {name: metrics.routers.named[name] for name, weight in weights.items() if weight}
     representation = {
         "rep/loss": metrics.rep_loss,
         "rep/loss_per_layer": {str(layer): loss for layer, loss in metrics.rep_loss_per_layer.items()},
@@ -113,6 +118,7 @@ def loss_report(metrics: StepMetrics, objective: Objective, rollouts: list[Rollo
     return {
         "loss/total": metrics.loss,
         **output,
+        **routers,
         **(representation if metrics.rep_loss_per_layer else {}),
         "counts": {
             "responses": table.num_responses,

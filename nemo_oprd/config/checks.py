@@ -21,6 +21,7 @@ def check(config: Config) -> None:
         _check_reading_text(config)
     _check_reuse(config)
     _check_correction(config)
+    _check_router_replay(config)
     _check_schedules(config)
     _check_bridge(config)
     _check_evaluation(config)
@@ -185,6 +186,15 @@ def _check_correction(config: Config) -> None:
         raise ValueError(
             f"{given} with rollout.engine=megatron, which samples with the trainer's own weights and records no "
             "log-probabilities; expected off: set it, or replay rollouts of another engine with rollout.replay=FILE"
+        )
+
+
+def _check_router_replay(config: Config) -> None:
+    """`student.router_replay` has an engine that records which experts its tokens visit."""
+    if config.student.router_replay and config.rollout.engine == "vllm" and config.rollout.replay is None:
+        raise ValueError(
+            "student.router_replay=true with rollout.engine=vllm, whose servers report no experts to this project; "
+            "expected rollout.engine=megatron, or rollout.replay=FILE with expert_routes: set one, or router_replay=false"
         )
 
 

@@ -142,11 +142,21 @@ class ModelConfig(ModelSource):
 
 @dataclass(config=STRICT)
 class StudentConfig(ModelConfig):
-    """The trained model."""
+    """The trained model.
+
+    The other keys are for a student with experts (docs/experts.md). `router_aux_loss` and `router_z_loss` are the
+    weights of two losses of its routers, the load-balancing loss and the z-loss, in the total loss. With `router_dtype:
+    fp32` its routers compute in float32 beside weights in bf16, in training and in the in-process engine. With
+    `router_replay` its tokens visit in training the experts that they visited while they were sampled.
+    """
 
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_method: Literal["uniform", "block"] = "uniform"
     recompute_num_layers: PositiveInt = 1
+    router_aux_loss: NonNegativeFloat = 0.0
+    router_z_loss: NonNegativeFloat = 0.0
+    router_dtype: Literal["fp32"] | None = None
+    router_replay: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> StudentConfig:

@@ -151,6 +151,8 @@ class Objective:
         reads_ids: whether teachers read the student's token ids (`teacher.reads=ids`).
         trains_bridge: whether the student's side of the bridge is trained with the student.
         weights: of the representation loss and of the output loss: numbers, or schedules over the updates.
+        router_weights: of the load-balancing loss and of the z-loss of the student's routers (`router_losses.py`).
+        replays_routes: whether the student's tokens visit the experts that their rollouts have recorded.
     """
 
     student: ModelSpec
@@ -167,6 +169,8 @@ class Objective:
     reads_ids: bool = True
     trains_bridge: bool = False
     weights: tuple[Weight, Weight] = (1.0, 0.0)
+    router_weights: tuple[float, float] = (0.0, 0.0)
+    replays_routes: bool = False
 
     @staticmethod
     def build(
@@ -218,6 +222,8 @@ class Objective:
             reads_ids=config.teacher.reads == "ids",
             trains_bridge=matches[0].bridge is not None and config.bridge.train,
             weights=(loss.weight, config.loss.output.weight),
+            router_weights=(config.student.router_aux_loss, config.student.router_z_loss),
+            replays_routes=config.student.router_replay,
         )
 
     def for_step(
@@ -336,6 +342,11 @@ class StepObjective:
     def depth(self) -> int:
         """The deepest student layer that this update computes."""
         return self.run.student.num_layers if self.output else max(self.run.layers)
+
+    @property
+    def reached_depth(self) -> int:
+        """The deepest student layer that a gradient reaches in this update."""
+        return self.run.student.num_layers if self.output_weight > 0 else max(self.run.layers, default=0)
 
     def weigh_positions(self, table: TokenTable) -> TokenTable:
         """The rows of a batch with their weights multiplied by `position_factors` and scaled back to the same sum."""

@@ -24,12 +24,14 @@ from nemo_oprd.distillation.injection_counts import check_injections, check_outp
 from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup, layer_targets, output_head_losses
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss
+from nemo_oprd.distillation.router_losses import RouterMicrobatch, RouterTerm, count_choices
 from nemo_oprd.distillation.step_metrics import MetricSums, StepMetrics
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.token_metrics import TokenSlots
 from nemo_oprd.distillation.trained_projectors import projectors_of
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
+from nemo_oprd.megatron.routes import Routes
 
 
 @dataclass
@@ -66,6 +68,11 @@ class StepBatch:
         """The responses whose values per token are kept; None if there are none."""
         return TokenSlots.choose(self.rollouts, self.objective.kept_responses)
 
+    @cached_property
+    def routers(self) -> RouterTerm | None:
+        """What the update computes of the student's routers; None for a student without experts."""
+        return RouterTerm.build(self.plan, self.objective, len(self.rollouts))
+
 
 class GradientAccumulation:
     """Accumulates the gradient and the metrics of one batch on this rank."""
@@ -81,7 +88,10 @@ class GradientAccumulation:
         self._finished_groups: list[StepPlan] = []
         self._targets_bytes = 0
         self._logprobs: list[torch.Tensor | None] = []
-        self._sums = MetricSums.zeros(student.objective.layers, len(batch.rollouts), device(), batch.token_slots)
+        self._sums = MetricSums.zeros(
+            student.objective.layers, len(batch.rollouts), device(), batch.token_slots, batch.routers
+        )
+        self._routers: list[RouterMicrobatch] = []  # of the microbatches that are still to come
         if student.role.is_member:
             student.zero_gradients()
 
@@ -96,8 +106,12 @@ class GradientAccumulation:
         if coords is None:
             return
         batch = self._batch
+        if not self._finished_groups:
+            self._routers = self._routers_of_all_microbatches()
+        routers, self._routers = self._routers[: len(group.taught_by)], self._routers[len(group.taught_by) :]
         observers, microbatches = self._microbatches(
-            MicrobatchGroup(batch.rollouts, group, targets, coords, batch.token_slots)
+            MicrobatchGroup(batch.rollouts, group, targets, coords, batch.token_slots),
+            [router.routes for router in routers] or [None] * len(group.taught_by),
         )
         self._finished_groups.append(group)
         run_schedule(
@@ -111,6 +125,8 @@ class GradientAccumulation:
         self._targets_bytes = max(
             self._targets_bytes, sum(teacher_targets.bytes_held for teacher_targets in targets.values())
         )
+        for router in routers:
+            self._sums.add_routers(router.losses)
         for observer in observers:
             self._sums.add(observer)
             sums = None if observer.output is None else observer.output.sums
@@ -141,8 +157,42 @@ class GradientAccumulation:
             check_output_passes(int(sums.output[0]), [group.output for group in self._finished_groups if group.output])
         return metrics
 
-    def _microbatches(self, group: MicrobatchGroup) -> tuple[list[HiddenStateLoss], list[Microbatch]]:
-        """Per microbatch of the group: the losses of its hidden states, and its tokens with these losses attached."""
+    @torch.no_grad()
+    def _routers_of_all_microbatches(self) -> list[RouterMicrobatch]:
+        """Per microbatch of the batch, what its routers do; empty for a student without experts.
+
+        With a load-balancing loss, a pass without gradients counts first how often each expert is chosen.
+        """
+        student, batch = self._student, self._batch
+        role, term, spec = student.role, batch.routers, student.spec
+        packs = batch.plan.hidden.packs[role.member_coords.data]
+        if term is None:
+            return []
+        routers = [RouterMicrobatch.build(term, pack, batch.rollouts, role, spec) for pack in packs]
+        if term.aux and term.layers:
+            depth = max(term.layers)
+            run_schedule(
+                student.chunks,
+                role,
+                [
+                    make_microbatch(pack, batch.rollouts, role, None, depth, routes=router.routes.unobserved())
+                    for pack, router in zip(packs, routers, strict=True)
+                ],
+                forward_only=True,
+            )
+            fractions = count_choices(term, routers, role)
+            for router in routers:
+                router.losses.fractions = fractions
+        return routers
+
+    def _microbatches(
+        self, group: MicrobatchGroup, routes: Sequence[Routes | None]
+    ) -> tuple[list[HiddenStateLoss], list[Microbatch]]:
+        """Per microbatch of the group: the losses of its hidden states, and its tokens with these losses attached.
+
+        Args:
+            routes: per microbatch, the experts of its tokens.
+        """
         student, step = self._student, self._batch.objective
         plan, run = group.plan.hidden, step.run
         targets, output_losses = layer_targets(group, step), self._output_head_losses(group)
@@ -164,10 +214,9 @@ class GradientAccumulation:
                 targets, output_losses, group.plan.taught_by, strict=True
             )
         ]
-        recomputed = student.chunks[0].config.recompute_granularity == "full"
         microbatches = [
-            make_microbatch(pack, group.rollouts, student.role, observer, step.depth, recomputed=recomputed)
-            for pack, observer in zip(plan.packs[group.coords.data], observers, strict=True)
+            make_microbatch(pack, group.rollouts, student.role, observer, step.depth, routes=experts)
+            for pack, observer, experts in zip(plan.packs[group.coords.data], observers, routes, strict=True)
         ]
         return observers, microbatches
 

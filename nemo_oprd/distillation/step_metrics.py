@@ -15,6 +15,8 @@ from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss
+from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
+from nemo_oprd.distillation.router_metrics import RouterMetrics
 from nemo_oprd.distillation.token_metrics import NAMES, REPRESENTATION, TokenMetrics, TokenSlots, output_values
 
 # key of `OutputSums.metrics` -> name in metrics.jsonl; "" for a value that is only part of another metric
@@ -45,34 +47,47 @@ class MetricSums:
     - the position profile [2, PROFILE_BINS];
     - of the output loss: the number of backward passes, the weighted loss, and per metric its sum and its row count;
     - each response's contribution to the total loss, by the representation loss and by the output loss;
-    - if values are kept per token, their sums [len(NAMES), slots + 1].
+    - if values are kept per token, their sums [len(NAMES), slots + 1];
+    - for a student with experts, the sums `RouterLosses.measured` of each of the layers `routers.layers`.
     """
 
     sums: torch.Tensor
     layers: list[int]
     num_responses: int
     slots: TokenSlots | None = None
+    routers: RouterTerm | None = None
 
     COLUMNS = (*HiddenStateLoss.SUMS, "squared_gradient", "injections")
     OUTPUT = 2 + 2 * len(OUTPUT_METRICS)
 
     @staticmethod
     def zeros(
-        layers: list[int], num_responses: int, device: torch.device, slots: TokenSlots | None = None
+        layers: list[int],
+        num_responses: int,
+        device: torch.device,
+        slots: TokenSlots | None = None,
+        routers: RouterTerm | None = None,
     ) -> MetricSums:
         """All sums 0."""
-        sums = MetricSums(torch.zeros(0), sorted(layers), num_responses, slots)
+        sums = MetricSums(torch.zeros(0), sorted(layers), num_responses, slots, routers)
         sums.sums = torch.zeros(sum(sums._sizes()), dtype=torch.float64, device=device)
         return sums
 
     def _sizes(self) -> list[int]:
         kept = 0 if self.slots is None else len(NAMES) * (self.slots.count + 1)
-        return [len(self.layers) * len(self.COLUMNS), 2 * PROFILE_BINS, self.OUTPUT, 2 * self.num_responses, kept]
+        routers = 0 if self.routers is None else len(self.routers.layers) * self._router_columns
+        table = len(self.layers) * len(self.COLUMNS)
+        return [table, 2 * PROFILE_BINS, self.OUTPUT, 2 * self.num_responses, kept, routers]
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        table, profile, output, responses, tokens = self.sums.split(self._sizes())
+    @property
+    def _router_columns(self) -> int:
+        return 0 if self.routers is None else 2 * self.routers.experts + len(RouterLosses.SUMS)
+
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        table, profile, output, responses, tokens, routers = self.sums.split(self._sizes())
         shaped = table.view(len(self.layers), len(self.COLUMNS)), profile.view(2, PROFILE_BINS)
-        return *shaped, output, responses.view(2, self.num_responses), tokens.view(len(NAMES), -1)
+        shaped_routers = routers.view(-1, self._router_columns) if len(routers) else routers
+        return *shaped, output, responses.view(2, self.num_responses), tokens.view(len(NAMES), -1), shaped_routers
 
     @property
     def table(self) -> torch.Tensor:
@@ -98,6 +113,19 @@ class MetricSums:
     def output(self) -> torch.Tensor:
         """[OUTPUT], a view: backward passes, weighted loss, (sum, rows) per metric."""
         return self._parts()[2]
+
+    def add_routers(self, losses: RouterLosses) -> None:
+        """Adds what one microbatch of this rank has measured of the routers."""
+        assert self.routers is not None
+        for i, layer in enumerate(self.routers.layers):
+            if layer in losses.measured:
+                self._parts()[5][i] += losses.measured[layer]
+
+    def router_metrics(self) -> RouterMetrics | None:
+        """The metrics of the routers from the sums of all ranks; None where no layer with experts is reached."""
+        if self.routers is None or not self.routers.layers:
+            return None
+        return RouterMetrics.from_sums(self._parts()[5], self.routers)
 
     def add(self, observer: HiddenStateLoss) -> None:
         """Adds one microbatch of this rank."""
@@ -144,7 +172,7 @@ class MetricSums:
     def reduced(self, group: dist.ProcessGroup) -> MetricSums:
         """The sums over all ranks of `group`, on the CPU. Every rank of `group` calls this."""
         dist.all_reduce(self.sums, group=group)
-        return MetricSums(self.sums.cpu(), self.layers, self.num_responses, self.slots)
+        return MetricSums(self.sums.cpu(), self.layers, self.num_responses, self.slots, self.routers)
 
     def token_metrics(self, plan: StepPlan) -> TokenMetrics | None:
         """The values per token from the sums of all ranks; None if none are kept."""
@@ -182,6 +210,7 @@ class StepMetrics:
         targets_bytes: the most bytes of targets that this rank held at a time.
         nonfinite_reason: where a loss or a gradient is not finite; None if all are finite.
         tokens: values per token of some responses; None if none are kept.
+        routers: the metrics of the student's routers; None for a student without experts.
     """
 
     loss: float
@@ -207,6 +236,7 @@ class StepMetrics:
     targets_bytes: int
     nonfinite_reason: str | None
     tokens: TokenMetrics | None
+    routers: RouterMetrics | None
 
     @staticmethod
     def from_sums(
@@ -233,6 +263,7 @@ class StepMetrics:
             trained["rep/loss"], term_weights["rep/loss"] = rep_loss, objective.weight
         if term is not None and output_loss is not None and term.weight:
             trained["output/loss"], term_weights["output/loss"] = output_loss, term.weight
+        routers = sums.router_metrics()
         output_table = None if plan.output is None else plan.output.table
         first, last = (
             _cumulative(profile, numbers) if per_layer and positions in ("all", complete) else {}
@@ -242,7 +273,8 @@ class StepMetrics:
         )
         return StepMetrics(
             # a loss of weight 0 may be infinite, so it is not multiplied
-            loss=sum(weight * trained[name] for name, weight in term_weights.items()),
+            loss=sum(weight * trained[name] for name, weight in term_weights.items())
+            + (0.0 if routers is None else routers.loss),
             weight_metrics=_scheduled_weights(objective),
             output_loss=output_loss,
             output_means=sums.output_means(),
@@ -265,8 +297,10 @@ class StepMetrics:
             loss_per_response=sums.response_losses.sum(0).tolist(),
             identical_layers=[layer for layer, value in error.items() if value == 0.0],
             targets_bytes=targets_bytes,
-            nonfinite_reason=_nonfinite_reason(sums, [group.hidden for group in groups], trained, gradient),
+            nonfinite_reason=_nonfinite_reason(sums, [group.hidden for group in groups], trained, gradient)
+            or (None if routers is None else routers.nonfinite_reason),
             tokens=sums.token_metrics(plan),
+            routers=routers,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -285,7 +319,7 @@ class StepMetrics:
             ("cosine_last_k", self.cosine_last_k),
         ):
             named.update({f"rep/{name}/{key}": value for key, value in values.items()})
-        return {**named, **self._output_metrics()}
+        return {**named, **self._output_metrics(), **({} if self.routers is None else self.routers.named)}
 
     def _output_metrics(self) -> dict[str, float]:
         named = {OUTPUT_METRICS[name]: value for name, value in self.output_means.items()}

@@ -105,7 +105,7 @@ class Student:
             if trainable:
                 join_optimizer_creation()
             return
-        self.chunks = build_chunks(self.spec, role, self.dtype, **_recompute(config))
+        self.chunks = build_chunks(self.spec, role, self.dtype, **_training_settings(config))
         load_hf(self.chunks, self.spec, role, read, source)
         if not trainable:
             for chunk in self.chunks:
@@ -239,14 +239,16 @@ class Student:
             yield from gather_hf(self.chunks, self.spec, self.role, gradient)
 
 
-def _recompute(config: Config) -> dict[str, Any]:
-    """Megatron's settings for activation recomputation."""
+def _training_settings(config: Config) -> dict[str, Any]:
+    """Megatron's settings for the precision of routers and for activation recomputation."""
     student = config.student
+    router = {"moe_router_dtype": student.router_dtype}
     if student.recompute == "none":
-        return {}
+        return router
     if student.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        return {**router, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {
+        **router,
         "recompute_granularity": "full",
         "recompute_method": student.recompute_method,
         "recompute_num_layers": student.recompute_num_layers,

@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemo_oprd.batch.packing import Pack
+from nemo_oprd.megatron.routes import Routes
 
 # Sequences share a padded SDPA call if the longest is at most this many times the shortest; this bounds wasted work.
 BUCKET_RATIO = 1.5
@@ -155,12 +156,13 @@ class DecodeParams(PackedSeqParams):
     path.
 
     `rotation` holds the cosines and sines that rotate queries and keys (`rotary.decoding_rotation`). The model's
-    forward computes them once for all layers.
+    forward computes them once for all layers. `routes` keeps the experts of the tokens; None: they are not kept.
     """
 
     qkv_format: str = "sbhd"
     cache: KVCache | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    routes: Routes | None = None
 
 
 class SDPAttention(MegatronModule):

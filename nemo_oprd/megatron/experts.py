@@ -7,7 +7,8 @@ Transformer Engine's grouped ones). This module replaces two parts of it.
   division by their sum. Megatron's own order (the K largest logits first) breaks ties differently, because logits that
   differ can have equal probabilities. It also keeps each microbatch's choice, so that a layer that is computed again in
   the backward pass sends every token to the same experts: two experts of nearly equal probability may change places
-  when a product is computed again in another order.
+  when a product is computed again in another order. For the same reason it can use experts that the rollout engine has
+  recorded. Losses and metrics of the router are attached by an observer (`routes.py`).
 - `PaddedAllGather` is Megatron's allgather dispatcher for ranks with different numbers of tokens, which packs have.
 
 Shapes: N tokens of this rank, E experts, K experts per token.
@@ -16,6 +17,7 @@ Shapes: N tokens of this rank, E experts, K experts per token.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,24 +38,33 @@ from nemo_oprd.megatron.routes import Routes
 from nemo_oprd.models.base import Experts
 
 
+def probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """[N, E] -> the router's probabilities [N, E] in float32, or in float64 where the logits are."""
+    return torch.softmax(logits, dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float)
+
+
 def route(
-    logits: torch.Tensor, per_token: int, *, normalized: bool, experts: torch.Tensor | None = None
+    logits: torch.Tensor,
+    per_token: int,
+    *,
+    normalized: bool,
+    choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each token and their weights, as in transformers' Qwen3-MoE and Mixtral.
 
     Args:
         logits: [N, E].
         normalized: whether a token's weights are divided by their sum.
-        experts: int64 [N, K], experts to use instead of the K most probable ones.
+        choose: the K most probable experts int64 [N, K] -> the experts to use [N, K]; None uses the most probable ones.
 
     Returns:
         (weights [N, K] in the dtype of the logits, experts int64 [N, K]).
     """
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float)
-    if experts is None:
-        weights, experts = torch.topk(probabilities, per_token, dim=-1)
-    else:
-        weights = probabilities.gather(1, experts)
+    every = probabilities(logits)
+    weights, experts = torch.topk(every, per_token, dim=-1)
+    if choose is not None:
+        experts = choose(experts)
+        weights = every.gather(1, experts)
     if normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), experts
@@ -70,21 +81,40 @@ class Router(TopKRouter):
         self.normalized = normalized
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """[S, B, D] -> logits [S, B, E]. Megatron's method would multiply float32 in TF32 with Transformer Engine."""
+        """[S, B, D] -> logits [S, B, E]. Megatron's method would multiply float32 in TF32 with Transformer Engine.
+
+        With `moe_router_dtype` fp32 the product is computed in float32, and the weights of the experts stay in it.
+        """
+        if self.config.moe_router_dtype == "fp32":
+            return torch.nn.functional.linear(input.float(), self.weight.float())
         return torch.nn.functional.linear(input, self.weight)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [S, B, E] -> (weights [N, E], zero where a token does not go; bool [N, E], where tokens go)."""
-        logits = logits.view(-1, logits.shape[-1])
-        first_pass = not torch.is_grad_enabled()  # of two, under recomputation
-        known = None if self.routes is None or first_pass else self.routes.take(self.layer_number)
-        weights, experts = route(logits, self.topk, normalized=self.normalized, experts=known)
-        if first_pass and self.routes is not None:
-            self.routes.keep(self.layer_number, experts.detach())
+        logits, routes, layer = logits.view(-1, logits.shape[-1]), self.routes, self.layer_number
+        observer = None if routes is None else routes.observer
+        if observer is not None:
+            logits = observer.at_router(layer, logits)
+        choose = None if routes is None else functools.partial(_choice, routes, layer)
+        weights, experts = route(logits, self.topk, normalized=self.normalized, choose=choose)
+        if observer is not None:
+            observer.routed(layer, logits.detach(), experts)
         where = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         return torch.zeros_like(logits).scatter(1, experts, weights), where
+
+
+def _choice(routes: Routes, layer: int, most_probable: torch.Tensor) -> torch.Tensor:
+    """The experts of an earlier pass over the same tokens; in the first one the recorded or the most probable ones."""
+    last_pass = torch.is_grad_enabled()
+    known = routes.take(layer) if last_pass else routes.kept(layer)
+    if known is not None:
+        return known
+    experts = routes.replayed(layer, most_probable)
+    if not last_pass:
+        routes.keep(layer, experts)
+    return experts
 
 
 class PaddedAllGather(MoEAllGatherTokenDispatcher):

@@ -135,7 +135,7 @@ def transformer_config(
 
     Args:
         accumulates: whether Megatron's own linear layers add weight gradients inside the matrix product (Apex).
-        training: recompute settings.
+        training: recompute settings, and `moe_router_dtype`.
     """
     layout = role.layout
     stages = layout.layers_per_stage(spec.num_layers)
@@ -361,7 +361,7 @@ def build_chunks(
         head: whether to build the LM head.
         local_layers: build Megatron's local layers even where Transformer Engine is available (decoding needs them for
             `KVCache`).
-        training: recompute settings of Megatron's config.
+        training: recompute settings of Megatron's config, and `moe_router_dtype`.
 
     Raises:
         ValueError: the layout does not fit the model.

@@ -53,7 +53,7 @@ class ObservedSequences(PackedSeqParams):
     lengths of the tokens' whole sequences, including tokens after the last computed one. `rotation` holds the cosines
     and sines of the tokens (`rotary.packed_rotation`); the model's forward computes them once for all layers.
 
-    `routes` keeps the experts that the microbatch's tokens visit, for layers that are computed twice.
+    `routes` holds the experts that the microbatch's tokens visit, see `routes.Routes`; None: nothing is kept of them.
 
     `packed` is False for an ordinary batch [S, B, D], which has no packed sequences: the object then only carries the
     observer, and layers compute as if they had been given no `PackedSeqParams`. Only adopted models run such batches.
@@ -83,7 +83,7 @@ class ObservedLayer(TransformerLayer):
         sequences = kwargs.get("packed_seq_params")
         router = getattr(self.mlp, "router", None)
         if router is not None:
-            router.routes = sequences.routes if isinstance(sequences, ObservedSequences) else None
+            router.routes = getattr(sequences, "routes", None)
         if not isinstance(sequences, ObservedSequences):
             return super().forward(*args, **kwargs)
         if sequences.depth is not None and self.layer_number > sequences.depth:

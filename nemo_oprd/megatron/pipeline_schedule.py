@@ -74,12 +74,13 @@ def make_microbatch(
     observer: Observer | None,
     depth: int | None,
     *,
-    recomputed: bool = False,
+    routes: Routes | None = None,
 ) -> Microbatch:
     """The microbatch of `pack` on this rank; padding tokens have id 0 and are never supervised.
 
     Args:
-        recomputed: whether layers are computed again in the backward pass, with the experts of their first pass.
+        routes: the experts of the tokens, for a model with experts whose layers are computed more than once, whose
+            routers have an observer, or whose routes are recorded.
     """
     assert role.coords is not None
     ids = np.zeros(pack.total, dtype=np.int64)
@@ -99,7 +100,7 @@ def make_microbatch(
         depth=depth,
         positions=torch.from_numpy(positions[own]).to(device()),
         sequence_lengths=torch.from_numpy(lengths[own]).to(device()),
-        routes=Routes() if recomputed else None,
+        routes=routes,
     )
     return Microbatch(torch.from_numpy(ids[own])[None].to(device()), sequences, pack, role.coords.context)
 

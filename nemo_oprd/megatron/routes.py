@@ -1,21 +1,67 @@
-"""Which experts the tokens of one microbatch visit, kept from a layer's first forward pass for its second one."""
+"""Which experts the tokens of one microbatch visit: kept between passes, recorded elsewhere, and observed.
+
+Shapes: N tokens of this rank, E experts, K experts per token.
+"""
 
 from __future__ import annotations
+
+import copy
+from typing import Protocol
 
 import torch
 
 
-class Routes:
-    """The experts of one microbatch's tokens, by layer: int16 [N, K], from the first pass until the second one."""
+class RouterObserver(Protocol):
+    """Sees what a router does with the tokens of one microbatch, in every pass."""
 
-    def __init__(self) -> None:
-        self._chosen: dict[int, torch.Tensor] = {}
+    def at_router(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
+        """Gets the router's logits [N, E]; returns those by which the tokens are routed."""
+        ...
+
+    def routed(self, layer: int, logits: torch.Tensor, experts: torch.Tensor) -> None:
+        """Gets detached logits [N, E] and the experts int64 [N, K] that the tokens visit."""
+        ...
+
+
+class Routes:
+    """The experts of one microbatch's tokens, by layer: int16 [N, K].
+
+    A pass without gradients keeps the experts that it has used, and later passes use them again. The pass with
+    gradients is the last one, so it forgets them.
+
+    Args:
+        recorded: layer -> experts int16 [N, K] to use instead of the most probable ones; -1 in rows of tokens whose
+            experts nobody has recorded, which are routed as ever. None: all tokens are.
+        observer: sees the logits and the experts.
+    """
+
+    def __init__(self, recorded: dict[int, torch.Tensor] | None = None, observer: RouterObserver | None = None) -> None:
+        self._kept: dict[int, torch.Tensor] = {}
+        self._recorded = recorded or {}
+        self.observer = observer
+
+    def unobserved(self) -> Routes:
+        """The same routes, kept in one place, for a pass that nobody observes."""
+        twin = copy.copy(self)
+        twin.observer = None
+        return twin
 
     def keep(self, layer: int, experts: torch.Tensor) -> None:
         """Keeps the experts [N, K] of a layer's tokens."""
-        self._chosen[layer] = experts.to(torch.int16)
+        self._kept[layer] = experts.to(torch.int16)
+
+    def kept(self, layer: int) -> torch.Tensor | None:
+        """The kept experts of a layer's tokens, int64 [N, K]; None if none were kept."""
+        kept = self._kept.get(layer)
+        return None if kept is None else kept.long()
 
     def take(self, layer: int) -> torch.Tensor | None:
-        """The experts of a layer's tokens, int64 [N, K], which are then forgotten; None if none were kept."""
-        chosen = self._chosen.pop(layer, None)
-        return None if chosen is None else chosen.long()
+        """As `kept`; the experts are then forgotten."""
+        kept = self.kept(layer)
+        self._kept.pop(layer, None)
+        return kept
+
+    def replayed(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
+        """The recorded experts int64 [N, K] of a layer's tokens, and those in `chosen` where none are recorded."""
+        recorded = self._recorded.get(layer)
+        return chosen if recorded is None else torch.where(recorded >= 0, recorded.long(), chosen)

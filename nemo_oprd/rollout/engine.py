@@ -37,13 +37,15 @@ class SamplingParams:
     """How to sample.
 
     `key` seeds the randomness. Response i of a call draws from (*key, i) alone, so the responses depend neither on the
-    engine's layout nor on what was sampled before. `max_new_tokens` limits each response.
+    engine's layout nor on what was sampled before. `max_new_tokens` limits each response. `record_routes` asks an
+    engine that can to record `Rollout.expert_routes`.
     """
 
     temperature: float
     top_p: float
     max_new_tokens: int
     key: tuple[int, ...]
+    record_routes: bool = False
 
 
 @dataclass(frozen=True)

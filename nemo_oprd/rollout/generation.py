@@ -19,6 +19,8 @@ import torch
 from nemo_oprd.megatron.attention import DecodeParams, KVCache
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.routes import Routes
+from nemo_oprd.rollout.expert_routes import RouteRecord
 
 # Finished sequences are removed once they make up this share of the batch; removing them copies the cache.
 COMPACT_AT = 0.25
@@ -32,10 +34,15 @@ CANCEL_CHECK_EVERY = 256
 
 @dataclass
 class Generated:
-    """Sampled ids of one response, including the end-of-sequence id if it was sampled (`finished`)."""
+    """Sampled ids of one response, including the end-of-sequence id if it was sampled (`finished`).
+
+    `routes` are `Rollout.expert_routes` of all tokens but the last one, which is never computed; None if they were not
+    recorded.
+    """
 
     ids: list[int]
     finished: bool
+    routes: np.ndarray | None = None
 
 
 def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
@@ -57,15 +64,20 @@ def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: f
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits_BV.shape[-1] - 1)
 
 
-def _prefill_again(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
+def _prefill_again(
+    model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int, routes: Routes | None
+) -> torch.Tensor:
     """Prefills one sequence again, into its row of the cache; returns the last token's hidden state [1, D].
 
     Needed for LongRoPE: when a sequence outgrows the short factors, all its keys change (Hugging Face drops its cache).
+
+    Args:
+        routes: keeps the experts of the sequence's tokens; None: they are not recorded.
     """
     size = len(ids_T)
     alone = KVCache(size, used=size, lengths=torch.tensor([size], device=ids_T.device))
     alone.positions = torch.arange(size, device=ids_T.device)[None]
-    hidden = model(ids_T[None], DecodeParams(cache=alone))  # [T, 1, D]
+    hidden = model(ids_T[None], DecodeParams(cache=alone, routes=routes))  # [T, 1, D]
     for layer, kept in cache.layers.items():
         for old, new in zip(kept, alone.layers[layer], strict=True):
             old[row, :, :size] = new[0]
@@ -84,6 +96,7 @@ def generate_batch(
     top_p: float,
     eos_ids: tuple[int, ...],
     should_cancel: Callable[[], bool] | None = None,
+    record_routes: bool = False,
 ) -> list[Generated] | None:
     """Samples one response for each of B prompts.
 
@@ -93,11 +106,12 @@ def generate_batch(
         uniforms: [B, T] numbers in [0, 1).
         limits: [B] maximum number of new tokens of each response, at most T.
         should_cancel: called every `CANCEL_CHECK_EVERY` tokens; must return the same value on all tensor ranks.
+        record_routes: record the experts that the tokens visit, of a model with experts.
 
     Returns:
         The responses; None if generation was cancelled.
     """
-    batch = _Batch(model, vocab_size, prompts, uniforms, limits, eos_ids)
+    batch = _Batch(model, vocab_size, prompts, uniforms, limits, eos_ids, record_routes=record_routes)
     last = batch.prefill()
     for t in range(uniforms.shape[1]):
         if should_cancel is not None and t and t % CANCEL_CHECK_EVERY == 0 and should_cancel():
@@ -128,6 +142,8 @@ class _Batch:
         uniforms: np.ndarray,
         limits: list[int],
         eos_ids: tuple[int, ...],
+        *,
+        record_routes: bool,
     ) -> None:
         place, count = device(), len(prompts)
         self.model, self.vocab_size = model, vocab_size
@@ -148,14 +164,24 @@ class _Batch:
         self.stopped = torch.zeros(count, dtype=torch.bool, device=place)  # an end-of-sequence id was sampled
         self.alive_on_host = list(range(count))
         self.alive = torch.arange(count, device=place)
+        self.routes = RouteRecord.empty(model, count, self.cache.max_length) if record_routes else None
 
     def prefill(self) -> torch.Tensor:
         """Runs the prompts; the hidden states of their last tokens, [1, B, D]."""
         count, longest = self.ids.shape
         self.cache.positions = torch.arange(longest, device=self.ids.device).expand(count, longest)
         self.cache.used, self.cache.lengths = longest, self.lengths
-        hidden = self.model(self.ids, DecodeParams(cache=self.cache))  # [longest, B, D]
+        hidden = self._run(self.ids)  # [longest, B, D]
         return hidden[self.lengths - 1, self.alive][None]
+
+    def _run(self, ids: torch.Tensor) -> torch.Tensor:
+        """Runs the tokens [b, s] at `cache.positions`; their hidden states [s, b, D]."""
+        routes = None if self.routes is None else Routes()
+        hidden = self.model(ids, DecodeParams(cache=self.cache, routes=routes))
+        if self.routes is not None and routes is not None:
+            assert self.cache.positions is not None
+            self.routes.add(routes, self.alive, self.cache.positions)
+        return hidden
 
     def sample(self, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
         """Samples token t of every sequence in the batch from the states [1, b, D] before it; its ids [b]."""
@@ -193,15 +219,20 @@ class _Batch:
         allowed = self.slots[: cache.used] <= position[:, None]
         mask = torch.zeros(allowed.shape, dtype=self.model.config.params_dtype, device=token.device)
         cache.mask = mask.masked_fill_(~allowed, float("-inf"))[:, None, None]
-        last = self.model(token[:, None], DecodeParams(cache=cache))
+        last = self._run(token[:, None])
         if self.model.rope.switch is not None:
             for row, i in enumerate(self.alive_on_host):
                 if self.prompt_lengths[i] + t == self.model.rope.switch:
                     whole = torch.cat([self.ids[i, : self.prompt_lengths[i]], self.sampled[i, : t + 1]])
-                    last[:, row] = _prefill_again(self.model, whole, cache, row)
+                    routes = None if self.routes is None else Routes()
+                    last[:, row] = _prefill_again(self.model, whole, cache, row, routes)
+                    if self.routes is not None and routes is not None:
+                        self.routes.add(routes, alive[row : row + 1], self.slots[None, : len(whole)])
         return last
 
     def responses(self) -> list[Generated]:
         """The B responses."""
         ids, counts, stopped = self.sampled.cpu(), self.count.tolist(), self.stopped.tolist()
-        return [Generated(ids[i, : counts[i]].tolist(), stopped[i]) for i in range(len(counts))]
+        lengths = [prompt + count - 1 for prompt, count in zip(self.prompt_lengths, counts, strict=True)]
+        routes = [None] * len(counts) if self.routes is None else self.routes.of_sequences(lengths)
+        return [Generated(ids[i, : counts[i]].tolist(), stopped[i], routes[i]) for i in range(len(counts))]

@@ -62,7 +62,9 @@ class MegatronEngine:
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.model = None
         if self.role.is_member:
-            self.model = build_chunks(spec, self.role, self._dtype, local_layers=True)[0]
+            self.model = build_chunks(
+                spec, self.role, self._dtype, local_layers=True, moe_router_dtype=config.student.router_dtype
+            )[0]
             self.model.eval().requires_grad_(False)
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
@@ -148,6 +150,7 @@ class MegatronEngine:
                 top_p=sampling.top_p,
                 eos_ids=self.eos_ids,
                 should_cancel=is_cancelled,
+                record_routes=sampling.record_routes,
             )
             if generated is None:
                 return self._own(results), False
@@ -197,4 +200,5 @@ def _rollout(request: Request, generated: Generated) -> Rollout:
         data_source=request.data_source,
         answer=request.answer,
         finish_reason="stop" if generated.finished else "length",
+        expert_routes=generated.routes,
     )

@@ -13,7 +13,9 @@ from typing import Any, Literal
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
 from nemo_oprd.fault_tolerance.files import parse_json, replacing
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine import Keep, Request, SamplingParams, WeightStream
+from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.weights.hf import TensorReader
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
@@ -30,7 +32,9 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
     """
     records = []
     for i, rollout in enumerate(rollouts):
-        record = {name: value for name, value in dataclasses.asdict(rollout).items() if value is not None}
+        record = {name: value for name, value in vars(rollout).items() if value is not None}
+        if rollout.expert_routes is not None:
+            record["expert_routes"] = rollout.expert_routes.tolist()
         records.append(record | {name: values[i] for name, values in columns.items()})
     write_json_lines(path, records)
 
@@ -75,6 +79,8 @@ def read_rollouts(
     teacher: TeacherLimits | None = None,
     *,
     needs_logprobs: bool = False,
+    student: ModelSpec | None = None,
+    needs_routes: bool = False,
 ) -> list[Rollout]:
     """Reads a rollout file. Unknown fields are ignored.
 
@@ -84,6 +90,8 @@ def read_rollouts(
         max_positions: the most tokens of prompt and response together; None: no limit.
         teacher: limits of the teacher, and the teacher's sequences that every line must have; None: it must have none.
         needs_logprobs: whether every line must have `logprobs`, which `rollout.correction` reads.
+        student: the model whose experts `expert_routes` must name; None: it is not checked against a model.
+        needs_routes: whether every line must have `expert_routes`, which `student.router_replay` reads.
 
     Raises:
         ValueError: no such file, malformed JSON, a missing field, a mask or log-probabilities of another length, an id
@@ -103,6 +111,8 @@ def read_rollouts(
                     f"{path}:{number}: {rollouts[-1].length} tokens of prompt and response, but the model has "
                     f"{max_positions} positions; expected no more: remove the line, or choose the model that wrote it"
                 )
+            if student is not None:
+                check_routes(rollouts[-1], f"{path}:{number}", student, needed=needs_routes)
             if needs_logprobs and rollouts[-1].logprobs is None:
                 raise ValueError(
                     f"{path}:{number}: no logprobs, by which rollout.correction weighs the tokens; expected one "
@@ -137,7 +147,8 @@ def _parse(line: bytes, where: str, vocab_size: int, teacher: TeacherLimits | No
         )
     _check_sampling(record, where)
     _check_teacher(record, where, teacher)
-    return Rollout(**{name: value for name, value in record.items() if name in _FIELDS})
+    routes = parse_routes(record, where)
+    return Rollout(**{name: value for name, value in record.items() if name in _FIELDS} | {"expert_routes": routes})
 
 
 def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: int) -> None:

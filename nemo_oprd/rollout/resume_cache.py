@@ -83,4 +83,6 @@ class ResumeCache:
         }
 
     def _about(self, step: int, sampling: SamplingParams, count: int) -> dict[str, Any]:
-        return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}
+        # a switch that is off is left out: files of versions that did not have it fit
+        how = {name: value for name, value in dataclasses.asdict(sampling).items() if value is not False}
+        return {"step": step, "responses": count, "sampling": how, **self.weights}

@@ -36,7 +36,8 @@ def training_sampling(config: Config, step: int) -> SamplingParams:
     """The sampling parameters of a training step (0-based)."""
     rollout = config.rollout
     key = (config.seed, TRAINING_STREAM, step)
-    return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key)
+    record_routes = config.student.router_replay
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_new_tokens, key, record_routes)
 
 
 class RolloutSampler:

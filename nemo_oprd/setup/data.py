@@ -88,7 +88,15 @@ def recorded_rollouts(config: Config, files: RunFiles) -> list[Rollout] | None:
     limits = TeacherLimits(vocabulary, positions, own_sequences(config.teacher))
     known = student.vocab_size if config.teacher.reads == "text" else min(student.vocab_size, vocabulary)
     needs_logprobs = config.rollout.correction != "off"
-    rollouts = read_rollouts(config.rollout.replay, known, student.max_positions, limits, needs_logprobs=needs_logprobs)
+    rollouts = read_rollouts(
+        config.rollout.replay,
+        known,
+        student.max_positions,
+        limits,
+        needs_logprobs=needs_logprobs,
+        student=student,
+        needs_routes=config.student.router_replay,
+    )
     routing = Routing(tuple(config.teacher_sources))
     routing.check(
         (r.data_source for r in rollouts), config.rollout.replay, all_used=False

@@ -238,7 +238,9 @@ def _build_teacher(
         # a moving average is saved in checkpoints, and Megatron saves a model only with its head
         head = weights == "ema" or needs.teacher_logprobs
         depth = needs.teacher_depth(student.objective, number)
-        chunks = build_chunks(files.spec, role, student.dtype, depth=depth, head=head)
+        # weights of the student are computed with as the student computes
+        router_dtype = None if weights == "own" else config.student.router_dtype
+        chunks = build_chunks(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()

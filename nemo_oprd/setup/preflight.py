@@ -166,6 +166,7 @@ def check_layouts(
         spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role}.parallel")
         layout.layers_per_stage(spec.num_layers)
     check_experts_train(student, student_layout)
+    check_router_settings(config, student)
     student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
     student.check_expert_parallel(config.rollout.expert, 1, "rollout")
     check_rollout_ranks(config, student_layout.size)
@@ -203,6 +204,17 @@ def check_layers(
         if loss.final_norm:
             check_norms_match(pairs, student.num_layers, teacher.num_layers)
     weights_of_layers(loss.layer_weights, loss.layers, student.num_layers)
+
+
+def check_router_settings(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError if routers are to be trained or replayed in a student without experts."""
+    for name in ("router_aux_loss", "router_z_loss", "router_dtype", "router_replay"):
+        value = getattr(config.student, name)
+        if value and student.experts is None:
+            raise ValueError(
+                f"student.{name}={str(value).lower()}, but the {student.model_type} student has no experts; expected "
+                f"a model with experts: leave student.{name} out, or choose another model"
+            )
 
 
 def check_rollout_ranks(config: Config, ranks: int) -> None:

@@ -23,6 +23,7 @@ from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.models import FAMILIES, parse_model_spec
 from nemo_oprd.models.moe import fused_name
+from nemo_oprd.verification.router_reference import RouterReference
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -30,7 +31,8 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
 
     Returns:
         {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float if there is
-         an output-space loss, "gradients": {HF name: tensor}}; parameters that no loss reaches are absent.
+         an output-space loss, "moe/aux_loss" and "moe/z_loss" if they have a weight, "gradients": {HF name: tensor}};
+         parameters that no loss reaches are absent.
     """
     student = _load(str(config.student.hf_path), dtype)
     # in the first update, a teacher that is the student has the weights that the student loads
@@ -50,19 +52,24 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
         for source, teacher in zip(config.teacher_sources, teachers, strict=True)
     ]
     output = _OutputLoss(config, rollouts)
-    for rollout, tokens in zip(rollouts, supervised, strict=True):
+    routers = _routers(config, student, rollouts, range(1, 1 + (max(layers, default=0))), weight_of_output)
+    shift = 1 if loss.position == "predicting" else 0
+    for number_of_rollout, (rollout, tokens) in enumerate(zip(rollouts, supervised, strict=True)):
         if not tokens:
             continue
-        shift = 1 if loss.position == "predicting" else 0
         student_positions = torch.tensor([len(rollout.prompt_ids) + t - shift for t in tokens])
         teacher_positions = torch.tensor([_teacher_position(rollout, t - shift) for t in tokens])
         number = _teacher_number(config, rollout)
         teacher, teacher_weight = teachers[number], config.teacher_sources[number].weight
         row_weight = teacher_weight * (1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens)))
+        if routers is not None:
+            routers.before(rollout)
         student_states = _hidden_states(student, rollout, final_norm=loss.final_norm)
         with torch.no_grad():
             teacher_states = _hidden_states(teacher, _teacher_sequence(rollout), final_norm=loss.final_norm)
         total = torch.zeros((), dtype=dtype)
+        if routers is not None:
+            total = total + routers.response_loss(number_of_rollout)
         for layer in layers:
             teacher_layer, project_student, project_teacher = projections[number][layer]
             student_rows = project_student(student_states[layer][student_positions])
@@ -76,11 +83,35 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     rep_loss = sum(layer_shares[layer] * per_layer[layer] for layer in layers)
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
-        "loss/total": weight_of_layers * rep_loss + weight_of_output * (output.loss or 0.0),
+        **({} if routers is None else routers.losses),
+        "loss/total": weight_of_layers * rep_loss
+        + weight_of_output * (output.loss or 0.0)
+        + (0.0 if routers is None else routers.total),
         "rep/loss": rep_loss,
         "rep/loss_per_layer": per_layer,
         "gradients": gradients,
     }
+
+
+def _routers(
+    config: Config, model: Any, rollouts: list[Rollout], supervised: range, weight_of_output: float
+) -> RouterReference | None:
+    """What the settings ask of the student's routers; None if transformers' own routers do all of it.
+
+    Args:
+        supervised: the layers up to the deepest one with a representation loss.
+    """
+    student, loss = config.student, config.loss.representation
+    if not (student.router_aux_loss or student.router_z_loss or student.router_replay):
+        return None
+    shift = 1 if loss.position == "predicting" else 0
+    lengths = []
+    for rollout in rollouts:
+        last = [t - shift for t in _tokens(rollout, loss)]
+        last += [t - 1 for t in _predicted_tokens(rollout) if config.loss.output.kind != "none"]
+        lengths.append(len(rollout.prompt_ids) + max(last) + 1 if last else 0)
+    layers = range(1, 1 + model.config.num_hidden_layers) if weight_of_output else supervised
+    return RouterReference(student, model, rollouts, layers, lengths)
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:

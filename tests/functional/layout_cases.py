@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from plain_routers import router_metrics
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
@@ -271,7 +272,7 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
             k *= 2
     for total, per_layer in (("loss", "loss_layer"), ("cosine_similarity", "cosine_similarity_layer")):
         named[f"rep/{total}"] = sum(named[f"rep/{per_layer}/{layer}"] for layer in layers) / len(layers)
-    return {"loss/total": loss.weight * named["rep/loss"], **named}
+    return {"loss/total": loss.weight * named["rep/loss"], **named, **router_metrics(config, rollouts)}
 
 
 def run_verify(overrides: list[str]) -> dict[str, float]:
