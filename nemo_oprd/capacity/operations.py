@@ -64,8 +64,8 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
 
     output = float(work.responses * work.output_rows)
     trains_head = work.output_kind not in ("none", "watched")
-    again = {"full": 1.0, "selective": 0.0, "none": 0.0}[work.config.student.recompute]
-    update = (3 + again) * forward(spec, max(work.trained_depth, 1))
+    again = 1.0 if work.config.student.recompute == "full" else 0.0
+    update = (3 + again + _counting_passes(work)) * forward(spec, max(work.trained_depth, 1))
     if trains_head:
         update += 3 * output * head_flops(spec)
     teacher = 0.0
@@ -81,6 +81,11 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
     per_token = layers_flops(spec, spec.num_layers) + spec.num_layers * attention
     sampling = sampled * per_token + work.responses * work.response * head_flops(spec)
     return StepFlops(sampling, teacher, update * work.config.train.updates_per_rollout)
+
+
+def _counting_passes(work: Workload) -> int:
+    """Forward passes that count how often each expert is chosen (`distillation/router_losses.py`)."""
+    return int(work.student.experts is not None and work.config.student.router_aux_loss > 0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,8 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     away, experts_away = (shards - 1) / shards, (copies - 1) / copies
     gathered = e if work.config.train.distributed_optimizer else 4  # parameters gathered, or the sum sent back
     layers = max(student.layers_per_stage(spec.num_layers))
-    passes = 2 + (1 if work.config.student.recompute == "full" else 0)
+    counting = _counting_passes(work)
+    passes = 2 + (1 if work.config.student.recompute == "full" else 0) + counting
     t = student.tensor
     tensor = passes * 2 * layers * tokens * spec.hidden_size * e * 2 * (t - 1) / t
     keys = 2 * spec.num_kv_heads * spec.head_dim / t * e
@@ -129,7 +135,7 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
         )
         visits = passes * 2 * most * tokens / t * spec.experts.per_token
         experts = visits * spec.hidden_size * e * (student.expert - 1) / student.expert
-    pipeline = 2.0 * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0
+    pipeline = (2.0 + counting) * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0
     rows = batches.responses * work.rows / student.context
     owned = -(-len(work.layers) // student.pipeline)
     targets = rows * owned * work.teachers[0].width * work.teachers[0].value_bytes

@@ -194,7 +194,8 @@ def _check_router_replay(config: Config) -> None:
     if config.student.router_replay and config.rollout.engine == "vllm" and config.rollout.replay is None:
         raise ValueError(
             "student.router_replay=true with rollout.engine=vllm, whose servers report no experts to this project; "
-            "expected rollout.engine=megatron, or rollout.replay=FILE with expert_routes: set one, or router_replay=false"
+            "expected rollout.engine=megatron, or rollout.replay=FILE with expert_routes: set one of them, or set "
+            "student.router_replay=false"
         )
 
 

@@ -19,7 +19,7 @@ def computed_tokens(config: Config, rollout: Rollout) -> int:
     return len(rollout.prompt_ids) + supervised[-1] + (loss.position != "predicting") if supervised else 0
 
 
-def routed(config: Config, rollouts: list[Rollout]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def routed(config: Config, rollouts: list[Rollout]) -> dict[int, tuple[torch.Tensor, ...]]:
     """Layer (1-based) -> (logits [T, E] of all tokens that the update computes, their experts [T, K])."""
     from transformers import AutoModelForCausalLM
 
