@@ -191,7 +191,10 @@ class RouterLosses:
 
 def choices(experts: torch.Tensor, count: int) -> torch.Tensor:
     """How often each of `count` experts occurs in `experts`, float64 [count]."""
-    return torch.bincount(experts.flatten(), minlength=count).double()
+    # bincount would wait for the device
+    flat = experts.flatten()
+    ones = torch.ones(len(flat), dtype=torch.float64, device=flat.device)
+    return ones.new_zeros(count).index_add_(0, flat, ones)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.toy.task import write_tokenizer
+from nemo_oprd.verification.reference import agreement
 
 STEPS = 40  # beyond the tokens after which finished sequences leave the batch
 VOCABULARY = 300
@@ -33,8 +34,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     teacher = load_file(root / "teacher" / "model.safetensors")
     save_file({name: 1.1 * tensor for name, tensor in teacher.items()}, root / "teacher" / "model.safetensors")
     tensors = load_file(root / "student" / "model.safetensors")
+    shutil.copytree(root / "student", root / "rounded")
     for name, sign in (("student", 1), ("rounded", -1)):
-        shutil.copytree(root / "student", root / name, dirs_exist_ok=True)
         changed = {key: tensor.clone() for key, tensor in tensors.items()}
         # experts 0 and 1 of every layer tie but for rounding, and do quite different things
         for gate in (gate for key, gate in changed.items() if key.endswith("mlp.gate.weight")):
@@ -51,64 +52,69 @@ def prompts() -> list[list[int]]:
 
 def verify(pools: Pools, root: Path, student: str, output: Path, *overrides: str) -> dict[str, float]:
     models = [f"student.hf_path={root / student}", f"teacher.hf_path={root / 'teacher'}"]
-    settings = [*models, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.positions=all", *overrides]
-    return pools[1].run("layout_cases:run_verify", overrides=[*settings, f"output={output}"])
+    loss = ["loss.representation.positions=all", "loss.representation.position=predicting"]
+    overrides = (*models, f"rollout.replay={root / 'rollouts.jsonl'}", *loss, *overrides, f"output={output}")
+    return pools[1].run("layout_cases:run_verify", overrides=list(overrides))
 
 
-@pytest.mark.parametrize(("ranks", "tensor", "expert"), [(1, 1, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)])
+def sample(pools: Pools, path: Path, prompts: list[list[int]], size: int = 1) -> list[Rollout]:
+    sizes = {"tensor": size, "expert": size}
+    return pools[size].run("router_cases:sample", hf_path=str(path), prompts=prompts, steps=STEPS, **sizes)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_recorded_routes_are_those_of_the_model(
+    pools: Pools, root: Path, prompts: list[list[int]], tmp_path: Path, size: int
+) -> None:
+    """Against one forward of the Hugging Face model per response, ragged, with sequences that leave the batch early."""
+    rollouts = sample(pools, root / "teacher", prompts, size)
+    assert len({len(rollout.response_ids) for rollout in rollouts}) > 1, "all responses end together"
+    write_rollouts(tmp_path / "rollouts.jsonl", rollouts)
+    read = read_rollouts(tmp_path / "rollouts.jsonl", VOCABULARY)
+    assert read == rollouts
+    config = load_config("verify", [f"student.hf_path={root / 'teacher'}", "teacher.hf_path=x", "output=unused"])
+    config.loss.representation.positions = "all"
+    plain = routed(config, rollouts)
+    last = np.cumsum([rollout.length for rollout in rollouts]) - 1
+    for rollout, again in zip(rollouts, read, strict=True):
+        assert rollout.expert_routes is not None and np.array_equal(rollout.expert_routes, again.expert_routes)
+        # every token but the last one, which is sampled and not computed; layer 2 of 4 has no experts
+        assert rollout.expert_routes.shape == (rollout.length - 1, 3, 2)
+    for i, layer in enumerate((1, 3, 4)):
+        recorded = np.vstack([rollout.expert_routes[:, i] for rollout in rollouts])  # type: ignore[index]
+        expected = np.delete(plain[layer][1].numpy(), last, axis=0)
+        assert np.array_equal(np.sort(recorded, -1), np.sort(expected, -1))
+
+
 def test_a_flipped_route_is_undone_by_replay(
-    pools: Pools, root: Path, prompts: list[list[int]], tmp_path: Path, ranks: int, tensor: int, expert: int
+    pools: Pools, root: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     """The trainer's routers differ from the engine's in their last bits only, as two programs' do.
 
     Without replay many tokens visit another expert in training than while they were sampled, and the loss is another
-    one. With the recorded routes it is that of the model that has sampled.
+    one. With the recorded routes it is that of the model that has sampled. The last token, whose experts are not
+    recorded, has no loss here.
     """
-    rollouts: list[Rollout] = pools[ranks].run(
-        "router_cases:sample",
-        hf_path=str(root / "student"),
-        tensor=tensor,
-        prompts=prompts,
-        steps=STEPS,
-        expert=expert,
-    )
+    rollouts = sample(pools, root / "student", prompts)
     write_rollouts(root / "rollouts.jsonl", rollouts)
-    assert read_rollouts(root / "rollouts.jsonl", VOCABULARY) == rollouts
-    assert len({len(rollout.response_ids) for rollout in rollouts}) > 1, "all responses end together"
-    for rollout, read in zip(rollouts, read_rollouts(root / "rollouts.jsonl", VOCABULARY), strict=True):
-        assert rollout.expert_routes is not None and read.expert_routes is not None
-        assert np.array_equal(rollout.expert_routes, read.expert_routes)
-        # every token but the last one, which is sampled and not computed; layer 2 of 4 has no experts
-        assert rollout.expert_routes.shape == (rollout.length - 1, 3, 2)
-
-    config = load_config("verify", [f"student.hf_path={root / 'student'}", "teacher.hf_path=x", "output=unused"])
-    config.loss.representation.positions = "all"
-    plain = [experts.sort(-1).values for _, experts in routed(config, rollouts).values()]
-    recorded = [np.vstack([np.sort(r.expert_routes[:, i], -1) for r in rollouts]) for i in range(3)]  # type: ignore[index]
-    last = np.cumsum([rollout.length for rollout in rollouts]) - 1
-    for ours, theirs in zip(recorded, plain, strict=True):
-        same = (torch.from_numpy(ours) == np.delete(theirs.numpy(), last, axis=0)).all(-1)
-        # the tie of experts 0 and 1 is decided by float32, in which the engine computes and the float64 model does not
-        assert same.double().mean() > 0.6
-
-    same = verify(pools, root, "student", tmp_path / "same")
+    replay = "student.router_replay=true"
+    sampled = verify(pools, root, "student", tmp_path / "sampled", replay)
     flipped = verify(pools, root, "rounded", tmp_path / "flipped")
-    replayed = verify(pools, root, "rounded", tmp_path / "replayed", "student.router_replay=true")
-    assert same["moe/route_changed"] < 0.02
-    assert flipped["moe/route_changed"] > 0.1 and replayed["moe/route_changed"] > 0.1
-    total = "loss/total"
-    assert abs(flipped[total] / same[total] - 1) > 1e-3
-    assert abs(replayed[total] / same[total] - 1) < 1e-5
-    ours, theirs = (read_result(tmp_path / name)[1] for name in ("replayed", "same"))
-    worst = max(float((ours[name] - g).norm() / g.norm().clamp_min(1e-3)) for name, g in theirs.items())
-    assert worst < 1e-4
+    replayed = verify(pools, root, "rounded", tmp_path / "replayed", replay)
+    # the engine's weights, whose ties the trainer's own rounding decides in another way for some tokens
+    assert sampled["moe/route_changed"] < 0.1
+    assert flipped["moe/route_changed"] > 0.15 and replayed["moe/route_changed"] > 0.15
+    assert abs(flipped["loss/total"] / sampled["loss/total"] - 1) > 1e-3
+    assert abs(replayed["loss/total"] / sampled["loss/total"] - 1) < 1e-5
+    ours, theirs, other = (read_result(tmp_path / name)[1] for name in ("replayed", "sampled", "flipped"))
+    assert max(agreement(ours, theirs).values()) < 1e-4
+    assert max(agreement(other, theirs).values()) > 0.1
 
 
 def test_training_replays_what_its_engine_sampled(pools: Pools, root: Path, tmp_path: Path) -> None:
     """Two steps of `train` that sample: the engine records, the step replays, the files keep the routes."""
     for role in ("student", "teacher"):
-        if not (root / role / "tokenizer.json").exists():
-            write_tokenizer(root / role)
+        write_tokenizer(root / role)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     models = [f"{role}.hf_path={root / role}" for role in ("student", "teacher")]
     overrides = [
