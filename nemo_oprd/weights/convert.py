@@ -44,6 +44,9 @@ _NORMS_WITH_EXTRA_STATE = ("self_attention.q_layernorm", "self_attention.k_layer
 # Prefixes that programs put before a model's keys ("model.", "model0.", "module."). No other prefix is accepted,
 # because the optimizer's tensors end like the parameters to which they belong ("optimizer.state.exp_avg.decoder...").
 _PREFIX = r"(?:(?:model|module)\d*\.)*"
+# what a model's own keys begin with; a run's checkpoint also holds its optimizer, trained projectors, an average
+_OF_THE_MODEL = re.compile(_PREFIX + r"(?:decoder|embedding|output_layer)\..*")
+_OF_ONE_LAYER = re.compile(_PREFIX + r"decoder\.layers\.\d+\..*")
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,14 @@ def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def checkpoint_parameters(spec: ModelSpec) -> list[Parameter]:
-    """All parameters of a model, in the order of its weight mappings."""
-    shapes, stacked = _shapes(spec), stacks_layers(spec)
+def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> list[Parameter]:
+    """All parameters of a model, in the order of its weight mappings.
+
+    Args:
+        stacked: whether all layers of a kind are in one array; None: as this project writes them (`stacks_layers`).
+    """
+    shapes = _shapes(spec)
+    stacked = stacks_layers(spec) if stacked is None else stacked
     parameters = []
     for mapping in FAMILIES[spec.model_type].param_mappings(spec):
         if mapping.layer is None:
@@ -214,10 +222,14 @@ class MegatronCheckpoint:
         self._reader, self._metadata = open_torch_dist(self.path)
         self.hf_directory = hf_directory(self.path) if hf_path is None else Path(hf_path)
         self.spec = read_model_spec(self.hf_directory)
-        parameters = checkpoint_parameters(self.spec)
+        entries = self._metadata.state_dict_metadata.items()
+        self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        # Megatron stores each layer by itself also where layers are alike, if `moe_layer_freq` is a list
+        parameters = checkpoint_parameters(self.spec, stacked=not any(map(_OF_ONE_LAYER.fullmatch, self._tensors)))
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
         # one array may hold the parameters of many layers and experts
         self._found = {key: self._find(p) for key, p in {p.key: p for p in parameters}.items()}
+        self._check_all_are_used()
         self._last: dict[str, torch.Tensor] = {}
 
     @property
@@ -254,8 +266,7 @@ class MegatronCheckpoint:
 
     def _find(self, parameter: Parameter) -> str:
         """The key of a parameter in this checkpoint, including its prefix; checks the shape."""
-        entries = self._metadata.state_dict_metadata.items()
-        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        tensors = self._tensors
         found = [key for key in tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
         if not found:
             raise ValueError(
@@ -272,6 +283,17 @@ class MegatronCheckpoint:
                 "the weights and the config are of different models"
             )
         return found[0]
+
+    def _check_all_are_used(self) -> None:
+        """Raises ValueError if the model in the checkpoint has a tensor that no weight mapping uses."""
+        used = set(self._found.values())
+        lost = [key for key in self._tensors if _OF_THE_MODEL.fullmatch(key) and key not in used]
+        lost = sorted(key for key in lost if not key.endswith("._extra_state"))
+        if lost:
+            raise ValueError(
+                f"{self.path}: {len(lost)} tensor(s) that the {self.spec.model_type} model in {self._config} does not "
+                f"have, such as {lost[0]!r}; they would be lost: is it another model's config?"
+            )
 
 
 def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:

@@ -96,6 +96,19 @@ class AliveBytes:
         self.now -= size
 
 
+def test_layers_that_are_alike_and_stored_one_by_one(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron stores them where its `moe_layer_freq` is a list of ones."""
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_oprd.weights.convert.stacks_layers", lambda spec: False)
+        hf_to_megatron(models("mixtral"), tmp_path / "megatron", progress=False)
+    keys = MegatronCheckpoint(tmp_path / "megatron")._tensors
+    assert "decoder.layers.3.mlp.router.weight" in keys and "decoder.layers.mlp.router.weight" not in keys
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", progress=False)
+    assert_same_tensors(models("mixtral"), tmp_path / "hf")
+
+
 def test_experts_that_are_stored_together(models: Models, tmp_path: Path) -> None:
     """Files as transformers holds experts in memory load as those with one tensor per matrix of an expert."""
     from transformers import AutoModelForCausalLM

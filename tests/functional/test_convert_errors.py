@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tiny_models import Models, assert_same_tensors, edit_config, edit_tensors
 
 from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+from nemo_oprd.weights.torch_dist import TorchDistWriter
 
 TOOLS = Path(__file__).parents[2] / "checkpoint_tools"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -173,6 +174,45 @@ def test_a_checkpoint_with_unwritten_parts_is_refused(models: Models, tmp_path: 
     assert checkpoint["model.layers.2.mlp.down_proj.weight"].shape == (32, 48)
     with pytest.raises(ValueError, match=r"linear_fc2.weight is incomplete at \(3, 0, 0\).*interrupted"):
         checkpoint["model.layers.3.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 8}, r"router.weight is \(4, 4, 32\), but hf/config.json asks for \(4, 8, 32\)"),
+        ({"num_local_experts": 2}, r"router.weight is \(4, 4, 32\), but hf/config.json asks for \(4, 2, 32\)"),
+        ({"num_hidden_layers": 3}, r"is \(4, .*, but hf/config.json asks for \(3, "),
+    ],
+)
+def test_a_checkpoint_with_other_experts_is_refused(
+    models: Models, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    hf_to_megatron(models("mixtral"), tmp_path / "megatron", progress=False)
+    edit_config(tmp_path / "megatron" / "hf", **changes)
+    with pytest.raises(ValueError, match=message):
+        MegatronCheckpoint(tmp_path / "megatron")
+
+
+@pytest.mark.parametrize(
+    "key", ["decoder.layers.mlp.shared_experts.linear_fc2.weight", "model.decoder.layers.mlp.router.expert_bias"]
+)
+def test_a_checkpoint_with_a_tensor_that_would_be_lost_is_refused(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    complete = TorchDistWriter.complete
+
+    def add(writer: TorchDistWriter) -> None:
+        for added in (key, f"optimizer.state.exp_avg.{key}", "decoder.layers.mlp.linear_fc1._extra_state"):
+            writer.add("__0_0.distcp", added, (4, 2), (0, 0), torch.ones(4, 2))
+        complete(writer)
+
+    monkeypatch.setattr(TorchDistWriter, "complete", add)
+    hf_to_megatron(models("mixtral"), tmp_path / "megatron", progress=False)
+    expected = (
+        rf"1 tensor\(s\) that the mixtral model in hf/config.json does not have, such as '{re.escape(key)}'; they"
+    )
+    with pytest.raises(ValueError, match=expected):
+        MegatronCheckpoint(tmp_path / "megatron")
 
 
 @pytest.fixture
