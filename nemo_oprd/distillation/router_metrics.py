@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_oprd.distillation.injection_counts import CaptureError
 from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
 
 
@@ -30,10 +31,21 @@ class RouterMetrics:
 
     @staticmethod
     def from_sums(sums: torch.Tensor, term: RouterTerm) -> RouterMetrics:
-        """From the sums [layers, 2 E + len(RouterLosses.SUMS)] of `RouterLosses.measured` over all ranks."""
+        """From the sums [layers, 2 E + len(RouterLosses.SUMS)] of `RouterLosses.measured` over all ranks.
+
+        Raises:
+            CaptureError: a router did not see each counted token once, on one rank.
+        """
         counts, probability, others = sums.split([term.experts, term.experts, len(RouterLosses.SUMS)], dim=1)
         column = dict(zip(RouterLosses.SUMS, others.unbind(1), strict=True))
         tokens = column["tokens"]
+        for layer, seen in zip(term.layers, tokens.tolist(), strict=True):
+            if seen != term.tokens:
+                raise CaptureError(
+                    f"the router of layer {layer} saw {seen:.0f} tokens in this step, expected {term.tokens}: the "
+                    "layer's forward was bypassed, or tokens went to their experts twice. Check the code that replaces "
+                    "the layer's forward; otherwise the routers' losses and metrics would be wrong"
+                )
         aux = term.experts * (counts * probability).sum(1) / tokens**2
         load = counts / counts.sum(1, keepdim=True)
         z = column["z"] / tokens
