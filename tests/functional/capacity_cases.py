@@ -114,8 +114,8 @@ def engine_bytes(overrides: list[str], prompt: int, responses: int) -> dict[str,
     batches: list[Any] = []
 
     class Recorded(generation._Batch):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             batches.append(self)
 
     requests = [Request([(7 * i + t) % engine.spec.vocab_size for t in range(prompt)]) for i in range(responses)]

@@ -119,6 +119,7 @@ def test_layout(
     assert 0.5 < metrics["moe/route_changed"] < 1
 
 
+@pytest.mark.slow
 def test_each_part_changes_the_gradients(expected: Callable[[Case], dict[str, Any]]) -> None:
     """Otherwise the layouts above would show nothing of the losses and of the replay."""
     name = "model.layers.3.mlp.gate.weight"

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from family_configs import LLAMA, PHI3, QWEN2, QWEN3
+from family_configs import LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_oprd.capacity.activations import layer_bytes, microbatches_in_flight
 from nemo_oprd.capacity.alternatives import alternatives, changed
 from nemo_oprd.capacity.estimate import Lengths, estimate
 from nemo_oprd.capacity.gpus import GPUS, Cluster
+from nemo_oprd.capacity.operations import step_bytes, step_flops
 from nemo_oprd.capacity.parameters import model_parameters, stage_parameters
+from nemo_oprd.capacity.workload import make_workload
 from nemo_oprd.cli import main
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.layout import Layout
@@ -74,6 +76,20 @@ def test_what_no_gradient_reaches_is_not_trained() -> None:
     layers = (whole.held - 2 * head - spec.hidden_size) / 28
     assert part.held == whole.held == whole.trained
     assert part.trained == head + 14 * layers
+
+
+def test_counting_the_experts_choices_is_one_more_forward_pass(tmp_path: Path) -> None:
+    """Which a load-balancing loss needs, of a student with experts; the z-loss does not."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+
+    def found(*settings: str) -> tuple[float, float]:
+        models = [f"{role}.hf_path={tmp_path}" for role in ("student", "teacher")]
+        work = make_workload(load_config("verify", [*models, "output=unused", *settings]), prompt=64)
+        return step_flops(work).update, step_bytes(work, Layout(data=2, expert=2)).experts
+
+    plain, balanced = found(), found("student.router_aux_loss=0.1")
+    assert balanced == pytest.approx((4 / 3 * plain[0], 3 / 2 * plain[1])) and plain[1] > 0
+    assert found("student.router_z_loss=0.1") == plain
 
 
 @pytest.mark.parametrize("stage, expected", [(0, 4), (1, 3), (3, 1)])
