@@ -194,9 +194,9 @@ class _Batch:
         mask = torch.zeros(allowed.shape, dtype=self.model.config.params_dtype, device=token.device)
         cache.mask = mask.masked_fill_(~allowed, float("-inf"))[:, None, None]
         last = self.model(token[:, None], DecodeParams(cache=cache))
-        if self.model.rope.switch is not None:
+        if self.model.frequencies.switch is not None:
             for row, i in enumerate(self.alive_on_host):
-                if self.prompt_lengths[i] + t == self.model.rope.switch:
+                if self.prompt_lengths[i] + t == self.model.frequencies.switch:
                     whole = torch.cat([self.ids[i, : self.prompt_lengths[i]], self.sampled[i, : t + 1]])
                     last[:, row] = _prefill_again(self.model, whole, cache, row)
         return last

@@ -43,6 +43,18 @@ def check_model(config: Config, spec: ModelSpec) -> None:
             f"rollout.vllm.tensor={tensor} does not divide the experts' feed-forward size {spec.experts.ffn_size}, "
             f"which vLLM splits over its workers; choose a divisor of {spec.experts.ffn_size}"
         )
+    rope = spec.rope
+    if rope.kind == "longrope":
+        raise ValueError(
+            f"rollout.engine=vllm with RoPE of type longrope: vLLM rotates sequences of up to {rope.switch} tokens by "
+            "the long factors, too, training by the short ones; expected another type: set rollout.engine=megatron"
+        )
+    if rope.kind == "yarn" and rope.reach is not None and spec.max_positions > rope.reach:
+        raise ValueError(
+            f"rollout.engine=vllm: max_position_embeddings={spec.max_positions} is more than factor times "
+            f"original_max_position_embeddings={rope.reach:g}, where vLLM's YaRN ends; expected at most that: lower "
+            "it in the model's config.json, or set rollout.engine=megatron"
+        )
 
 
 def check_head_size(spec: ModelSpec) -> None:
