@@ -133,7 +133,7 @@ def _kind(key: str) -> str:
 
 
 def test_the_factors_matter(models: Models) -> None:
-    """Short and long factors give the tiny model visibly different states, so that the tests here can tell them."""
+    """Factors give the tiny models visibly different states, so that the tests here can tell them."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.arange(SWITCH + 8)[None] + 5
@@ -141,6 +141,13 @@ def test_the_factors_matter(models: Models) -> None:
     with torch.no_grad():
         whole, alone = (model.model(part).last_hidden_state for part in (ids, ids[:, :SWITCH]))
     assert float((whole[:, :SWITCH] - alone).abs().max()) > 1e-2
+    for name in ("qwen3_yarn", "mixtral_linear"):
+        model = AutoModelForCausalLM.from_pretrained(models(name))
+        plain = {"rope_type": "default", "rope_theta": model.config.rope_parameters["rope_theta"]}
+        unscaled = AutoModelForCausalLM.from_pretrained(models(name), rope_parameters=plain)
+        with torch.no_grad():
+            scaled, other = (m.model(ids).last_hidden_state for m in (model, unscaled))
+        assert float((scaled - other).abs().max()) > 1e-2
 
 
 @pytest.fixture(scope="module")
