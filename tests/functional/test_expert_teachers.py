@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from layout_cases import Case, check_result, read_result
 from plain_computation import expected_result
 from pool import Pools
+from safetensors.torch import load_file
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
+from transformers import AutoModelForCausalLM
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.bridge.sampling import TRAIN, assign_parts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
 from nemo_oprd.verification.reference import agreement, reference
@@ -134,3 +138,38 @@ def test_the_experts_matter(bench: Bench, tmp_path: Path) -> None:
         settings = [*bench.settings(objective), f"teacher.hf_path={tmp_path / teacher}", "output=unused"]
         other = reference(load_config("verify", settings), make_rollouts())
         assert min(agreement(other["gradients"], bench.expected(objective)["gradients"]).values()) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_bridge_is_fitted_to_a_teacher_with_experts(pools: Pools, bench: Bench, tmp_path: Path) -> None:
+    """With the experts split over ranks: the teacher's mean and basis by numpy, then training through that bridge."""
+    base = [
+        f"student.hf_path={bench.root / 'student'}",
+        f"teacher.hf_path={bench.root / 'wide'}",
+        f"rollout.replay={bench.root / 'rollouts.jsonl'}",
+        *Case("tp2 sp", "dp2 ep2").overrides,
+    ]
+    bridge = tmp_path / "bridge"
+    pools[2].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={bridge}"])
+    tensors = load_file(bridge / "bridge.safetensors")
+    parts = assign_parts(range(len(RESPONSES)), 0.1, 0)
+    model = AutoModelForCausalLM.from_pretrained(bench.root / "wide", dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    rows: dict[int, list[torch.Tensor]] = {}
+    for i, rollout in enumerate(make_rollouts()):
+        if parts[i] != TRAIN:
+            continue
+        with torch.no_grad():
+            states = model.model(torch.tensor([rollout.prompt_ids + rollout.response_ids]), output_hidden_states=True)
+        where = [len(rollout.prompt_ids) + t for t, m in enumerate(rollout.mask) if m]
+        for layer in PAIRS.values():
+            rows.setdefault(layer, []).append(states.hidden_states[layer][0, where])
+    for student_layer, teacher_layer in PAIRS.items():
+        key, found = f"s{student_layer}.t{teacher_layer}", torch.cat(rows[teacher_layer]).numpy()
+        np.testing.assert_allclose(tensors[f"{key}.teacher_mean"], found.mean(0), rtol=1e-4, atol=1e-5)
+        vectors = np.linalg.eigh(np.cov(found.T))[1][:, ::-1][:, :RANK].T
+        overlap = np.abs(np.sum(tensors[f"{key}.teacher_basis"].numpy() * vectors, axis=1))
+        np.testing.assert_allclose(overlap, 1.0, atol=1e-4)
+    overrides = [*base, f"bridge.path={bridge}", f"output={tmp_path / 'out'}"]
+    pools[2].run("layout_cases:run_verify", overrides=overrides)
+    check_result(tmp_path / "out", expected_result(load_config("verify", overrides), make_rollouts()), "fitted bridge")
