@@ -108,6 +108,7 @@ class Examination:
         yield file_checks.stop_ids(student.tokenizer, teacher.tokenizer, self.reads)
         yield file_checks.templates(student.tokenizer, teacher.tokenizer, taught[0].messages, self.reads)
         yield file_checks.vocabularies(student, teacher, self.reads)
+        yield file_checks.rope(student.spec, teacher.spec)
         if self.run.teacher.weights != "own":
             text = f"teacher.weights={self.run.teacher.weights}: the teacher is the student, with a prompt of its own"
             yield Finding("same weights", "skipped", text)

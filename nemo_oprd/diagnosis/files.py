@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from nemo_oprd.diagnosis.findings import Finding
-from nemo_oprd.models import FAMILIES
+from nemo_oprd.models import FAMILIES, ModelSpec
 from nemo_oprd.setup.models import ModelFiles
 from nemo_oprd.tokenization.identity import teacher_eos_id
 from nemo_oprd.tokenization.tokenizer import Tokenizer
@@ -161,6 +161,37 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
 
 def _tokens(tokenizer: Tokenizer) -> dict[int, str]:
     return {i: token for token, i in tokenizer.hf.get_vocab().items()}
+
+
+def rope(student: ModelSpec, teacher: ModelSpec) -> Finding:
+    """Whether both models rotate positions as they were made to.
+
+    YaRN is made for `factor` times `original_max_position_embeddings` tokens; where max_position_embeddings is lower,
+    responses end there, and where it is higher, positions beyond were never meant. Of two models of one family and
+    base, of which one is scaled and the other not, one lacks a setting: all their states differ, which training
+    would have to undo. Measured on both models' config.json.
+    """
+    said = [f"{role} {_rope(spec)}" for role, spec in (("student", student), ("teacher", teacher))]
+    numbers: dict[str, Any] = {"student": student.max_positions, "teacher": teacher.max_positions}
+    for role, spec in (("student", student), ("teacher", teacher)):
+        reach = spec.rope.reach
+        if spec.rope.kind == "yarn" and reach is not None and reach != spec.max_positions:
+            text = f"the {role}'s YaRN is made for {reach:g} tokens (factor * original_max_position_embeddings), its "
+            text += (
+                f"max_position_embeddings is {spec.max_positions}; expected the same number; fix: correct either in "
+            )
+            return Finding("RoPE", "warning", f"{text}the {role}'s config.json", numbers)
+    alike = student.model_type == teacher.model_type and student.rope.theta == teacher.rope.theta
+    if alike and (student.rope.kind, student.rope.settings) != (teacher.rope.kind, teacher.rope.settings):
+        text = f"the models' positions are scaled differently: {', '.join(said)}; expected the same for two models of "
+        text += "one family and base; fix: rope_scaling in the config.json of one of them, unless both were trained so"
+        return Finding("RoPE", "warning", text, numbers)
+    return Finding("RoPE", "ok", ", ".join(said), numbers)
+
+
+def _rope(spec: ModelSpec) -> str:
+    factor = spec.rope.get("factor")
+    return f"{spec.rope.kind}{'' if factor is None else f' (factor {factor:g})'} of {spec.max_positions} positions"
 
 
 def same_weights(student: ModelFiles, teacher: ModelFiles, dtype: torch.dtype, *, reads_more: bool) -> Finding:

@@ -32,6 +32,7 @@ MODULES_ASKING_FOR_CUDA = (
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.distributed.param_and_grad_buffer",
     "megatron.core.models.common.embeddings.rotary_pos_embedding",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.optimizer.optimizer",

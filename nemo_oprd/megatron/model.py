@@ -262,8 +262,8 @@ class DistillingModel(GPTModel):
     def __init__(self, *args: Any, spec: ModelSpec, **kwargs: Any) -> None:
         # GPTModel's own rotary embedding is unused: see `rotary.py`
         super().__init__(*args, position_embedding_type="rope", rotary_base=spec.rope.theta, **kwargs)
-        self.rope = spec.rope
-        self.inv_freq = spec.rope.inv_freq(spec.head_dim).to(device())
+        frequencies = spec.rope.frequencies(spec.head_dim)
+        self.frequencies = replace(frequencies, inv_freq=frequencies.inv_freq.to(device()))
         self.register_load_state_dict_post_hook(_norms_need_no_extra_state)
 
     def sharded_state_dict(
@@ -296,13 +296,13 @@ class DistillingModel(GPTModel):
         if isinstance(sequences, DecodeParams):
             cache = sequences.cache
             assert cache is not None and cache.positions is not None
-            return decoding_rotation(self.rope, self.inv_freq, cache.positions, cache.lengths, dtype)
+            return decoding_rotation(self.frequencies, cache.positions, cache.lengths, dtype)
         assert sequences.positions is not None
         is_long = None
-        if self.rope.switch is not None:
+        if self.frequencies.switch is not None:
             assert sequences.sequence_lengths is not None
-            is_long = sequences.sequence_lengths > self.rope.switch
-        return packed_rotation(self.rope, self.inv_freq, sequences.positions, is_long, dtype)
+            is_long = sequences.sequence_lengths > self.frequencies.switch
+        return packed_rotation(self.frequencies, sequences.positions, is_long, dtype)
 
     def output_weight(self) -> torch.nn.Parameter:
         """The LM head's weight [padded V / TP, D], which may be the embedding's. Only on the last stage."""

@@ -1,4 +1,4 @@
-"""Rotary embeddings: cosines and sines of a call's tokens, computed once for all layers, from `ModelSpec.rope`.
+"""Rotary embeddings: cosines and sines of a call's tokens, computed once for all layers.
 
 Megatron's attention would compute them again in every layer, for queries and for keys, and for packed sequences it
 would wait for the device to read the sequences' lengths, four times per layer. `RotatedSelfAttention` therefore rotates
@@ -14,42 +14,45 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
-from nemo_oprd.models.rope import Rope
+from nemo_oprd.models.rope import Frequencies
 
 # Cosines and sines, each [.., 1, C] before the dimension of the heads, in the weights' dtype.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def packed_rotation(
-    rope: Rope, inv_freq: torch.Tensor, positions: torch.Tensor, is_long: torch.Tensor | None, dtype: torch.dtype
+    frequencies: Frequencies, positions: torch.Tensor, is_long: torch.Tensor | None, dtype: torch.dtype
 ) -> Rotation:
     """The rotation [S, 1, 1, C] of packed tokens.
 
     Args:
-        inv_freq: [regimes, C / 2] of `rope`, on the model's device.
+        frequencies: of the model, on its device.
         positions: int64 [S], positions of the tokens in their sequences.
-        is_long: bool [S], whether a token's whole sequence is longer than `rope.switch`; None if nothing depends on it.
+        is_long: bool [S], whether a token's whole sequence is longer than `frequencies.switch`; None if nothing
+            depends on it.
         dtype: of the weights.
     """
+    inv_freq = frequencies.inv_freq
     chosen = inv_freq[0] if is_long is None else torch.where(is_long[:, None], inv_freq[1], inv_freq[0])
-    return _cos_sin(rope, positions[:, None] * chosen, dtype, [len(positions), 1, 1])
+    return _cos_sin(frequencies.scale, positions[:, None] * chosen, dtype, [len(positions), 1, 1])
 
 
 def decoding_rotation(
-    rope: Rope, inv_freq: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype
+    frequencies: Frequencies, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype
 ) -> Rotation:
     """The rotation [s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
+    inv_freq = frequencies.inv_freq
     chosen = inv_freq[0]
-    if rope.switch is not None:
+    if frequencies.switch is not None:
         assert lengths is not None
-        chosen = torch.where((lengths > rope.switch)[:, None], inv_freq[1], inv_freq[0])  # [B, C / 2]
-    return _cos_sin(rope, positions.t()[..., None] * chosen, dtype, [*positions.t().shape, 1])
+        chosen = torch.where((lengths > frequencies.switch)[:, None], inv_freq[1], inv_freq[0])  # [B, C / 2]
+    return _cos_sin(frequencies.scale, positions.t()[..., None] * chosen, dtype, [*positions.t().shape, 1])
 
 
-def _cos_sin(rope: Rope, angles: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> Rotation:
-    """Cosine and sine of angles [.., C / 2], for both halves of the channels."""
+def _cos_sin(scale: float, angles: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> Rotation:
+    """Cosine and sine, times `scale`, of angles [.., C / 2], for both halves of the channels."""
     both = torch.cat([angles, angles], dim=-1).view(*shape, -1)
-    return (torch.cos(both) * rope.scale).to(dtype), (torch.sin(both) * rope.scale).to(dtype)
+    return (torch.cos(both) * scale).to(dtype), (torch.sin(both) * scale).to(dtype)
 
 
 def rotate(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -14,11 +14,20 @@ from typing import Any
 import yaml
 
 from nemo_oprd.models.base import ModelSpec
+from nemo_oprd.models.rope import Rope
 
 RUN_CONFIG = "run_config.yaml"
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 # Megatron-core's own; its RoPE of Llama 3.1 has a setting for the factor only
-_LLAMA3 = (1.0, 4.0, 8192)
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# what Megatron-core's YaRN does where the HF config leaves a setting out; Megatron-Bridge then writes null
+_YARN_DEFAULTS = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 
 
 def not_described(spec: ModelSpec) -> str | None:
@@ -26,10 +35,12 @@ def not_described(spec: ModelSpec) -> str | None:
     if spec.experts is not None:
         return "experts, whose fields this project does not write"
     rope = spec.rope
-    if rope.kind not in ("default", "llama3"):
-        return f"RoPE of type {rope.kind}"
-    if rope.kind == "llama3" and (rope.low, rope.high, rope.original) != _LLAMA3:
+    if rope.kind == "longrope":
+        return "RoPE of type longrope"
+    if rope.kind == "llama3" and any(rope.get(name) != value for name, value in _LLAMA3.items()):
         return f"RoPE of type llama3 with other settings than {_LLAMA3}"
+    if rope.kind == "yarn" and rope.get("attention_factor") is not None:
+        return "RoPE of type yarn with an attention_factor of its own"
     if spec.proj_bias:
         return "a bias in the attention's output projection only"
     return None
@@ -37,7 +48,6 @@ def not_described(spec: ModelSpec) -> str | None:
 
 def provider_fields(spec: ModelSpec) -> dict[str, Any]:
     """The fields of `GPTModelProvider` that say what a model computes, without those of layout and speed."""
-    scaled = spec.rope.kind == "llama3"
     return {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -46,11 +56,7 @@ def provider_fields(spec: ModelSpec) -> dict[str, Any]:
         "num_query_groups": spec.num_kv_heads,
         "kv_channels": spec.head_dim,
         "layernorm_epsilon": spec.norm_eps,
-        "position_embedding_type": "rope",
-        "rotary_base": spec.rope.theta,
-        "rotary_percent": spec.rope.share,
-        "rope_scaling": scaled,
-        **({"rope_scaling_factor": spec.rope.factor} if scaled else {}),
+        **_rope_fields(spec.rope),
         "share_embeddings_and_output_weights": spec.tied_embeddings,
         "qk_layernorm": spec.qk_norm,
         "add_qkv_bias": spec.qkv_bias,
@@ -59,6 +65,31 @@ def provider_fields(spec: ModelSpec) -> dict[str, Any]:
         "gated_linear_unit": True,
         "num_moe_experts": None,
     }
+
+
+def _rope_fields(rope: Rope) -> dict[str, Any]:
+    fields = {
+        "position_embedding_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": rope.theta,
+        "rotary_percent": rope.share,
+        "rope_scaling": rope.kind == "llama3",
+        "seq_len_interpolation_factor": rope.get("factor") if rope.kind == "linear" else None,
+    }
+    if rope.kind == "llama3":
+        fields["rope_scaling_factor"] = rope.get("factor")
+    if rope.kind == "yarn":
+        given = {
+            "yarn_rotary_scaling_factor": rope.get("factor"),
+            "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings"),
+            "yarn_beta_fast": rope.get("beta_fast"),
+            "yarn_beta_slow": rope.get("beta_slow"),
+            "yarn_correction_range_round_to_int": rope.get("truncate"),
+        }
+        # as in transformers, one of the two alone has no effect
+        scales = {"yarn_mscale": rope.get("mscale"), "yarn_mscale_all_dim": rope.get("mscale_all_dim")}
+        given |= scales if None not in scales.values() else {}
+        fields |= _YARN_DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    return fields
 
 
 def run_config(spec: ModelSpec, dtype: str) -> dict[str, Any] | None:
@@ -144,7 +175,7 @@ def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, 
             "checkpoint with Megatron-Bridge"
         )
     model = content["model"]
-    defaults = {"num_query_groups": model.get("num_attention_heads"), "kv_channels": _channels(model)}
+    defaults = {"num_query_groups": model.get("num_attention_heads"), "kv_channels": _channels(model)} | _YARN_DEFAULTS
     for name, expected in provider_fields(spec).items():
         found = model.get(name)
         found = defaults.get(name) if found is None else found

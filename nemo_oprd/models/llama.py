@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: plain RoPE or RoPE scaled as in Llama 3.1, tied or untied embeddings, optional attention biases."""
+"""Llama 2 and 3.x: tied or untied embeddings, optional attention biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def _parse(hf_config: dict, source: str) -> ModelSpec:
         qkv_bias=bias,
         proj_bias=bias,
         qk_norm=False,
-        kinds=("default", "llama3"),
         default_theta=10000.0,
     )
 

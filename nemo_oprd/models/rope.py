@@ -1,9 +1,13 @@
-"""Rotary position embeddings: a config's settings and the frequencies that follow from them, for all layouts.
+"""Rotary position embeddings: a config's settings, and the frequencies that transformers computes from them.
 
-Kinds: "default"; "llama3" (low frequencies are divided by a factor, with a smooth transition); "longrope" (a factor per
-frequency, one set for short sequences and one for long ones, and scaled cosines and sines). The set of LongRoPE factors
-depends on the total length of a sequence compared with `original`, as in Hugging Face's code for a batch of one. Two
-sequences in one pack may therefore have different frequencies.
+Kinds: "default"; "linear" (all frequencies are divided by a factor); "yarn" and "llama3" (low frequencies are divided
+by a factor, with a smooth transition; yarn also scales cosines and sines); "longrope" (a factor per frequency, one set
+for short sequences and one for long ones, and scaled cosines and sines). The set of LongRoPE factors depends on the
+total length of a sequence compared with `original_max_position_embeddings`, as in Hugging Face's code for a batch of
+one. Two sequences in one pack may therefore have different frequencies.
+
+The settings have transformers' names and meaning, and its `ROPE_INIT_FUNCTIONS` compute the frequencies. What is
+checked here is what transformers would ignore or misread without an error.
 """
 
 from __future__ import annotations
@@ -15,46 +19,101 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_ORIGINAL = "original_max_position_embeddings"
+# kind -> (settings that it needs, settings that it may have)
+_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "yarn": (
+        ("factor", _ORIGINAL),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor", _ORIGINAL), ("factor", "attention_factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
+}
+KINDS = tuple(_SETTINGS)
+# of every kind
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# transformers' defaults
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
+# kinds that transformers has, and why no family has them here
+_REFUSED = {
+    "dynamic": (
+        "whose frequencies change while a sequence grows beyond max_position_embeddings, so that keys in a cache are "
+        "rotated unlike those of the whole sequence; expected {expected}: remove it, which changes nothing up to "
+        "max_position_embeddings tokens"
+    ),
+    "proportional": (
+        "which vLLM computes in another way than transformers; expected {expected}: choose a model without it"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """How the channels of a head are rotated.
+
+    Attributes:
+        inv_freq: angles per position, float32 [regimes, rotated channels / 2]; the regimes of longrope are short and
+            long, all other kinds have one.
+        scale: multiplies cosines and sines (transformers' attention factor).
+        switch: sequences of more tokens than this use the second regime; None if there is one.
+    """
+
+    inv_freq: torch.Tensor
+    scale: float = 1.0
+    switch: int | None = None
+
 
 @dataclass(frozen=True)
 class Rope:
-    """`share` is the part of a head's channels that is rotated; `scale` multiplies cosines and sines.
-
-    `factor`, `low` and `high` are settings of llama3; `short` and `long` (one number per frequency) of longrope;
-    `original` (the number of positions in pretraining) of both.
-    """
+    """`share` is the part of a head's channels that is rotated; `settings` are (name, value) pairs of the kind."""
 
     theta: float
     kind: str = "default"
     share: float = 1.0
-    scale: float = 1.0
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 1.0
-    original: int = 0
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def get(self, name: str) -> Any:
+        """The setting `name` of the kind; None if the config leaves it out."""
+        return dict(self.settings).get(name)
 
     @property
     def switch(self) -> int | None:
         """Sequences of more tokens than this use the second row of `inv_freq`; None if there is one row."""
-        return self.original if self.kind == "longrope" else None
+        return self.get(_ORIGINAL) if self.kind == "longrope" else None
 
-    def inv_freq(self, head_dim: int) -> torch.Tensor:
-        """Angles per position, float32 [regimes, rotated channels / 2]; the regimes of longrope are short and long."""
+    @property
+    def reach(self) -> float | None:
+        """The number of positions for which the scaling is made; None if the settings don't say it."""
+        factor, original = self.get("factor"), self.get(_ORIGINAL)
+        return None if factor is None or original is None else factor * original
+
+    def frequencies(self, head_dim: int) -> Frequencies:
+        """What transformers computes for heads of `head_dim` channels, on the CPU."""
         import torch
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        channels = rotated_channels(head_dim, self.share)
-        exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
-        plain = 1.0 / self.theta**exponents
-        if self.kind == "longrope":
-            factors = torch.tensor([self.short, self.long], dtype=torch.float32)
-            return 1.0 / (factors * self.theta**exponents)
-        if self.kind == "llama3":
-            turns = self.original * plain / (2 * math.pi)  # over the positions of pretraining
-            blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-            plain = (1 - blend) * plain / self.factor + blend * plain
-        return plain[None]
+        # transformers 5 has no function for "default": linear scaling by 1 changes no bit of it
+        kind = "linear" if self.kind == "default" else self.kind
+        settings = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings}
+        config = LlamaConfig(
+            head_dim=head_dim,
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            # transformers warns of other numbers; some of its versions take the factor of longrope from here
+            max_position_embeddings=round(self.reach or 1),
+            rope_theta=self.theta,
+            rope_scaling={"rope_type": kind, "factor": 1.0, **settings},
+            **({} if self.share == 1.0 else {"partial_rotary_factor": self.share}),
+            **({} if self.switch is None else {_ORIGINAL: self.switch}),
+        )
+        lengths = [None] if self.switch is None else [self.switch, self.switch + 1]
+        cpu = torch.device("cpu")
+        with cpu:  # not all tensors that it makes are put on the device that it is given
+            regimes = [ROPE_INIT_FUNCTIONS[kind](config, cpu, seq_len=length) for length in lengths]
+        return Frequencies(torch.stack([inv_freq for inv_freq, _ in regimes]), float(regimes[0][1]), self.switch)
 
 
 def rotated_channels(head_dim: int, share: float) -> int:
@@ -74,7 +133,7 @@ def parse_rope(
     source: str,
     *,
     head_dim: int,
-    kinds: tuple[str, ...] = ("default",),
+    kinds: tuple[str, ...] = KINDS,
     default_theta: float | None = None,
     partial: bool = False,
 ) -> Rope:
@@ -86,24 +145,20 @@ def parse_rope(
         partial: whether the family supports partial rotary embeddings.
 
     Raises:
-        ValueError: an unsupported kind, unsupported partial rotary embeddings, missing or wrong values, or spellings
-            that contradict each other.
+        ValueError: an unsupported kind, unsupported partial rotary embeddings, missing, unknown or wrong values, or
+            spellings that contradict each other.
     """
     settings: dict = {}
     for key in ("rope_parameters", "rope_scaling"):
         given = hf_config.get(key) or {}
         if not isinstance(given, dict):
             raise ValueError(f"{source}: {key}={given!r}; expected an object as in the model's source")
-        kind = _kind(given)
-        if kind not in kinds:
-            only = "the supported type" if len(kinds) == 1 else "the types supported for this family"
-            raise ValueError(
-                f"{source}: {key} has RoPE type {kind!r}; expected {' or '.join(map(repr, kinds))}, {only}: "
-                "choose a model without it"
-            )
+        _check_kind(_kind(given), kinds, key, source)
         if settings and given and any(settings[name] != given[name] for name in settings.keys() & given.keys()):
             raise ValueError(f"{source}: rope_parameters and rope_scaling contradict each other; keep one of them")
         settings.update(given)
+    kind = _kind(settings)
+    _refuse_unknown(kind, settings, source)
     share = settings.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     share = 1.0 if share is None else number("partial_rotary_factor", share, source)
     if share != 1.0 and not partial:
@@ -121,12 +176,9 @@ def parse_rope(
     if theta is None:
         raise ValueError(f"{source}: no rope_theta, neither at top level nor in rope_parameters; add the model's value")
     theta = number("rope_theta", theta, source)
-    kind = _kind(settings)
-    if kind == "llama3":
-        return _llama3(hf_config, settings, theta, share, source)
-    if kind == "longrope":
-        return _longrope(hf_config, settings, theta, share, head_dim, source)
-    return Rope(theta, share=share)
+    values = _values(kind, hf_config, settings, source)
+    _check_together(kind, values, rotated_channels(head_dim, share) // 2, source)
+    return Rope(theta, kind, share, tuple(sorted(values.items())))
 
 
 def _kind(settings: dict) -> str:
@@ -134,60 +186,85 @@ def _kind(settings: dict) -> str:
     return "longrope" if kind == "su" else kind  # its name in the first Phi-3 configs
 
 
-def _required(settings: dict, key: str, source: str) -> Any:
-    if settings.get(key) is None:
-        raise ValueError(f"{source}: the RoPE settings have no {key!r}; expected it as in the model's source")
-    return settings[key]
-
-
-def _original(hf_config: dict, settings: dict, source: str) -> int:
-    """The top-level key wins, as in transformers."""
-    places = [place.get("original_max_position_embeddings") for place in (hf_config, settings)]
-    given = next((value for value in places if value is not None), None)
-    if given is None:
-        raise ValueError(
-            f"{source}: the RoPE settings have no 'original_max_position_embeddings'; expected it as in the model's "
-            "source"
-        )
-    return int(number("original_max_position_embeddings", given, source))
-
-
-def _llama3(hf_config: dict, settings: dict, theta: float, share: float, source: str) -> Rope:
-    factor, low, high = (
-        number(key, _required(settings, key, source), source)
-        for key in ("factor", "low_freq_factor", "high_freq_factor")
+def _check_kind(kind: Any, kinds: tuple[str, ...], key: str, source: str) -> None:
+    if kind in kinds:
+        return
+    expected = " or ".join(map(repr, kinds))
+    if kind in _REFUSED:
+        raise ValueError(f"{source}: {key} has RoPE type {kind!r}, {_REFUSED[kind].format(expected=expected)}")
+    raise ValueError(
+        f"{source}: {key} has RoPE type {kind!r}; expected {expected}, the types supported for this family: choose a "
+        "model without it"
     )
+
+
+def _refuse_unknown(kind: str, settings: dict, source: str) -> None:
+    needed, optional = _SETTINGS[kind]
+    unknown = sorted(name for name in settings.keys() - {*_COMMON, *needed, *optional} if settings[name] is not None)
+    if unknown:
+        known = f"{', '.join([*needed, *optional])}, which are" if needed else "rope_theta, which is"
+        raise ValueError(
+            f"{source}: the RoPE settings of type {kind!r} have {', '.join(map(repr, unknown))}, which transformers "
+            f"would ignore; expected {known} all that it reads: remove the others"
+        )
+
+
+def _values(kind: str, hf_config: dict, settings: dict, source: str) -> dict[str, Any]:
+    """The settings of `kind` that the config has, checked one by one."""
+    needed, optional = _SETTINGS[kind]
+    values: dict[str, Any] = {}
+    for name in (*needed, *optional):
+        value = _original(hf_config, settings, source) if name == _ORIGINAL else settings.get(name)
+        if value is None and name in needed:
+            raise ValueError(f"{source}: the RoPE settings have no {name!r}; expected it as in the model's source")
+        if value is None:
+            continue
+        if name in ("short_factor", "long_factor"):
+            if not isinstance(value, list):
+                raise ValueError(f"{source}: {name}={value!r}; expected a list of numbers as in the model's source")
+            values[name] = tuple(number(name, entry, source) for entry in value)
+        elif name == "truncate":
+            if not isinstance(value, bool):
+                raise ValueError(f"{source}: truncate={value!r}; expected true or false as in the model's source")
+            values[name] = value
+        else:
+            values[name] = number(name, value, source)
+    if _ORIGINAL in values:
+        values[_ORIGINAL] = int(values[_ORIGINAL])
+    if kind == "longrope" and "factor" not in values:
+        most = number("max_position_embeddings", hf_config.get("max_position_embeddings"), source)
+        values["factor"] = most / values[_ORIGINAL]
+    return values
+
+
+def _original(hf_config: dict, settings: dict, source: str) -> Any:
+    """`original_max_position_embeddings`, which Phi-3's configs have at top level; None if there is none."""
+    places = [place.get(_ORIGINAL) for place in (hf_config, settings)]
+    given = [value for value in places if value is not None]
+    if len(given) == 2 and given[0] != given[1]:
+        raise ValueError(
+            f"{source}: {_ORIGINAL}={given[0]!r} at top level and {given[1]!r} in the RoPE settings; expected one "
+            "value: correct it as in the model's source"
+        )
+    return given[0] if given else None
+
+
+def _check_together(kind: str, values: dict[str, Any], frequencies: int, source: str) -> None:
+    """Raises ValueError for settings that don't fit each other or the `frequencies` of a head."""
+    for name in ("short_factor", "long_factor"):
+        if name in values and len(values[name]) != frequencies:
+            raise ValueError(
+                f"{source}: {name} has {len(values[name])} numbers, expected {frequencies} (half of the "
+                f"{2 * frequencies} rotated channels of a head); copy it from the model's source"
+            )
+    low, high = values.get("low_freq_factor", 0.0), values.get("high_freq_factor", 1.0)
     if high <= low:
         raise ValueError(
             f"{source}: high_freq_factor={high} is not above low_freq_factor={low}; correct them as in the model's "
             "source"
         )
-    original = _original(hf_config, settings, source)
-    return Rope(theta, "llama3", share, factor=factor, low=low, high=high, original=original)
-
-
-def _longrope(hf_config: dict, settings: dict, theta: float, share: float, head_dim: int, source: str) -> Rope:
-    unknown = settings.keys() & {"short_mscale", "long_mscale"}
-    if unknown:
-        raise ValueError(f"{source}: {sorted(unknown)} are not supported; expected attention_factor or none of them")
-    frequencies = rotated_channels(head_dim, share) // 2
-    sets = []
-    for key in ("short_factor", "long_factor"):
-        values = _required(settings, key, source)
-        if not isinstance(values, list) or len(values) != frequencies:
-            count = len(values) if isinstance(values, list) else repr(values)
-            raise ValueError(
-                f"{source}: {key} has {count} numbers, expected {frequencies} (half of the {2 * frequencies} rotated "
-                "channels of a head); copy it from the model's source"
-            )
-        sets.append(tuple(number(key, value, source) for value in values))
-    original = _original(hf_config, settings, source)
-    if settings.get("attention_factor") is not None:
-        scale = number("attention_factor", settings["attention_factor"], source)
-    else:
-        factor = settings.get("factor")
-        if factor is None:
-            factor = number("max_position_embeddings", hf_config.get("max_position_embeddings"), source) / original
-        factor = number("factor", factor, source)
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return Rope(theta, "longrope", share, scale, original=original, short=sets[0], long=sets[1])
+    fast, slow = values.get("beta_fast", _BETA_FAST), values.get("beta_slow", _BETA_SLOW)
+    if kind == "yarn" and fast <= slow:
+        raise ValueError(
+            f"{source}: beta_fast={fast} is not above beta_slow={slow}; correct them as in the model's source"
+        )

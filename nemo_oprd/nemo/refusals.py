@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from nemo_oprd.megatron.pipeline_schedule import refuse_layer_bypasses
 from nemo_oprd.models import ModelSpec, parse_model_spec, read_model_spec
+from nemo_oprd.models.rope import Frequencies
 
 # float32 powers may be rounded differently; another base or scaling differs by far more
 _SAME_FREQUENCY = 1e-5
@@ -107,16 +109,20 @@ def check_rope(model: Any, hf_config: str | Path | dict) -> None:
     """
     spec = parse_model_spec(hf_config) if isinstance(hf_config, dict) else read_model_spec(hf_config)
     rotary: Any = getattr(model, "rotary_pos_emb", None)
-    frequencies = getattr(rotary, "inv_freq", None)
-    if spec.rope.switch is not None or spec.rope.scale != 1.0 or frequencies is None:
-        kind = getattr(model, "position_embedding_type", None)
+    expected = spec.rope.frequencies(spec.head_dim)
+    kind = getattr(model, "position_embedding_type", None)
+    if expected.switch is not None or kind not in ("rope", "yarn") or getattr(rotary, "inv_freq", None) is None:
         raise ValueError(
             f"position_embedding_type={kind} cannot be compared with RoPE of type {spec.rope.kind!r} in the HF config; "
-            "expected 'rope' and a type without scaled cosines: leave out hf_config, and compare both models' logits"
+            "expected 'rope' or 'yarn' and a type with one set of frequencies: leave out hf_config, and compare both "
+            "models' logits"
         )
-    built = frequencies.detach().cpu() / (rotary.seq_len_interpolation_factor or 1.0)
-    expected = spec.rope.inv_freq(spec.head_dim)[0]
-    if built.shape != expected.shape or not torch.allclose(built, expected, rtol=_SAME_FREQUENCY, atol=0.0):
+    built = _built_rope(rotary, yarn=kind == "yarn")
+    if (
+        built.inv_freq.shape != expected.inv_freq.shape
+        or not torch.allclose(built.inv_freq, expected.inv_freq, rtol=_SAME_FREQUENCY, atol=0.0)
+        or not math.isclose(built.scale, expected.scale, rel_tol=_SAME_FREQUENCY)
+    ):
         raise ValueError(
             f"rotary_base={model.rotary_base} with {_describe(built)} is not the RoPE of the HF config, which has "
             f"rope_theta={spec.rope.theta:g}, type {_kind(spec)} and {_describe(expected)}; expected equal "
@@ -124,9 +130,19 @@ def check_rope(model: Any, hf_config: str | Path | dict) -> None:
         )
 
 
-def _describe(frequencies: torch.Tensor) -> str:
-    return f"{len(frequencies)} frequencies down to {float(frequencies[-1]):.3g}"
+def _built_rope(rotary: Any, *, yarn: bool) -> Frequencies:
+    """What a `GPTModel`'s rotary embedding computes, on the CPU."""
+    if not yarn:
+        return Frequencies(rotary.inv_freq.detach().cpu()[None] / (rotary.seq_len_interpolation_factor or 1.0))
+    angles, scale = rotary.get_emb(2)  # [2 positions, 1, 1, both halves of the channels]
+    return Frequencies(angles[1, 0].chunk(2, dim=-1)[0].detach().cpu(), float(scale))
+
+
+def _describe(frequencies: Frequencies) -> str:
+    scaled = f" and cosines times {frequencies.scale:.4g}" if frequencies.scale != 1.0 else ""
+    return f"{frequencies.inv_freq.shape[1]} frequencies down to {float(frequencies.inv_freq[0, -1]):.3g}{scaled}"
 
 
 def _kind(spec: ModelSpec) -> str:
-    return repr(spec.rope.kind) + (f" (factor {spec.rope.factor:g})" if spec.rope.kind == "llama3" else "")
+    factor = spec.rope.get("factor")
+    return repr(spec.rope.kind) + (f" (factor {factor:g})" if factor is not None else "")

@@ -220,9 +220,9 @@ class _Batch:
         mask = torch.zeros(allowed.shape, dtype=self.model.config.params_dtype, device=token.device)
         cache.mask = mask.masked_fill_(~allowed, float("-inf"))[:, None, None]
         last = self._run(token[:, None])
-        if self.model.rope.switch is not None:
+        if self.model.frequencies.switch is not None:
             for row, i in enumerate(self.alive_on_host):
-                if self.prompt_lengths[i] + t == self.model.rope.switch:
+                if self.prompt_lengths[i] + t == self.model.frequencies.switch:
                     whole = torch.cat([self.ids[i, : self.prompt_lengths[i]], self.sampled[i, : t + 1]])
                     routes = None if self.routes is None else Routes()
                     last[:, row] = _prefill_again(self.model, whole, cache, row, routes)

@@ -31,6 +31,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# responses grow beyond the original length
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2_untied": {"model_type": "qwen2", "tie_word_embeddings": False},
@@ -40,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
     },
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 32, "rope_parameters": LLAMA3},
+    "qwen3_yarn": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32, "rope_parameters": YARN},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -203,6 +204,24 @@ def logits_before_and_after() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         assert names == ["ObservedTransformerLayer"] * 3, names
         unobserved = observed(None, None, sequence_length=10)
         return stock, model(tokens, None, None), model(tokens, None, None, packed_seq_params=unobserved)
+
+
+def scaled_rope(scaling: dict[str, Any], other: dict[str, Any]) -> tuple[torch.Tensor, str]:
+    """Logits [1, 60, V] of an adopted stock model with this rope_scaling, and the refusal of another one."""
+    from nemo_oprd.nemo import adopt
+    from nemo_oprd.nemo.refusals import check_rope
+
+    hf_config = json.loads((GOLDEN / "student" / "config.json").read_text())
+    with megatron_groups(Layout()), torch.no_grad():
+        (model,) = adopt(
+            stock_model("student", Layout(), scaling=scaling), hf_config=hf_config | {"rope_scaling": scaling}
+        )
+        try:
+            check_rope(model, hf_config | {"rope_scaling": other})
+            message = ""
+        except ValueError as error:
+            message = str(error)
+        return model(torch.arange(60)[None], None, None), message
 
 
 def targets_need_gradients() -> list[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_oprd.config.loading import load_config
@@ -41,6 +42,29 @@ def generate(
     requests = [Request(prompt) for prompt in prompts]
     rollouts = engine.generate(requests, SamplingParams(temperature, top_p, steps, (7, 1, 0)))
     return [(r.response_ids, r.finish_reason) for r in rollouts]
+
+
+def generate_logprobs(hf_path: str, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Sampled ids of each prompt, and the log-probabilities of all ids [steps, V] from which they were sampled."""
+    from unittest import mock
+
+    from nemo_oprd.rollout import generation
+    from nemo_oprd.rollout.engine import Request, SamplingParams
+
+    engine = _engine(hf_path, 1, "rollout.max_batch=16")
+    engine.eos_ids = ()  # no response ends early, so that all sequences stay in the batch
+    seen: list[np.ndarray] = []
+
+    def pick(logits: Any, *args: Any) -> Any:
+        seen.append(logits.double().log_softmax(-1).numpy())
+        return pick_tokens(logits, *args)
+
+    pick_tokens = generation.pick_tokens
+    with mock.patch.object(generation, "pick_tokens", pick):
+        rollouts = engine.generate([Request(p) for p in prompts], SamplingParams(1.0, 1.0, steps, (7, 1, 0)))
+    assert len(seen) == steps  # one batch, sorted by length
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+    return [r.response_ids for r in rollouts], [np.stack(seen)[:, order.index(i)] for i in range(len(prompts))]
 
 
 def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:

@@ -27,14 +27,17 @@ def ranks(layout: str) -> int:
     return prod(size for axis, size in LAYOUTS[layout].items() if axis in ("tensor", "pipeline", "data"))
 
 
-def save_hf_states(path: Path, file: Path) -> None:
-    """Writes the ids, hidden states and logits that Hugging Face computes for two sequences of different lengths."""
+def save_hf_states(
+    path: Path, file: Path, lengths: tuple[int, ...] = (23, 9), dtype: torch.dtype = torch.float32
+) -> None:
+    """Writes the ids, hidden states and logits that Hugging Face computes for sequences of these lengths."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(0)
     states = {}
-    for i, length in enumerate((23, 9)):
+    for i, length in enumerate(lengths):
         ids = torch.randint(SIZES["vocab_size"], (length,), generator=generator)
         with torch.no_grad():
             out = model(ids[None], output_hidden_states=True)

@@ -93,9 +93,20 @@ def stock_config(layout: Layout, **settings: Any) -> Any:
 
 
 def stock_model(
-    name: str, layout: Layout, backend: str = "local", *, rotary_base: int = 50000, **settings: Any
+    name: str,
+    layout: Layout,
+    backend: str = "local",
+    *,
+    rotary_base: int = 50000,
+    scaling: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> list[Any]:
-    """This rank's `GPTModel` chunks with a golden model's weights; `backend` is "local" or "transformer_engine"."""
+    """This rank's `GPTModel` chunks with a golden model's weights; `backend` is "local" or "transformer_engine".
+
+    Args:
+        scaling: rope_scaling in the golden model's config.json. The model is built from the fields that
+            Megatron-Bridge has for it.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -104,7 +115,8 @@ def stock_model(
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from nemo_oprd.megatron.parallel import Role
-    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models import parse_model_spec, read_model_spec
+    from nemo_oprd.models.bridge_config import provider_fields
     from nemo_oprd.weights.hf import HFCheckpoint, load_hf
 
     spec = read_model_spec(GOLDEN / name)
@@ -113,6 +125,9 @@ def stock_model(
     else:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     config = stock_config(layout, **settings)
+    fields = provider_fields(parse_model_spec({**spec.hf_config, "rope_scaling": scaling}))
+    for key in [key for key in fields if key.startswith("yarn_")]:
+        setattr(config, key, fields[key])  # as in Megatron-Bridge, whose config is Megatron's with more fields
     chunks = []
     for stage in range(layout.virtual_pipeline):
         place = {"ignore_virtual": False, "vp_stage": stage if layout.virtual_pipeline > 1 else None}
@@ -124,8 +139,9 @@ def stock_model(
                 max_sequence_length=64,
                 pre_process=parallel_state.is_pipeline_first_stage(**place),
                 post_process=parallel_state.is_pipeline_last_stage(**place),
-                position_embedding_type="rope",
+                position_embedding_type=fields["position_embedding_type"],
                 rotary_base=rotary_base,
+                seq_len_interpolation_factor=fields["seq_len_interpolation_factor"],
                 vp_stage=place["vp_stage"],
             )
         )

@@ -19,6 +19,7 @@ import torch
 from adopted_golden import EVERYWHERE, check
 from golden_runs import EXPECTED, TOLERANCE
 from pool import Pools, WorkerError
+from stock_models import GOLDEN
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.nemo import RepresentationLossConfig, observed, row_weights
@@ -152,6 +153,35 @@ def test_wrappers(pools: Pools) -> None:
 def test_a_model_without_an_observer_computes_the_same(pools: Pools) -> None:
     stock, adopted, unobserved = pools[1].run("adopt_cases:logits_before_and_after")
     assert torch.equal(stock, adopted) and torch.equal(stock, unobserved)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_slow": 0.5}
+OWN_SCALES = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "other", "message"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, None, "rotary_base=50000 with 8 freq.*, type 'default' and 8 freq"),
+        (YARN, {**YARN, "beta_slow": 0.05}, r"and cosines times 1.139 is not .* type 'yarn' .factor 4."),
+        (OWN_SCALES, {**OWN_SCALES, "mscale": 0.8}, r"and cosines times 0.9295 is not .* and cosines times 0.9413"),
+    ],
+    ids=["linear", "YaRN", "YaRN with scales of its own"],
+)
+def test_scaled_rope_of_stock_models(pools: Pools, scaling: dict, other: dict | None, message: str) -> None:
+    """What Megatron-Bridge's fields make of a config is what Hugging Face makes of it, to the rounding of float32."""
+    from transformers import AutoModelForCausalLM
+
+    logits, refusal = pools[1].run("adopt_cases:scaled_rope", scaling=scaling, other=other)
+    assert re.search(message, refusal), refusal
+    rope = {"rope_theta": 50000.0, **scaling}
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", rope_parameters=rope, dtype=torch.float64)
+    plain = AutoModelForCausalLM.from_pretrained(GOLDEN / "student", dtype=torch.float64)
+    with torch.no_grad():
+        expected, unscaled = (m(torch.arange(60)[None]).logits for m in (model, plain))
+    size = float(expected.abs().max())
+    assert float((logits[..., : expected.shape[-1]] - expected).abs().max()) < 5e-6 * size
+    assert float((unscaled - expected).abs().max()) > 1e-2 * size
 
 
 def test_targets_keep_no_graph(pools: Pools) -> None:

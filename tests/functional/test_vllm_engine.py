@@ -192,6 +192,10 @@ def test_responses_that_cannot_be_kept_end_the_call(run: Any) -> None:
         ({"no_logprobs": True}, "answered response 0 in another form (TypeError("),
         ({"digest": True}, "the weights did not arrive as sent"),
         ({"describe": {"hidden_size": 48}}, "serves another model or in another way: hidden_size=48 instead of 32"),
+        (
+            {"describe": {"rope_parameters": {"rope_theta": 1.0}}},
+            "rope=Rope(theta=1.0, kind='default', share=1.0, settings=()) instead of Rope(theta=",
+        ),
         ({"describe": {"known_ids": 299, "dtype": "bfloat16"}}, "known_ids=299 instead of 300; dtype=bfloat16 instead"),
         ({"refuse": {"call": GENERATE, "text": "too long"}}, f"refuses {GENERATE} with status 400: "),
         ({"refuse": {"call": "probe", "text": "no kernel"}}, "no kernel"),

@@ -84,8 +84,39 @@ MODELS |= {
         "num_experts_per_tok": 2,
     },
 }
+# of 8 frequencies the first is kept, the next two are in between, the others are divided by 4
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_slow": 0.5,
+}
+MODELS |= {
+    "qwen3_yarn": {**MODELS["qwen3_untied"], "rope_parameters": YARN},
+    "qwen3_moe_yarn": {
+        **MODELS["qwen3_moe"],
+        "rope_parameters": {**YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+    # sequences of more than 16 tokens take the long factors
+    "qwen2_longrope": {
+        **MODELS["qwen2_untied"],
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 5000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 9.0],
+            "original_max_position_embeddings": 16,
+            "factor": 6.0,
+        },
+    },
+    "mixtral_linear": {
+        **MODELS["mixtral"],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    },
+}
 # the spelling of transformers 4 in config.json
-OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias", "llama_untied_bias", "phi4_untied_old"}
+OLD_SPELLING = {"qwen2_untied", "qwen3_tied_bias", "llama_untied_bias", "phi4_untied_old", "qwen3_moe_yarn"}
 
 
 class Models:

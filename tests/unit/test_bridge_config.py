@@ -14,6 +14,9 @@ from nemo_oprd.models.bridge_config import RUN_CONFIG, check_run_config, read_ru
 from nemo_oprd.models.checkpoint_directory import LATEST, checkpoint_directory, hf_directory
 from nemo_oprd.models.rope import Rope
 
+ORIGINAL = ("original_max_position_embeddings", 8192)
+LLAMA3 = (("factor", 32.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0))
+YARN = (("factor", 4.0), ORIGINAL)
 STUDENT = Path(__file__).parent.parent / "golden" / "student"
 
 
@@ -49,9 +52,14 @@ def test_written_and_read(tmp_path: Path, spec: ModelSpec) -> None:
 @pytest.mark.parametrize(
     ("change", "written"),
     [
-        ({"rope": Rope(5e5, "llama3", factor=32.0, low=1.0, high=4.0, original=8192)}, True),
-        ({"rope": Rope(5e5, "llama3", factor=32.0, low=1.0, high=4.0, original=4096)}, False),
-        ({"rope": Rope(1e4, "longrope", original=4096, short=(1.0,) * 8, long=(2.0,) * 8)}, False),
+        ({"rope": Rope(5e5, "llama3", settings=(*LLAMA3, ORIGINAL))}, True),
+        ({"rope": Rope(5e5, "llama3", settings=(*LLAMA3, ("original_max_position_embeddings", 4096)))}, False),
+        ({"rope": Rope(5e4, "linear", settings=(("factor", 4.0),))}, True),
+        ({"rope": Rope(5e4, "yarn", settings=YARN)}, True),
+        ({"rope": Rope(5e4, "yarn", settings=(*YARN, ("beta_fast", 16.0), ("truncate", False)))}, True),
+        ({"rope": Rope(5e4, "yarn", settings=(*YARN, ("mscale", 0.7), ("mscale_all_dim", 1.3)))}, True),
+        ({"rope": Rope(5e4, "yarn", settings=(*YARN, ("attention_factor", 1.2)))}, False),
+        ({"rope": Rope(1e4, "longrope", settings=(ORIGINAL, ("short_factor", (1.0,) * 8)))}, False),
         ({"qkv_bias": True}, True),
         ({"qkv_bias": True, "proj_bias": True}, False),
     ],

@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from family_configs import LLAMA, QWEN3
 
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import RepresentationLossConfig
-from nemo_oprd.diagnosis.files import TWO_BOXES, repeated_instruction, repeated_sentences
+from nemo_oprd.diagnosis.files import TWO_BOXES, repeated_instruction, repeated_sentences, rope
 from nemo_oprd.diagnosis.findings import Finding, Report
 from nemo_oprd.diagnosis.hidden_errors import judge, layer_errors
 from nemo_oprd.diagnosis.models import aligned_positions, distance
 from nemo_oprd.diagnosis.samples import repeats_itself, teacher_is_better, truncation
 from nemo_oprd.diagnosis.settings import Settings, for_diagnosis
+from nemo_oprd.models import parse_model_spec
 
 SUFFIX = "Please reason step by step, and put your final answer within \\boxed{}."
 OTHER = "Let's think step by step and output the final answer within \\boxed{}."
@@ -211,3 +213,21 @@ def test_one_of_few_dimensions_is_not_few() -> None:
     assert errors[0].top_share == 0.9 and not errors[0].dominated
     assert judge(errors, RepresentationLossConfig(), {}).verdict == "ok"
     assert judge(layer_errors({1: np.zeros(4)}, {1: 1.0}), RepresentationLossConfig(), {}).verdict == "ok"
+
+
+def test_rope_of_both_models() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    plain, scaled = (parse_model_spec({**QWEN3, "rope_scaling": value}) for value in (None, scaling))
+    found = rope(scaled, scaled)
+    assert (found.verdict, found.text) == (
+        "ok",
+        "student yarn (factor 4) of 512 positions, teacher yarn (factor 4) of 512 positions",
+    )
+    assert rope(plain, parse_model_spec({**QWEN3, "rope_theta": 5e5})).verdict == "ok"
+    assert rope(plain, parse_model_spec({**LLAMA, "rope_scaling": scaling})).verdict == "ok"  # another family
+    found = rope(plain, scaled)
+    assert found.verdict == "warning" and "student default of 512 positions, teacher yarn (factor 4)" in found.text
+    short = parse_model_spec({**QWEN3, "rope_scaling": scaling, "max_position_embeddings": 160})
+    found = rope(scaled, short)
+    assert found.verdict == "warning" and "the teacher's YaRN is made for 512 tokens" in found.text
+    assert "max_position_embeddings is 160; expected the same number; fix: " in found.text

@@ -34,9 +34,9 @@ def test_both_spellings_of_rope() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'original_max_position_embeddings'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "'factor'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"rope_theta": None}, "rope_theta"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),

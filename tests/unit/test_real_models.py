@@ -52,6 +52,16 @@ MODELS: dict[str, dict] = {
         "max_position_embeddings": 40960,
         "max_window_layers": 36,
     },
+    # with the settings that Qwen3's documentation gives for four times its context
+    "Qwen3-1.7B with YaRN": {
+        **QWEN3,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 131072,
+    },
     "Qwen3-1.7B-Base": {
         **QWEN3,
         "hidden_size": 2048,
@@ -127,6 +137,7 @@ MODELS: dict[str, dict] = {
 }
 PARAMETERS = {
     "Qwen3-4B": 4_022_468_096,
+    "Qwen3-1.7B with YaRN": 1_720_574_976,
     "Qwen3-1.7B-Base": 1_720_574_976,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Phi-4-mini-reasoning": 3_836_021_760,
@@ -155,8 +166,9 @@ def test_shapes_and_frequencies(name: str) -> None:
     assert len(FAMILIES[spec.model_type].param_mappings(spec)) == len(checkpoint_parameters(spec))
 
     rotary = type(model.model.rotary_emb)(config)  # with data
-    torch.testing.assert_close(spec.rope.inv_freq(spec.head_dim)[0], rotary.inv_freq, rtol=1e-6, atol=0)
-    assert spec.rope.scale == pytest.approx(rotary.attention_scaling)
+    frequencies = spec.rope.frequencies(spec.head_dim)
+    assert torch.equal(frequencies.inv_freq[0], rotary.inv_freq)
+    assert frequencies.scale == rotary.attention_scaling
 
 
 def test_a_vocabulary_of_200k_is_split_evenly() -> None:

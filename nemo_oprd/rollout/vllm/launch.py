@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.rope import Rope, parse_rope
 
 # the folder of the project, where scripts/setup_vllm.sh makes the environment
 DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
@@ -42,6 +43,18 @@ def check_model(config: Config, spec: ModelSpec) -> None:
         raise ValueError(
             f"rollout.vllm.tensor={tensor} does not divide the experts' feed-forward size {spec.experts.ffn_size}, "
             f"which vLLM splits over its workers; choose a divisor of {spec.experts.ffn_size}"
+        )
+    rope = spec.rope
+    if rope.kind == "longrope":
+        raise ValueError(
+            f"rollout.engine=vllm with RoPE of type longrope: vLLM rotates sequences of up to {rope.switch} tokens by "
+            "the long factors, too, training by the short ones; expected another type: set rollout.engine=megatron"
+        )
+    if rope.kind == "yarn" and rope.reach is not None and spec.max_positions > rope.reach:
+        raise ValueError(
+            f"rollout.engine=vllm: max_position_embeddings={spec.max_positions} is more than factor times "
+            f"original_max_position_embeddings={rope.reach:g}, where vLLM's YaRN ends; expected at most that: lower "
+            "it in the model's config.json, or set rollout.engine=megatron"
         )
 
 
@@ -104,6 +117,7 @@ def check_description(config: Config, spec: ModelSpec, known_ids: int, found: di
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "tie_word_embeddings": spec.tied_embeddings,
+        "rope": spec.rope,
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
         "known_ids": known_ids,
@@ -111,6 +125,7 @@ def check_description(config: Config, spec: ModelSpec, known_ids: int, found: di
         "logprobs_mode": "processed_logprobs",
         "workers": config.rollout.vllm.tensor,
     }
+    found = {**found, "rope": _served_rope(spec, found.get("rope_parameters"))}
     differing = [
         f"{key}={found.get(key)} instead of {value}" for key, value in wanted.items() if found.get(key) != value
     ]
@@ -119,3 +134,11 @@ def check_description(config: Config, spec: ModelSpec, known_ids: int, found: di
             f"{server} serves another model or in another way: {'; '.join(differing)}; expected a server for the "
             "student: start it with `nemo-oprd serve` and this run's configuration"
         )
+
+
+def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Rope | Any:
+    """The RoPE that a server's config says, as `spec.rope`; what it says where that is none that is supported here."""
+    try:
+        return parse_rope({"rope_parameters": rope_parameters}, "server", head_dim=spec.head_dim, partial=True)
+    except ValueError:
+        return rope_parameters

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 CATEGORIES: list[Category] = []
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0} | {"original_max_position_embeddings": 16}
 
 
 def give_experts(place: Place, lost: str = "", **changes: Any) -> None:
@@ -77,7 +79,11 @@ case("text for a size", "a size that is text", "num_hidden_layers='3' | expected
 case("heads and groups", "heads that don't share key/value heads evenly", "4 attention heads are not a multiple of 3 | correct them", prepare=lambda p: p.config(num_key_value_heads=3))
 case("activation", "another activation", "hidden_act='gelu' is not supported | expected 'silu'", prepare=lambda p: p.config(hidden_act="gelu"))
 case("too many experts of a token", "more experts per token than experts", "num_experts_per_tok=5 is more than the model's 4 experts | expected at most 4: correct it", prepare=lambda p: give_experts(p, num_experts_per_tok=5))
-case("scaled RoPE", "scaled positions", "RoPE type 'yarn' | expected 'default' | choose a model without it", prepare=lambda p: p.config(rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+case("scaled RoPE", "scaled positions", "RoPE type 'dynamic', whose frequencies change while a sequence grows | expected 'default' or 'linear' | remove it", prepare=lambda p: p.config(rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
+case("YaRN without its length", "YaRN that does not say for how many positions the model was trained", "no 'original_max_position_embeddings' | expected it as in", prepare=lambda p: p.config(rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+case("setting of another program", "a setting of scaled positions that transformers does not have", "have 'attn_factor', which transformers would ignore | expected factor, original_max_position_embeddings | remove", prepare=lambda p: p.config(rope_scaling={**YARN, "attn_factor": 1.2}))
+case("vLLM's LongRoPE", "a model with LongRoPE for vLLM", "rollout.engine=vllm with RoPE of type longrope | sequences of up to 16 tokens | set rollout.engine=megatron", *VLLM, prepare=lambda p: p.config(rope_scaling=LONGROPE))
+case("vLLM's YaRN", "a model with more positions than vLLM's YaRN has", "max_position_embeddings=64 is more than | original_max_position_embeddings=32 | lower it", *VLLM, prepare=lambda p: p.config(rope_scaling={**YARN, "factor": 2.0}))
 case("RoPE base", "a position base that is no number", "rope_theta='big' | expected a positive number", prepare=lambda p: p.config(rope_theta="big"))
 case("sliding window", "sliding-window attention", "sliding-window attention | ['sliding_attention'] | expected full attention", prepare=lambda p: p.config(layer_types=["full_attention"] * 2 + ["sliding_attention"]))
 case("dtype", "weights of an unknown dtype", "dtype 'fp12' | expected that of the weights", prepare=lambda p: p.config(dtype="fp12"))

@@ -209,6 +209,7 @@ class WorkerExtension:
             "vocab_size": text.vocab_size,
             "model_type": text.model_type,
             "tie_word_embeddings": bool(text.tie_word_embeddings),
+            "rope_parameters": dict(text.rope_parameters or {}),
             "known_ids": (config.additional_config or {}).get(KNOWN_IDS),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
