@@ -67,7 +67,7 @@ class ParallelConfig:
     last_stage_layers: Size | None = None
     expert: Size = 1
     expert_tensor: Size = 1
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:

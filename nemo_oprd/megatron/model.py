@@ -138,6 +138,7 @@ def transformer_config(
         training: recompute settings, and `moe_router_dtype`.
     """
     layout = role.layout
+    sends_tokens = layout.expert * layout.expert_tensor > 1
     stages = layout.layers_per_stage(spec.num_layers)
     even = len(set(stages)) == 1
     return TransformerConfig(
@@ -167,10 +168,10 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Packs differ in length, so p2p shapes are exchanged per microbatch; Megatron requires this dispatcher for
-        # that.
+        # Packs differ in length, so p2p shapes are exchanged per microbatch, which Megatron refuses with its allgather
+        # dispatcher; `build_chunks` puts this project's in the place of the all-to-all one. DeepEP is "flex" there.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="flex" if layout.dispatcher == "deepep" and sends_tokens else "alltoall",
         # At PP2 with virtual stages both neighbours are the same rank, and batched p2p confuses the two directions.
         batch_p2p_comm=layout.virtual_pipeline == 1,
         overlap_p2p_comm=layout.virtual_pipeline > 1,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
@@ -67,7 +68,9 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         check_layers(config, student, teacher, source, fitting=fitting)
     if command == "train" and config.evaluation.teacher and config.rollout.replay is None:
         check_same_architecture(student, teachers[0])
-    check_layouts(config, student, teachers, world_size)
+    student_layout, teacher_layout = check_layouts(config, student, teachers, world_size)
+    check_dispatcher(student_layout, "student.parallel.dispatcher")
+    check_dispatcher(teacher_layout, "teacher.parallel.dispatcher")
     if fitting:
         check_bridge_rank(config, student, teachers[0])
 
@@ -172,6 +175,15 @@ def check_layouts(
     check_rollout_ranks(config, student_layout.size)
     check_recompute(config, student.num_layers)
     return student_layout, teacher_layout
+
+
+def check_dispatcher(layout: Layout, key: str) -> None:
+    """Raises ValueError, naming the configuration `key`, if the package of the dispatcher is not installed."""
+    if layout.dispatcher == "deepep" and find_spec("deep_ep") is None:
+        raise ValueError(
+            f"{key}=deepep needs the package deep_ep, which is not installed here and runs on GPUs only; expected "
+            f"alltoall or allgather without it: install DeepEP in this environment, or leave out {key}"
+        )
 
 
 def check_experts_train(student: ModelSpec, layout: Layout) -> None:

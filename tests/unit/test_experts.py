@@ -13,11 +13,12 @@ from family_configs import MIXTRAL, QWEN3, QWEN3_MOE
 from nemo_oprd.capacity.parameters import model_parameters
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.experts import Router, route
+from nemo_oprd.megatron.model import transformer_config
 from nemo_oprd.megatron.routes import Routes
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.moe import fused_name
 from nemo_oprd.nemo.refusals import refuse_untrainable
-from nemo_oprd.setup.preflight import check_experts_train
+from nemo_oprd.setup.preflight import check_dispatcher, check_experts_train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,3 +174,19 @@ def test_adopted_routers_have_no_losses_of_their_own(losses: dict) -> None:
     with pytest.raises(ValueError, match=r"routers' losses are multiplied by the number of tokens.*set them to 0"):
         refuse_untrainable(types.SimpleNamespace(**{**plain, **losses}, num_moe_experts=4))
     refuse_untrainable(types.SimpleNamespace(**{**plain, **losses}, num_moe_experts=None))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [({}, "alltoall"), ({"dispatcher": "deepep"}, "flex"), ({"dispatcher": "deepep", "expert": 1}, "alltoall")],
+)
+def test_deepep_is_megatrons_flexible_dispatcher(sizes: dict[str, Any], kind: str) -> None:
+    """Where tokens travel; what it computes needs GPUs. Without the package it is refused before anything starts."""
+    layout = Layout(**{"expert": 2, "data": 2, **sizes})
+    role = types.SimpleNamespace(layout=layout, name="student")
+    config = transformer_config(parse_model_spec(QWEN3_MOE), role, torch.float32)  # type: ignore[arg-type]
+    assert config.moe_token_dispatcher_type == kind
+    assert config.moe_flex_dispatcher_backend == "deepep"
+    if layout.dispatcher == "deepep":
+        with pytest.raises(ValueError, match="role=deepep needs the package deep_ep"):
+            check_dispatcher(layout, "role")

@@ -62,6 +62,7 @@ case("expert tensor and context", "experts split over tensor ranks beside contex
 case("experts of a sampler", "experts split over ranks that decode other responses", "rollout.expert=2 does not divide rollout.tensor=1 | expected a divisor", "rollout.expert=2", ranks=2)
 case("experts over ranks", "expert parallelism that does not divide the experts", "student.parallel.expert=3 does not divide the model's 4 experts | choose a divisor of 4", "student.parallel.expert=3", ranks=3, prepare=give_experts)
 case("width of an expert", "a tensor size that does not divide the width of an expert", "student.parallel.expert_tensor=3 does not divide the experts' feed-forward size 47 | choose a divisor", "student.parallel.expert_tensor=3", ranks=3, prepare=lambda p: give_experts(p, moe_intermediate_size=47))
+case("DeepEP", "tokens sent by a package that is not installed", "student.parallel.dispatcher=deepep needs the package deep_ep | install DeepEP", "student.parallel.dispatcher=deepep", "student.parallel.expert=2", ranks=2, prepare=give_experts)
 case("size of zero", "a parallel size of 0", "student.parallel.tensor=0 | expected at least 1", "student.parallel.tensor=0")
 
 case = Category("Models")
