@@ -51,7 +51,7 @@ def run_poisoned_train(
         passes += 1
         begin(accumulation, *args, **kwargs)
 
-    def poison_targets(accumulation: GradientAccumulation, group: MicrobatchGroup) -> Any:
+    def poison_targets(accumulation: GradientAccumulation, group: MicrobatchGroup, *more: Any) -> Any:
         if passes in steps and (value or factor):
             sent = group.targets[0]
             states = sent.output if layer is None else sent.hidden.get(layer)
@@ -60,7 +60,7 @@ def run_poisoned_train(
             poisoned = torch.from_numpy(plan.table.response[row]) == response
             if states is not None:
                 states[poisoned] = states[poisoned] * factor if factor else float(str(value))
-        return make_microbatches(accumulation, group)
+        return make_microbatches(accumulation, group, *more)
 
     def watched_update(student: Student, step: int, objective: Any, measured: Any) -> Any:
         if passes in steps and parameter:
