@@ -136,9 +136,12 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
     def _with_metrics(self, result: dict[str, Any]) -> dict[str, Any]:
         """Adds the hidden states' metrics to those of NeMo-RL, which sums values over microbatches and workers."""
         weight = float(self._settings.loss.representation.weight)  # type: ignore[arg-type]
-        losses = torch.tensor([update["rep/loss"] for update in self._updates])
-        result["global_loss"] = result["global_loss"] + weight * losses.to(result["global_loss"])
+        # NeMo-RL divides the loss of an update by the number of updates, so that the sum over them is their mean
+        losses = torch.tensor([weight * update["rep/loss"] / len(self._updates) for update in self._updates])
+        result["global_loss"] = result["global_loss"] + losses.to(result["global_loss"])
+        # the driver logs the sum of these over all microbatches and workers, in the place of `global_loss`
         parts = len(self._updates) * self.dp_size
+        result["all_mb_metrics"].setdefault("loss", []).extend((losses / self.dp_size).tolist())
         for name in self._updates[0]:
             if name != "loss/total":  # without the loss function's part
                 result["all_mb_metrics"][name] = [update[name] / parts for update in self._updates]

@@ -195,6 +195,8 @@ def golden_updates(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], list[float]]:
     """Metrics and HF gradients of the first call of `train`, and `global_loss` of every call.
 
+    `logged/loss` among the metrics is what NeMo-RL's driver logs: the sum over microbatches and workers.
+
     Args:
         loss: the keys below `loss`.
         size: responses per microbatch of ordinary batches.
@@ -240,6 +242,9 @@ def golden_updates(
         lines = results[0]["all_mb_metrics"]
         metrics = {name: sum(lines[name]) * sizes.data for name in lines if name.startswith("rep/")}
         metrics["loss/total"] = float(results[0]["global_loss"].sum())
+        logged = torch.tensor(sum(lines["loss"]), dtype=torch.float64)
+        dist.all_reduce(logged, group=worker.model.module.pg_collection.dp)
+        metrics["logged/loss"] = float(logged)
         return metrics, gradients, [float(result["global_loss"].sum()) for result in results]
 
 

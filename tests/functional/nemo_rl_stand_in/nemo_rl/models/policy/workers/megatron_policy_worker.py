@@ -52,8 +52,10 @@ class MegatronPolicyWorkerImpl:
             (gbs or self.cfg["train_global_batch_size"]) // self.dp_size,
             mbs or self.cfg["train_micro_batch_size"],
         )
-        losses, lines = [], []
-        for first in range(0, data.size, own):
+        losses: list[float] = []
+        lines: list[dict[str, float]] = []
+        firsts = range(0, data.size, own)
+        for first in firsts:
             batch = data.slice(first, first + own)
             microbatches = [batch.slice(i, i + size) for i in range(0, own, size)]
             self.model.zero_grad_buffer()
@@ -71,8 +73,9 @@ class MegatronPolicyWorkerImpl:
             held = [found if parallel_state.is_pipeline_last_stage() else None]
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast_object_list(held, parallel_state.get_pipeline_model_parallel_last_rank(), group)
-            lines += held[0]
-            losses.append(sum(line["loss"] for line in held[0]))
+            of_update = [{name: value / len(firsts) for name, value in line.items()} for line in held[0]]
+            lines += of_update
+            losses.append(sum(line["loss"] for line in of_update))
         total = torch.tensor(losses)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return {"global_loss": total, "all_mb_metrics": {"loss": [line["loss"] for line in lines]}}
