@@ -64,20 +64,15 @@ def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: f
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits_BV.shape[-1] - 1)
 
 
-def _prefill_again(
-    model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int, routes: Routes | None
-) -> torch.Tensor:
+def _prefill_again(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
     """Prefills one sequence again, into its row of the cache; returns the last token's hidden state [1, D].
 
     Needed for LongRoPE: when a sequence outgrows the short factors, all its keys change (Hugging Face drops its cache).
-
-    Args:
-        routes: keeps the experts of the sequence's tokens; None: they are not recorded.
     """
     size = len(ids_T)
     alone = KVCache(size, used=size, lengths=torch.tensor([size], device=ids_T.device))
     alone.positions = torch.arange(size, device=ids_T.device)[None]
-    hidden = model(ids_T[None], DecodeParams(cache=alone, routes=routes))  # [T, 1, D]
+    hidden = model(ids_T[None], DecodeParams(cache=alone))  # [T, 1, D]
     for layer, kept in cache.layers.items():
         for old, new in zip(kept, alone.layers[layer], strict=True):
             old[row, :, :size] = new[0]
@@ -224,10 +219,7 @@ class _Batch:
             for row, i in enumerate(self.alive_on_host):
                 if self.prompt_lengths[i] + t == self.model.frequencies.switch:
                     whole = torch.cat([self.ids[i, : self.prompt_lengths[i]], self.sampled[i, : t + 1]])
-                    routes = None if self.routes is None else Routes()
-                    last[:, row] = _prefill_again(self.model, whole, cache, row, routes)
-                    if self.routes is not None and routes is not None:
-                        self.routes.add(routes, alive[row : row + 1], self.slots[None, : len(whole)])
+                    last[:, row] = _prefill_again(self.model, whole, cache, row)
         return last
 
     def responses(self) -> list[Generated]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,13 +30,15 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
     Args:
         columns: additional fields, each with one value per rollout.
     """
-    records = []
-    for i, rollout in enumerate(rollouts):
-        record = {name: value for name, value in vars(rollout).items() if value is not None}
-        if rollout.expert_routes is not None:
-            record["expert_routes"] = rollout.expert_routes.tolist()
-        records.append(record | {name: values[i] for name, values in columns.items()})
-    write_json_lines(path, records)
+
+    def records() -> Iterator[dict[str, Any]]:  # one at a time: recorded routes are long lists
+        for i, rollout in enumerate(rollouts):
+            record = {name: value for name, value in vars(rollout).items() if value is not None}
+            if rollout.expert_routes is not None:
+                record["expert_routes"] = rollout.expert_routes.tolist()
+            yield record | {name: values[i] for name, values in columns.items()}
+
+    write_json_lines(path, records())
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

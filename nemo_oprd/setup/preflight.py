@@ -219,7 +219,10 @@ def check_layers(
 
 
 def check_router_settings(config: Config, student: ModelSpec) -> None:
-    """Raises ValueError if routers are to be trained or replayed in a student without experts."""
+    """Raises ValueError if routers are to be trained or replayed in a student without experts.
+
+    It also raises for replay with LongRoPE, whose experts before and after the switch of factors differ.
+    """
     for name in ("router_aux_loss", "router_z_loss", "router_dtype", "router_replay"):
         value = getattr(config.student, name)
         if value and student.experts is None:
@@ -227,6 +230,12 @@ def check_router_settings(config: Config, student: ModelSpec) -> None:
                 f"student.{name}={str(value).lower()}, but the {student.model_type} student has no experts; expected "
                 f"a model with experts: leave student.{name} out, or choose another model"
             )
+    if config.student.router_replay and student.rope.switch is not None:
+        raise ValueError(
+            f"student.router_replay=true with RoPE of type {student.rope.kind}: a response that outgrows "
+            f"{student.rope.switch} tokens is rotated by other factors from then on, and the experts that were recorded "
+            "before do not belong to them; expected another RoPE type: set student.router_replay=false"
+        )
 
 
 def check_rollout_ranks(config: Config, ranks: int) -> None:

@@ -149,6 +149,8 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
     sampled_with = {"student": str(directory), "precision": config.precision}
     if config.rollout.engine != "megatron":  # absent from files of earlier versions
         sampled_with["engine"] = config.rollout.engine
+    if config.student.router_dtype is not None:
+        sampled_with["router_dtype"] = config.student.router_dtype
     cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
     checkpointer = Checkpointer(config.train, checkpoints, student, directory, signals, skipped, first_step)

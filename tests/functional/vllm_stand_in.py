@@ -143,6 +143,8 @@ class Model:
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         found = {key: model[key] for key in (*keys, "tie_word_embeddings", "model_type", "vocab_size")}
         found["rope_parameters"] = model.get("rope_parameters") or {"rope_theta": model["rope_theta"]}
+        experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        found["experts"] = [model[key] for key in experts] if "num_experts" in model else None
         found |= {"known_ids": self.known, "dtype": self.options.dtype, "logprobs_mode": self.options.logprobs_mode}
         return found | {"workers": int(self.options.tensor_parallel_size), **self.faults.get("describe", {})}
 

@@ -66,13 +66,18 @@ def test_routes_that_are_refused(tmp_path: Path, routes: np.ndarray | None, mess
 def test_an_interrupted_step_keeps_its_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     rollout, sampling = Rollout([1, 2], [3, 4], expert_routes=GOOD), SamplingParams(1.0, 1.0, 8, (0,), True)
+    without = replace(sampling, record_routes=False)
     cache = ResumeCache(tmp_path, {})
     cache.put(3, {0: rollout}, sampling, 1)
     with mock.patch.object(dist, "broadcast_object_list"):
         taken = cache.take(3, [Request([1, 2])], sampling)
-        # a run that replays routes does not take rollouts of a run that has recorded none
-        assert cache.take(3, [Request([1, 2])], replace(sampling, record_routes=False)) == {}
+        assert cache.take(3, [Request([1, 2])], without) == {}
     assert np.array_equal(taken[0].expert_routes, GOOD)  # type: ignore[arg-type]
+    # a run that replays routes does not take rollouts of a run that has recorded none
+    cache.put(3, {0: replace(rollout, expert_routes=None)}, without, 1)
+    with mock.patch.object(dist, "broadcast_object_list"):
+        assert cache.take(3, [Request([1, 2])], sampling) == {}
+        assert len(cache.take(3, [Request([1, 2])], without)) == 1
 
 
 def test_a_router_replays_what_is_recorded_and_chooses_for_itself_elsewhere() -> None:

@@ -118,6 +118,7 @@ def check_description(config: Config, spec: ModelSpec, known_ids: int, found: di
         "num_key_value_heads": spec.num_kv_heads,
         "tie_word_embeddings": spec.tied_embeddings,
         "rope": spec.rope,
+        "experts": _experts(spec),
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
         "known_ids": known_ids,
@@ -134,6 +135,13 @@ def check_description(config: Config, spec: ModelSpec, known_ids: int, found: di
             f"{server} serves another model or in another way: {'; '.join(differing)}; expected a server for the "
             "student: start it with `nemo-oprd serve` and this run's configuration"
         )
+
+
+def _experts(spec: ModelSpec) -> list[int | bool] | None:
+    """As `experts_of` in the server's worker."""
+    if spec.experts is None:
+        return None
+    return [spec.experts.count, spec.experts.per_token, spec.experts.ffn_size, spec.experts.normalized]
 
 
 def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Rope | Any:

@@ -62,6 +62,8 @@ case("expert tensor and context", "experts split over tensor ranks beside contex
 case("experts of a sampler", "experts split over ranks that decode other responses", "rollout.expert=2 does not divide rollout.tensor=1 | expected a divisor", "rollout.expert=2", ranks=2)
 case("experts over ranks", "expert parallelism that does not divide the experts", "student.parallel.expert=3 does not divide the model's 4 experts | choose a divisor of 4", "student.parallel.expert=3", ranks=3, prepare=give_experts)
 case("width of an expert", "a tensor size that does not divide the width of an expert", "student.parallel.expert_tensor=3 does not divide the experts' feed-forward size 47 | choose a divisor", "student.parallel.expert_tensor=3", ranks=3, prepare=lambda p: give_experts(p, moe_intermediate_size=47))
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+case("replay with LongRoPE", "replay of routes with two sets of position factors", "student.router_replay=true with RoPE of type longrope | outgrows 32 tokens | set student.router_replay=false", "student.router_replay=true", prepare=lambda p: give_experts(p, rope_scaling=LONG))
 case("DeepEP", "tokens sent by a package that is not installed", "student.parallel.dispatcher=deepep needs the package deep_ep | install DeepEP", "student.parallel.dispatcher=deepep", "student.parallel.expert=2", ranks=2, prepare=give_experts)
 case("size of zero", "a parallel size of 0", "student.parallel.tensor=0 | expected at least 1", "student.parallel.tensor=0")
 

@@ -210,6 +210,7 @@ class WorkerExtension:
             "model_type": text.model_type,
             "tie_word_embeddings": bool(text.tie_word_embeddings),
             "rope_parameters": dict(text.rope_parameters or {}),
+            "experts": experts_of(text),
             "known_ids": (config.additional_config or {}).get(KNOWN_IDS),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
@@ -217,6 +218,18 @@ class WorkerExtension:
             "workers": config.parallel_config.world_size,
             "device": self.device.type,  # type: ignore[attr-defined]
         }
+
+
+def experts_of(config: Any) -> list[Any] | None:
+    """Number of experts, experts per token, an expert's feed-forward size, whether weights are divided by their sum.
+
+    None for a model without experts. A config of Mixtral has two of the four under other names or not at all.
+    """
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not count:
+        return None
+    size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return [count, config.num_experts_per_tok, size, bool(getattr(config, "norm_topk_prob", True))]
 
 
 class KnownIds(LogitsProcessor):
