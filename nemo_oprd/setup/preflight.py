@@ -233,7 +233,7 @@ def check_router_settings(config: Config, student: ModelSpec) -> None:
     if config.student.router_replay and student.rope.switch is not None:
         raise ValueError(
             f"student.router_replay=true with RoPE of type {student.rope.kind}: a response that outgrows "
-            f"{student.rope.switch} tokens is rotated by other factors from then on, and the experts that were recorded "
+            f"{student.rope.switch} tokens is rotated by other factors from then on; experts that were recorded "
             "before do not belong to them; expected another RoPE type: set student.router_replay=false"
         )
 
