@@ -152,7 +152,7 @@ def test_the_table_of_layouts(request: pytest.FixtureRequest) -> None:
         print(f"{row.case.ranks:>5}  {row.case!s:<{width}}  {deviations}   {row.worst}")
     for what in ("loss", "metrics", "gradient"):
         print(f"largest deviation of {what}: {max((getattr(row, what) for row in TABLE), default=0.0):.1e}")
-    selected = [item for item in request.session.items if getattr(item, "originalname", "") == test_layout.__name__]
+    selected = [item for item in request.session.items if getattr(item, "function", None) is test_layout]
     assert len(TABLE) == len(selected)
     assert len({(case.student, case.teacher, case.recompute) for case in CASES}) >= 24
 
