@@ -70,6 +70,23 @@ def route(
     return weights.to(logits.dtype), experts
 
 
+class _Float32Product(torch.autograd.Function):
+    """input [.., D] times weight [E, D] transposed, in float32; what it keeps for the backward pass has their dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        return torch.nn.functional.linear(input.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (gradient,) = gradients
+        input, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        of_weight = rows.t() @ input.flatten(0, -2).float()
+        return (gradient @ weight.float()).to(input.dtype), of_weight.to(weight.dtype)
+
+
 class Router(TopKRouter):
     """Megatron's router with the routing of the HF models; see the module's text."""
 
@@ -86,7 +103,8 @@ class Router(TopKRouter):
         With `moe_router_dtype` fp32 the product is computed in float32, and the weights of the experts stay in it.
         """
         if self.config.moe_router_dtype == "fp32":
-            return torch.nn.functional.linear(input.float(), self.weight.float())
+            logits: torch.Tensor = _Float32Product.apply(input, self.weight)
+            return logits
         return torch.nn.functional.linear(input, self.weight)
 
     def routing(

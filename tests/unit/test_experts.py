@@ -190,3 +190,23 @@ def test_deepep_is_megatrons_flexible_dispatcher(sizes: dict[str, Any], kind: st
     if layout.dispatcher == "deepep":
         with pytest.raises(ValueError, match="role=deepep needs the package deep_ep"):
             check_dispatcher(layout, "role")
+
+
+def test_a_float32_router_keeps_its_input_in_bf16() -> None:
+    """Logits are to the bit those of a product of float32 copies, which it does not keep; gradients agree in bf16."""
+    generator = torch.Generator().manual_seed(1)
+    input, weight = (
+        torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in ((6, 2, 8), (4, 8))
+    )
+    gradient = torch.randn(6, 2, 4, generator=generator)
+    made: Any = types.SimpleNamespace(config=types.SimpleNamespace(moe_router_dtype="fp32"), weight=weight)
+    kept: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.dtype), t)[1], lambda t: t):
+        logits = Router.gating(made, input)
+    assert set(kept) == {torch.bfloat16}
+    found = torch.autograd.grad(logits, (input, weight), gradient)
+    plain = torch.nn.functional.linear(input.float(), weight.float())
+    assert torch.equal(logits, plain)
+    for ours, theirs in zip(found, torch.autograd.grad(plain, (input, weight), gradient), strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)  # one rounding to bf16, sums in another order
