@@ -71,7 +71,7 @@ def route(
 
 
 class _Float32Product(torch.autograd.Function):
-    """input [.., D] times weight [E, D] transposed, in float32; what it keeps for the backward pass has their dtypes."""
+    """input [.., D] times weight [E, D] transposed, in float32; it keeps both for the backward pass as they are."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
