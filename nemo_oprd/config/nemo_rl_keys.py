@@ -7,10 +7,12 @@ unknown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_oprd.config.nemo_rl_recipe import Recipe
+from nemo_oprd.config.nemo_rl_optimizer import translate_optimizer
+from nemo_oprd.config.nemo_rl_recipe import Recipe, Translated, wrong
+from nemo_oprd.config.schema import EvaluationConfig, TrainConfig
+from nemo_oprd.config.secret_values import SECRET_KEY
 
 # groups of more keys are counted, not listed
 _SHOWN = 12
@@ -49,8 +51,8 @@ _WITHOUT_COUNTERPART = {
     "teachers": "a teacher is frozen and needs a model and a layout only",
     "distillation.max_num_epochs": "train.steps ends the run",
     "distillation.max_rollout_turns": "a response has one turn",
-    "distillation.val_at_start": "with validation sets, the first and the last step are always evaluated",
-    "distillation.val_at_end": "with validation sets, the first and the last step are always evaluated",
+    "distillation.val_at_start": "there are no validation sets in the recipe",
+    "distillation.val_at_end": "there are no validation sets in the recipe",
     "distillation.val_period": "there are no validation sets in the recipe",
     "distillation.max_val_samples": "there are no validation sets in the recipe",
     "distillation.val_batch_size": "all problems of an evaluation are sampled together",
@@ -62,27 +64,10 @@ _WITHOUT_COUNTERPART = {
     "checkpointing": "checkpoints are in the run's directory, complete, in Megatron's format",
     "logger": "metrics are in the run's directory (docs/runs.md)",
     "cluster": "torchrun or Slurm starts the ranks",
+    "distillation.topk_logits_k": "there is no divergence of next-token distributions",
     "loss_fn": "the divergence is one of loss.output.kind",
     "grpo": "there is no reward",
 }
-
-
-@dataclass
-class Translated:
-    """The configuration as nested keys, and the notes on what is not the same, in the recipe's order."""
-
-    config: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def set(self, key: str, value: Any) -> None:
-        """Sets a key such as `train.lr`; null leaves the default."""
-        if value is None:
-            return
-        *groups, last = key.split(".")
-        place = self.config
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
 
 
 def translate(values: dict[str, Any], name: str, models: str) -> Translated:
@@ -93,7 +78,7 @@ def translate(values: dict[str, Any], name: str, models: str) -> Translated:
         models: the directory of the Hugging Face models; a model is below it under the last part of its name.
 
     Raises:
-        ValueError: the recipe is not one of distillation.
+        ValueError: the recipe is not one of distillation, or has a value of the wrong type or out of range.
     """
     recipe, made = Recipe(values), Translated()
     if not recipe.has("policy.model_name") or not (recipe.has("teacher.model_name") or recipe.has("teachers.0")):
@@ -102,48 +87,55 @@ def translate(values: dict[str, Any], name: str, models: str) -> Translated:
             "distillation recipe of NeMo-RL: name another file"
         )
     made.set("output", f"runs/{name}")
-    made.set("seed", recipe.get("distillation.seed"))
+    made.set("seed", recipe.number("distillation.seed", whole=True, low=0))
     _models(recipe, made, models.rstrip("/"))
     _batch(recipe, made)
     _sampling(recipe, made)
-    _optimizer(recipe, made)
+    translate_optimizer(recipe, made)
     _loss(recipe, made)
     _data(recipe, made)
     _services(recipe, made)
-    made.notes += _left_over(recipe)
+    for line in _left_over(recipe):
+        made.note(line)
     return made
 
 
 def _models(recipe: Recipe, made: Translated, models: str) -> None:
-    precision = recipe.get("policy.precision", "bfloat16")
+    precision = recipe.text("policy.precision", "bfloat16")
     made.set("precision", {"bfloat16": "bf16", "float32": "fp32"}.get(precision, "bf16"))
     if precision not in ("bfloat16", "float32"):
-        made.notes.append(f"policy.precision={precision}: bf16 is taken")
+        made.note(f"policy.precision={precision}: bf16 is taken")
     teacher = "teacher" if recipe.has("teacher.model_name") else "teachers.0"
     for role, prefix in (("student", "policy"), ("teacher", teacher)):
-        model = str(recipe.get(f"{prefix}.model_name"))
+        model = recipe.text(f"{prefix}.model_name")
+        if model is None:  # the teacher has one, the first of several may not
+            raise wrong(f"{prefix}.model_name", model, "the name of a model")
         made.set(f"{role}.hf_path", f"{models}/{model.rstrip('/').rpartition('/')[2]}")
-        made.notes.append(f"{prefix}.model_name={model}: put this model into {made.config[role]['hf_path']}")
+        made.note(f"{prefix}.model_name={model}: put this model into {made.config[role]['hf_path']}")
         _layout(recipe, made, role, prefix)
     if teacher != "teachers.0":
         return
     made.set("teacher.reads", "text")
-    made.notes.append(
+    made.note(
         "teachers: another tokenizer is read as text and aligned by bytes (docs/tokenizers.md), and there is no "
         "projection between vocabularies; responses are sampled by the student, not read from data"
     )
     number = 1
     while recipe.has(f"teachers.{number}"):
-        made.notes.append(
-            f"teachers.{number}={recipe.get(f'teachers.{number}')['model_name']}: left out, because a response has one "
-            "teacher; data_sources may choose among several (docs/teachers.md)"
+        model = recipe.text(f"teachers.{number}.model_name")
+        if model is None:
+            raise wrong(f"teachers.{number}.model_name", model, "the name of a model")
+        recipe.get(f"teachers.{number}")
+        made.note(
+            f"teachers.{number}={model}: left out, because a response has one teacher; data_sources may choose among "
+            "several (docs/teachers.md)"
         )
         number += 1
 
 
 def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
     """Parallel sizes and recomputation, of the backend that is enabled."""
-    megatron = bool(recipe.get(f"{prefix}.megatron_cfg.enabled", False))
+    megatron = recipe.flag(f"{prefix}.megatron_cfg.enabled")
     group, unused = ("megatron_cfg", "dtensor_cfg") if megatron else ("dtensor_cfg", "megatron_cfg")
     recipe.get(f"{prefix}.{unused}")
     for inactive in ("optimizer", "scheduler") if megatron else ():
@@ -153,35 +145,51 @@ def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
     names = {
         "tensor": f"tensor{model}_parallel_size",
         "context": "context_parallel_size",
-        "sequence": "sequence_parallel",
         "pipeline": "pipeline_model_parallel_size",
         "virtual_pipeline": "virtual_pipeline_model_parallel_size",
-        "first_stage_layers": "num_layers_in_first_pipeline_stage",
-        "last_stage_layers": "num_layers_in_last_pipeline_stage",
         "expert": "expert_model_parallel_size",
         "expert_tensor": "expert_tensor_parallel_size",
     }
     for ours, theirs in names.items():
-        value = recipe.get(f"{prefix}.{group}.{theirs}")
-        if value is True or (value is not None and value is not False and value != 1):  # True == 1
-            made.set(f"{role}.parallel.{ours}", value)
-    dispatcher = recipe.get(f"{prefix}.{group}.moe_token_dispatcher_type", "alltoall")
+        size = recipe.number(f"{prefix}.{group}.{theirs}", 1, whole=True, low=1)
+        made.set(f"{role}.parallel.{ours}", size if size > 1 else None)  # 1 is the default
+    for stage in ("first", "last"):
+        layers = recipe.number(f"{prefix}.{group}.num_layers_in_{stage}_pipeline_stage", whole=True, low=1)
+        made.set(f"{role}.parallel.{stage}_stage_layers", layers)
+    made.set(f"{role}.parallel.sequence", recipe.flag(f"{prefix}.{group}.sequence_parallel") or None)
+    if megatron:
+        _dispatcher(recipe, made, role, f"{prefix}.{group}")
+    if role == "student" and recipe.flag(f"{prefix}.{group}.activation_checkpointing"):
+        made.set("student.recompute", recipe.text(f"{prefix}.{group}.recompute_granularity", "full"))
+
+
+def _dispatcher(recipe: Recipe, made: Translated, role: str, group: str) -> None:
+    """What sends tokens to the experts; Megatron's `flex` leaves that to a backend."""
+    dispatcher = recipe.text(f"{group}.moe_token_dispatcher_type", "alltoall")
+    if dispatcher == "flex":
+        backend = recipe.text(f"{group}.moe_flex_dispatcher_backend", "not given")
+        if recipe.flag(f"{group}.moe_enable_deepep") or backend == "deepep":
+            made.set(f"{role}.parallel.dispatcher", "deepep")
+            return
+        dispatcher = f"flex (moe_flex_dispatcher_backend {backend})"
     if dispatcher == "allgather":
         made.set(f"{role}.parallel.dispatcher", dispatcher)
-    if role == "student" and recipe.get(f"{prefix}.{group}.activation_checkpointing", False):
-        granularity = recipe.get(f"{prefix}.{group}.recompute_granularity", "full")
-        made.set("student.recompute", granularity)
+    elif dispatcher != "alltoall":
+        made.note(
+            f"{group}.moe_token_dispatcher_type={dispatcher}: alltoall is taken; {role}.parallel.dispatcher is "
+            "alltoall, allgather or deepep"
+        )
 
 
 def _batch(recipe: Recipe, made: Translated) -> None:
-    prompts = recipe.get("distillation.num_prompts_per_step")
-    per_prompt = recipe.get("distillation.num_generations_per_prompt", 1)
+    prompts = recipe.number("distillation.num_prompts_per_step", whole=True, low=1)
+    per_prompt = recipe.number("distillation.num_generations_per_prompt", 1, whole=True, low=1)
     made.set("train.prompts_per_step", prompts)
     made.set("rollout.per_prompt", per_prompt)
-    made.set("train.steps", recipe.get("distillation.max_num_steps"))
-    size = recipe.get("policy.train_global_batch_size")
+    made.set("train.steps", recipe.number("distillation.max_num_steps", whole=True, low=1))
+    size = recipe.number("policy.train_global_batch_size", whole=True, low=1)
     if prompts and size and size != prompts * per_prompt:
-        made.notes.append(
+        made.note(
             f"policy.train_global_batch_size={size}: NeMo-RL makes an update of every {size} of the "
             f"{prompts * per_prompt} responses of a step; here a step is one update on all of them"
         )
@@ -189,166 +197,215 @@ def _batch(recipe: Recipe, made: Translated) -> None:
 
 def _sampling(recipe: Recipe, made: Translated) -> None:
     key = "policy.generation"
-    made.set("rollout.temperature", recipe.get(f"{key}.temperature"))
-    made.set("rollout.top_p", recipe.get(f"{key}.top_p"))
-    total = recipe.get("policy.max_total_sequence_length")
-    new, prompt = recipe.get(f"{key}.max_new_tokens", total), recipe.get("data.max_input_seq_length", total)
+    made.set("rollout.temperature", recipe.number(f"{key}.temperature", low=0))
+    made.set("rollout.top_p", recipe.number(f"{key}.top_p", low=0))
+    total = recipe.number("policy.max_total_sequence_length", whole=True, low=1)
+    new = recipe.number(f"{key}.max_new_tokens", total, whole=True, low=1)
+    prompt = recipe.number("data.max_input_seq_length", total, whole=True, low=1)
     made.set("rollout.max_new_tokens", new)
     made.set("data.max_prompt_tokens", prompt)
     if new and prompt:
         made.set("train.tokens_per_microbatch", new + prompt)
         if total and new + prompt > total:
-            made.notes.append(
+            made.note(
                 f"policy.max_total_sequence_length={total}: limits prompt and response together; here "
                 f"data.max_prompt_tokens={prompt} and rollout.max_new_tokens={new} are limits of their own, and a "
                 "microbatch must hold their sum: lower both to what your data need"
             )
-    backend = recipe.get(f"{key}.backend", "vllm")
+    backend = recipe.text(f"{key}.backend", "vllm")
     made.set("rollout.engine", "megatron" if backend == "megatron" else "vllm")
     if backend not in ("megatron", "vllm"):
-        made.notes.append(f"{key}.backend={backend}: vllm is taken")
-    tensor = recipe.get(f"{key}.vllm_cfg.tensor_parallel_size", 1)
-    colocated = recipe.get(f"{key}.colocated.enabled", True)
-    gpus, nodes = (recipe.get(f"{key}.colocated.resources.{name}", 1) for name in ("gpus_per_node", "num_nodes"))
+        made.note(f"{key}.backend={backend}: vllm is taken")
     if backend != "megatron":
-        made.set("rollout.vllm.tensor", tensor)
-        made.set("rollout.vllm.gpu_memory_utilization", recipe.get(f"{key}.vllm_cfg.gpu_memory_utilization"))
-        if not colocated:
-            made.set("rollout.vllm.placement", "dedicated")
-            made.set("rollout.vllm.replicas", max(1, gpus * nodes // tensor))
-        if recipe.get(f"{key}.vllm_cfg.enforce_eager", False):
-            made.set("rollout.vllm.flags", ["--enforce-eager"])
+        _servers(recipe, made, key)
+        return
+    recipe.get(f"{key}.vllm_cfg")
+    if not recipe.flag(f"{key}.colocated.enabled", default=True):
+        recipe.get(f"{key}.colocated")
+        made.note(f"{key}.colocated.enabled=false: rollout.engine=megatron samples on the ranks that train")
 
 
-def _optimizer(recipe: Recipe, made: Translated) -> None:
-    if recipe.get("policy.megatron_cfg.enabled", False):
-        key = "policy.megatron_cfg.optimizer"
-        for name in ("lr", "min_lr", "weight_decay", "adam_eps"):
-            made.set(f"train.{name}", recipe.get(f"{key}.{name}"))
-        betas = [recipe.get(f"{key}.adam_beta{number}") for number in (1, 2)]
-        made.set("train.distributed_optimizer", recipe.get(f"{key}.use_distributed_optimizer"))
-        recipe.get(f"{key}.clip_grad")
-        style = recipe.get("policy.megatron_cfg.scheduler.lr_decay_style", "constant")
-        warmup = recipe.get("policy.megatron_cfg.scheduler.lr_warmup_iters", 0)
-    else:
-        key = "policy.optimizer.kwargs"
-        recipe.get("policy.optimizer.name")
-        for ours, theirs in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_eps", "eps")):
-            made.set(f"train.{ours}", recipe.get(f"{key}.{theirs}"))
-        betas = recipe.get(f"{key}.betas", [None])
-        style, warmup = _torch_schedule(recipe, made)
-    if None not in betas:
-        made.set("train.betas", list(betas))
-    made.set("train.clip_grad", recipe.get("policy.max_grad_norm"))
-    made.set("train.schedule", style if style in ("constant", "cosine") else "constant")
-    if style not in ("constant", "cosine"):
-        made.notes.append(f"the schedule {style} of the learning rate: constant is taken")
-    steps = made.config.get("train", {}).get("steps")
-    if steps:
-        made.set("train.warmup_fraction", round(min(1.0, warmup / steps), 6))
-
-
-def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
-    """(Name of the schedule, steps of warm-up) of a list of torch's schedulers."""
-    style, warmup = "constant", 0
-    for number in range(len(recipe.peek("policy.scheduler") or [])):
-        key = f"policy.scheduler.{number}"
-        name = str(recipe.get(f"{key}.name", "")).rpartition(".")[2]
-        if name == "LinearLR":
-            warmup = recipe.get(f"{key}.kwargs.total_iters", 0)
-        elif name == "CosineAnnealingLR":
-            style = "cosine"
-            made.set("train.min_lr", recipe.get(f"{key}.kwargs.eta_min"))
-        elif name == "ConstantLR":
-            recipe.get(f"{key}.kwargs")
-        elif name:
-            style = name
-        recipe.get(f"{key}.milestones")
-    return style, warmup
+def _servers(recipe: Recipe, made: Translated, key: str) -> None:
+    """vLLM's servers: their sizes, and their GPUs."""
+    tensor = recipe.number(f"{key}.vllm_cfg.tensor_parallel_size", 1, whole=True, low=1)
+    made.set("rollout.vllm.tensor", tensor)
+    share = recipe.number(f"{key}.vllm_cfg.gpu_memory_utilization", low=0)
+    made.set("rollout.vllm.gpu_memory_utilization", share)
+    gpus, nodes = (
+        recipe.number(f"{key}.colocated.resources.{name}", 1, whole=True, low=1)
+        for name in ("gpus_per_node", "num_nodes")
+    )
+    if not recipe.flag(f"{key}.colocated.enabled", default=True):
+        made.set("rollout.vllm.placement", "dedicated")
+        made.set("rollout.vllm.replicas", max(1, gpus * nodes // tensor))
+    if recipe.flag(f"{key}.vllm_cfg.enforce_eager"):
+        made.set("rollout.vllm.flags", ["--enforce-eager"])
 
 
 def _loss(recipe: Recipe, made: Translated) -> None:
     """NeMo-RL's KL on the teacher's most probable ids, averaged over the tokens of an update."""
-    kind = recipe.get("loss_fn.kl_type", "reverse")
-    outside = recipe.get("loss_fn.zero_outside_topk", False)
-    mixed = recipe.get("loss_fn.mixed_kl_weight", 0.5)
-    made.set("loss.representation", {"layers": "none", "weight": 0.0})
-    output = {
-        "kind": "top_k",
-        "k": recipe.get("distillation.topk_logits_k", 64),
-        "weight": 1.0,
-        "support": "teacher",
-        "support_weight": "teacher" if kind == "forward" else "student",
-        "normalizer": "full" if outside else "renormalized",
-        "aggregation": "token_mean",
-    }
     if made.config["teacher"].get("reads") == "text":
         made.set("loss", {"representation": {}})
-        made.notes.append(
+        made.note(
             "loss_fn: a divergence of next-token distributions needs one vocabulary; the hidden states are compared "
             "instead, through a bridge (docs/bridge.md)"
         )
         return
-    made.set("loss.output", output)
+    kind = recipe.text("loss_fn.kl_type", "reverse")
+    if kind not in ("forward", "reverse", "mixed"):
+        raise wrong("loss_fn.kl_type", kind, "forward, reverse or mixed")
+    outside = recipe.flag("loss_fn.zero_outside_topk")
+    mixed = recipe.number("loss_fn.mixed_kl_weight", 0.5, low=0)
+    made.set("loss.representation", {"layers": "none", "weight": 0.0})
+    made.set(
+        "loss.output",
+        {
+            "kind": "top_k",
+            "k": recipe.number("distillation.topk_logits_k", 64, whole=True, low=1),
+            "weight": 1.0,
+            "support": "teacher",
+            "support_weight": "teacher" if kind == "forward" else "student",
+            "normalizer": "full" if outside else "renormalized",
+            "aggregation": "token_mean",
+        },
+    )
+    _loss_temperature(recipe, made)
     if kind == "mixed":
-        made.notes.append(
+        made.note(
             f"loss_fn.kl_type=mixed (forward KL with weight {mixed}): a run has one divergence, and the reverse KL is "
             "taken; loss.output.support_weight=teacher is the forward KL, loss.output.kind=jsd lies between them"
         )
     if outside:
-        made.notes.append(
-            "loss_fn.zero_outside_topk=true: loss.output.normalizer=full takes the same terms of the sum, without "
-            "NeMo-RL's correction for the ids outside"
+        term = "" if kind == "forward" else ", and adds a term for the ids outside"
+        made.note(
+            "loss_fn.zero_outside_topk=true: NeMo-RL takes the student's probabilities over the whole vocabulary and "
+            f"the teacher's over its top-k ids only{term}; loss.output.normalizer=full takes both over the whole "
+            f"vocabulary{term and ' and has no such term'}"
+        )
+
+
+def _loss_temperature(recipe: Recipe, made: Translated) -> None:
+    """NeMo-RL divides the logits of each model by the temperature of that model's `generation`."""
+    student = made.config["rollout"].get("temperature", 1.0)
+    if student == 0:
+        made.note(
+            "policy.generation.temperature=0: NeMo-RL divides logits by it; the loss has temperature 1 instead, and "
+            "sampling is greedy"
+        )
+        return
+    made.set("loss.output.temperature", student)
+    teacher = recipe.number("teacher.generation.temperature", 1.0, low=0)
+    if teacher != student:
+        made.note(
+            f"teacher.generation.temperature={teacher}: NeMo-RL divides the teacher's logits by it; here "
+            f"loss.output.temperature={student}, the student's, holds for both models"
         )
 
 
 def _data(recipe: Recipe, made: Translated) -> None:
-    for split, key in (("train", "data.train"), ("validation", "data.validation")):
+    for split in ("train", "validation"):
+        key = f"data.{split}"
         given = recipe.peek(key)
-        given = given[0] if isinstance(given, list) and given else given
-        if not isinstance(given, dict):
+        prefix = f"{key}.0" if isinstance(given, list) else key
+        if not isinstance(recipe.peek(prefix), dict):
             continue
-        prefix = f"{key}.0" if isinstance(recipe.peek(key), list) else key
-        name = str(recipe.get(f"{prefix}.dataset_name", split))
-        path = recipe.get(f"{prefix}.data_path") or f"data/{name.rpartition('/')[2].lower()}.jsonl"
-        made.notes.append(f"{prefix}.dataset_name={name}: write its prompts to {path} (docs/data.md)")
+        name = recipe.text(f"{prefix}.dataset_name", split)
+        path = recipe.text(f"{prefix}.data_path")
+        if path is None:
+            path = f"data/{name.rpartition('/')[2].lower()}.jsonl"
+            made.note(f"{prefix}.dataset_name={name}: write its prompts to a new file {path} (docs/data.md)")
+        else:
+            made.note(
+                f"{prefix}.data_path={path} ({name}): this file is read as it is; if docs/data.md does not describe "
+                f"its format, convert it into another file and name that in {key}"
+            )
         if split == "train":
             made.set("data.train", path)
             continue
         label = "".join(letter if letter.isalnum() else "_" for letter in name.rpartition("/")[2].lower())
         made.set("data.validation", {label: path})
-        made.set("evaluation.samples", recipe.get(f"{prefix}.repeat"))
-    if made.config.get("data", {}).get("validation"):
-        made.set("evaluation.every", recipe.get("distillation.val_period"))
-        made.set("evaluation.limit", recipe.get("distillation.max_val_samples"))
-        for name in ("temperature", "top_p", "max_new_tokens"):
-            made.set(f"evaluation.{name}", made.config["rollout"].get(name))
+        _evaluation(recipe, made, prefix)
+    if recipe.names("data.shuffle") and not recipe.flag("data.shuffle"):
+        made.note("data.shuffle=false: the order of prompts is a permutation that the seed determines")
     made.set("data.chat_template_args", recipe.get("policy.tokenizer.chat_template_kwargs"))
-    made.set("data.chat_template", recipe.get("policy.tokenizer.chat_template"))
+    made.set("data.chat_template", recipe.text("policy.tokenizer.chat_template"))
     if recipe.peek("policy.tokenizer.name") == recipe.peek("policy.model_name"):
         recipe.get("policy.tokenizer.name")
 
 
+def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
+    """Validation of a set; here the first and the last step are always evaluated, or none is."""
+    repeat = recipe.number(f"{prefix}.repeat", whole=True, low=1)
+    limit = recipe.number("distillation.max_val_samples", whole=True, low=1)
+    made.set("evaluation.samples", repeat)
+    made.set("evaluation.limit", limit)
+    if limit and repeat and repeat > 1:
+        made.note(
+            f"distillation.max_val_samples={limit}: counts every one of the {repeat} samples of a problem; "
+            "evaluation.limit counts problems"
+        )
+    for name in ("temperature", "top_p", "max_new_tokens"):
+        made.set(f"evaluation.{name}", made.config["rollout"].get(name))
+    period = max(0, recipe.number("distillation.val_period", 0, whole=True))
+    first, last = (recipe.flag(f"distillation.val_at_{name}") for name in ("start", "end"))
+    steps = made.config.get("train", {}).get("steps", TrainConfig().steps)
+    # without a period, a period of the whole run leaves the first and the last step
+    every = period or (steps if first or last else 0)
+    made.set("evaluation.every", every)
+    if not every:
+        made.note("distillation.val_period=0, val_at_start=false, val_at_end=false: evaluation.every=0, no evaluation")
+    elif not (first and last):
+        made.note(
+            f"distillation.val_period={period}, val_at_start={str(first).lower()}, val_at_end={str(last).lower()}: "
+            f"evaluation.every={every} also evaluates before the first and after the last step"
+        )
+
+
 def _services(recipe: Recipe, made: Translated) -> None:
-    if recipe.get("checkpointing.enabled", False):
-        made.set("train.save_every", recipe.get("checkpointing.save_period"))
-        made.set("train.keep_checkpoints", recipe.get("checkpointing.keep_top_k"))
+    if recipe.flag("checkpointing.enabled"):
+        made.set("train.save_every", recipe.number("checkpointing.save_period", whole=True, low=1))
+        _kept_checkpoints(recipe, made)
     else:
         recipe.get("checkpointing")
-    made.set("logging.tensorboard", bool(recipe.get("logger.tensorboard_enabled", False)))
-    if recipe.get("logger.wandb_enabled", False):
-        made.set("logging.wandb", recipe.get("logger.wandb.project"))
+    made.set("logging.tensorboard", recipe.flag("logger.tensorboard_enabled"))
+    if recipe.flag("logger.wandb_enabled"):
+        made.set("logging.wandb", recipe.text("logger.wandb.project"))
     for name in ("wandb", "swanlab", "mlflow", "tensorboard"):
-        if not recipe.get(f"logger.{name}_enabled", False):
+        if not recipe.flag(f"logger.{name}_enabled"):
             recipe.get(f"logger.{name}")
-    if not recipe.peek("logger.monitor_gpus"):
+        elif name in ("swanlab", "mlflow"):
+            recipe.get(f"logger.{name}")
+            made.note(f"logger.{name}_enabled=true: metrics go to the run's directory, TensorBoard and W&B only")
+    if not recipe.flag("logger.monitor_gpus"):
         recipe.get("logger.gpu_monitoring")
 
 
+def _kept_checkpoints(recipe: Recipe, made: Translated) -> None:
+    """NeMo-RL keeps the best checkpoints by a metric, or all; here the newest are kept, and one best."""
+    kept = recipe.number("checkpointing.keep_top_k", whole=True, low=1)
+    made.set("train.keep_checkpoints", kept or 0)  # 0 keeps all
+    metric = recipe.text("checkpointing.metric_name")
+    if kept is None or metric is None:
+        return
+    word = "highest" if recipe.flag("checkpointing.higher_is_better", default=True) else "lowest"
+    sets, samples = made.config.get("data", {}).get("validation"), made.config.get("evaluation", {}).get("samples")
+    example = f", e.g. val/{next(iter(sets))}/avg@{samples or EvaluationConfig().samples}" if sets else ""
+    made.note(
+        f"checkpointing.keep_top_k={kept}: NeMo-RL keeps those with the {word} metric_name={metric}; "
+        f"train.keep_checkpoints={kept} keeps the newest, and train.keep_best, which is not set, names a metric whose "
+        f"best checkpoint is kept, too{example}"
+    )
+
+
 def ranks(values: dict[str, Any]) -> int:
-    """The GPUs of the recipe's cluster."""
+    """The GPUs of the recipe's cluster.
+
+    Raises:
+        ValueError: their number is none.
+    """
     recipe = Recipe(values)
-    return int(recipe.get("cluster.gpus_per_node", 1)) * int(recipe.get("cluster.num_nodes", 1))
+    gpus, nodes = (recipe.number(f"cluster.{name}", 1, whole=True, low=1) for name in ("gpus_per_node", "num_nodes"))
+    return int(gpus * nodes)
 
 
 def _left_over(recipe: Recipe) -> list[str]:
@@ -358,11 +415,12 @@ def _left_over(recipe: Recipe) -> list[str]:
     prefixes = sorted(_WITHOUT_COUNTERPART, key=len, reverse=True)
     for key, value in recipe.unread().items():
         prefix = next((prefix for prefix in prefixes if f"{key}.".startswith(f"{prefix}.")), None)
+        shown = "(not shown)" if SECRET_KEY.search(key) else value
         if prefix is None:
             reason = "there is no quantization" if "quant" in key or "modelopt" in key else "unknown here"
-            unknown.append(f"{key}={value}: {reason}")
+            unknown.append(f"{key}={shown}: {reason}")
         else:
-            groups.setdefault(prefix, []).append(f"{key.removeprefix(prefix).lstrip('.')}={value}".lstrip("="))
+            groups.setdefault(prefix, []).append(f"{key.removeprefix(prefix).lstrip('.')}={shown}".lstrip("="))
     lines = []
     for prefix, items in groups.items():
         shown = ", ".join(items) if len(items) <= _SHOWN else f"{len(items)} keys"

@@ -7,14 +7,17 @@ compute (`${mul:2, 3}`). What was not asked for is left over: `Recipe.unread` na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# longer values are cut off in messages
+_LONGEST = 80
 _RESOLVERS = {
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
-    "add": lambda a, b: a + b,
     "max": lambda a, b: max(a, b),
 }
 
@@ -76,6 +79,36 @@ def _merged(below: Any, above: Any) -> Any:
     return OmegaConf.merge(below, above)
 
 
+def wrong(key: str, value: Any, expected: str) -> ValueError:
+    """The error for a value of the wrong type or out of range."""
+    shown = repr(value)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+    return ValueError(f"{key}={shown}: expected {expected}: correct the recipe")
+
+
+@dataclass
+class Translated:
+    """The configuration as nested keys, and the notes on what is not the same, in the recipe's order."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a key such as `train.lr`; null leaves the default."""
+        if value is None:
+            return
+        *groups, last = key.split(".")
+        place = self.config
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+
+    def note(self, text: str) -> None:
+        """Adds a note, as one line of printable characters whatever the recipe's values hold."""
+        line = " ".join(text.split())
+        self.notes.append("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+
+
 class Recipe:
     """The values of a recipe by key, such as `policy.generation.temperature`, and which of them were read."""
 
@@ -88,6 +121,39 @@ class Recipe:
         self._read.add(key)
         value = self.peek(key)
         return default if value is None else value
+
+    def number(self, key: str, default: Any = None, *, whole: bool = False, low: float | None = None) -> Any:
+        """As `get`, for a number: an int if `whole`, and not below `low`.
+
+        Raises:
+            ValueError: the value is none. A number in quotes is a text, as for NeMo-RL.
+        """
+        value = self.get(key)
+        if value is None:
+            return default
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or (whole and value != int(value)) or (low is not None and value < low):
+            least = "" if low is None else f" of at least {low}"
+            raise wrong(key, value, f"a {'whole ' if whole else ''}number{least}, without quotes")
+        return int(value) if whole else value
+
+    def text(self, key: str, default: Any = None) -> Any:
+        """As `get`, for a text that is not empty. Raises ValueError for another value."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str) or not value.strip():
+            raise wrong(key, value, "a text")
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """As `get`, for true or false. Raises ValueError for another value."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise wrong(key, value, "true or false, without quotes")
+        return value
 
     def peek(self, key: str) -> Any:
         """The value, or None; the key stays unread."""
@@ -104,6 +170,12 @@ class Recipe:
     def has(self, key: str) -> bool:
         """Whether there is a value other than null; the key stays unread."""
         return self.peek(key) is not None
+
+    def names(self, key: str) -> bool:
+        """Whether the key is there, be it with the value null; it stays unread."""
+        group, _, last = key.rpartition(".")
+        place = self.peek(group) if group else self._values
+        return isinstance(place, dict) and last in place
 
     def unread(self) -> dict[str, Any]:
         """The keys that nobody has asked for, with values other than null, false and empty ones.
