@@ -140,7 +140,7 @@ def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
     recipe.get(f"{prefix}.{unused}")
     for inactive in ("optimizer", "scheduler") if megatron else ():
         recipe.get(f"{prefix}.{inactive}")
-    recipe.get(f"{prefix}.{group}.enabled")
+    recipe.flag(f"{prefix}.{group}.enabled")
     model = "_model" if megatron else ""
     names = {
         "tensor": f"tensor{model}_parallel_size",
@@ -231,11 +231,11 @@ def _servers(recipe: Recipe, made: Translated, key: str) -> None:
     made.set("rollout.vllm.tensor", tensor)
     share = recipe.number(f"{key}.vllm_cfg.gpu_memory_utilization", low=0)
     made.set("rollout.vllm.gpu_memory_utilization", share)
-    gpus, nodes = (
-        recipe.number(f"{key}.colocated.resources.{name}", 1, whole=True, low=1)
-        for name in ("gpus_per_node", "num_nodes")
-    )
     if not recipe.flag(f"{key}.colocated.enabled", default=True):
+        gpus, nodes = (
+            recipe.number(f"{key}.colocated.resources.{name}", 1, whole=True, low=1)
+            for name in ("gpus_per_node", "num_nodes")
+        )
         made.set("rollout.vllm.placement", "dedicated")
         made.set("rollout.vllm.replicas", max(1, gpus * nodes // tensor))
     if recipe.flag(f"{key}.vllm_cfg.enforce_eager"):
@@ -387,11 +387,11 @@ def _kept_checkpoints(recipe: Recipe, made: Translated) -> None:
     metric = recipe.text("checkpointing.metric_name")
     if kept is None or metric is None:
         return
-    word = "highest" if recipe.flag("checkpointing.higher_is_better", default=True) else "lowest"
+    higher = str(recipe.flag("checkpointing.higher_is_better", default=True)).lower()
     sets, samples = made.config.get("data", {}).get("validation"), made.config.get("evaluation", {}).get("samples")
     example = f", e.g. val/{next(iter(sets))}/avg@{samples or EvaluationConfig().samples}" if sets else ""
     made.note(
-        f"checkpointing.keep_top_k={kept}: NeMo-RL keeps those with the {word} metric_name={metric}; "
+        f"checkpointing.keep_top_k={kept}: NeMo-RL keeps the best by metric_name={metric}, higher_is_better={higher}; "
         f"train.keep_checkpoints={kept} keeps the newest, and train.keep_best, which is not set, names a metric whose "
         f"best checkpoint is kept, too{example}"
     )

@@ -96,7 +96,8 @@ def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
                 made.note(f"{key}=ConstantLR with factor={factor:.6g}: not taken, the learning rate stays train.lr")
         elif name:
             style = name
-        recipe.get(f"{key}.milestones")
+        if recipe.peek(f"{key}.milestones") == [warmup]:  # others are left over
+            recipe.get(f"{key}.milestones")
     return style, warmup
 
 
