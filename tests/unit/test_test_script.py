@@ -30,7 +30,8 @@ def run(directory: Path, *arguments: str, pytest_status: int = 0, mypy_status: i
 
 
 BESIDE = [
-    f"tests/functional/test_{name}.py" for name in ("bad_inputs", "prune_layers", "safe_unpickling", "vllm_engine")
+    f"tests/functional/test_{name}.py"
+    for name in ("bad_inputs", "doctor", "nemo_rl", "prune_layers", "safe_unpickling", "vllm_engine")
 ]
 DEFAULT = (
     "|".join(["tests/functional", *(f"--ignore={file}" for file in BESIDE)]),
