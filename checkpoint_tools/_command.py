@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import warnings
@@ -21,3 +22,13 @@ def run(command: Callable[[], int]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def add_provider(parser: argparse.ArgumentParser) -> None:
+    """The option of families that only Megatron-Bridge has."""
+    parser.add_argument(
+        "--provider",
+        choices=("own", "bridge"),
+        default="own",
+        help="bridge: for a model of a family that only Megatron-Bridge has, in its environment (docs/nemo.md)",
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from _command import run
+from _command import add_provider, run
 
 
 def _parse() -> argparse.Namespace:
@@ -24,6 +24,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--pipeline", type=int, default=1, metavar="N", help="write files for this many pipeline stages (default 1)"
     )
+    add_provider(parser)
     return parser.parse_args()
 
 
@@ -32,8 +33,10 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
+        from nemo_oprd.models.providers import know_family
         from nemo_oprd.weights.convert import hf_to_megatron
 
+        know_family(options.provider, hf_path=options.hf_path)
         hf_to_megatron(options.hf_path, options.output, tensor=options.tensor, pipeline=options.pipeline)
         print(f"{options.output}: torch_dist checkpoint of {options.hf_path}")
         return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from _command import run
+from _command import add_provider, run
 
 
 def _parse() -> argparse.Namespace:
@@ -26,6 +26,7 @@ def _parse() -> argparse.Namespace:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the written weights (default: the dtype in the checkpoint's hf/config.json)",
     )
+    add_provider(parser)
     return parser.parse_args()
 
 
@@ -34,8 +35,10 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
+        from nemo_oprd.models.providers import know_family
         from nemo_oprd.weights.convert import megatron_to_hf
 
+        know_family(options.provider, hf_path=options.hf_path, checkpoint=options.megatron_path)
         megatron_to_hf(options.megatron_path, options.output, hf_path=options.hf_path, dtype=options.dtype)
         print(f"{options.output}: Hugging Face model of {options.megatron_path}")
         return 0

@@ -37,10 +37,10 @@ class LayerBytes:
 def feed_forward_values(spec: ModelSpec, layout: Layout) -> float:
     """Values per token that the feed-forward block of a layer makes on a rank; of the larger kind of layer.
 
-    Both products of the first matrix, what the activation makes of them, and their product: 5 F. In a layer with
-    experts each token is in K of them, with its state before and after, if tokens spread evenly over the ranks.
+    Both products of the first matrix, what the activation makes of them, and their product: 5 F; without a gate 3 F. In
+    a layer with experts each token is in K of them, with its state before and after, if tokens spread evenly.
     """
-    dense = 5 * spec.ffn_size / layout.tensor
+    dense = (5 if spec.gated else 3) * spec.ffn_size / layout.tensor
     if spec.experts is None:
         return dense
     # without sequence parallelism every tensor rank sends all tokens to their experts

@@ -19,7 +19,7 @@ def layers_flops(spec: ModelSpec, depth: int) -> float:
 def layer_flops(spec: ModelSpec, layer: int) -> float:
     """Operations per token of the matrix products with weights of layer `layer` (1-based), forward."""
     d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    block = 3 * d * spec.ffn_size
+    block = (3 if spec.gated else 2) * d * spec.ffn_size
     if spec.is_sparse(layer):
         assert spec.experts is not None
         block = d * spec.experts.count + 3 * d * spec.experts.ffn_size * spec.experts.per_token

@@ -28,18 +28,23 @@ class StageParameters:
         return self.trained + self.experts_trained
 
 
+def norm_parameters(spec: ModelSpec) -> int:
+    """Parameters of one norm over the hidden size."""
+    return spec.hidden_size * (2 if spec.norm_bias else 1)
+
+
 def layer_parameters(spec: ModelSpec, layer: int, tensor: int = 1) -> int:
     """Parameters of transformer layer `layer` (1-based) on one of `tensor` tensor ranks, without those of experts."""
     d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     split = (q + 2 * kv) * d + q * d
     if spec.qkv_bias:
         split += q + 2 * kv
-    whole = 2 * d + (d if spec.proj_bias else 0) + (2 * spec.head_dim if spec.qk_norm else 0)
+    whole = 2 * norm_parameters(spec) + (d if spec.proj_bias else 0) + (2 * spec.head_dim if spec.qk_norm else 0)
     if spec.is_sparse(layer):
         assert spec.experts is not None
         whole += spec.experts.count * d  # the router
     else:
-        split += 3 * spec.ffn_size * d
+        split += (3 if spec.gated else 2) * spec.ffn_size * d
     return split // tensor + whole
 
 
@@ -56,7 +61,7 @@ def model_parameters(spec: ModelSpec) -> int:
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
     layers = range(1, spec.num_layers + 1)
     inner = sum(layer_parameters(spec, layer) + expert_parameters(spec, layer) for layer in layers)
-    return embeddings + inner + spec.hidden_size
+    return embeddings + inner + norm_parameters(spec)
 
 
 def stage_parameters(
@@ -90,8 +95,8 @@ def stage_parameters(
     if first:
         held, trained = held + embedding, trained + embedding
     if last:
-        held += spec.hidden_size
-        trained += spec.hidden_size if trains_norm else 0
+        held += norm_parameters(spec)
+        trained += norm_parameters(spec) if trains_norm else 0
         # a tied head on the first stage is the embedding; on another stage it is a copy, which is trained with it
         own_head = head and not (spec.tied_embeddings and first)
         held += embedding if own_head else 0

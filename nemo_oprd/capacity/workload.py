@@ -10,8 +10,8 @@ from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers
-from nemo_oprd.models import ModelSpec, read_model_spec
-from nemo_oprd.setup.preflight import model_directory
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.setup.preflight import model_spec
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def make_workload(config: Config, *, prompt: int | None = None, response: int | 
     Raises:
         ValueError: a model or its layers do not fit the configuration.
     """
-    student = read_model_spec(model_directory(config.student))
+    student = model_spec(config.student)
     prompt = prompt or config.data.max_prompt_tokens or 256
     response = min(response or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
     loss, output = config.loss.representation, config.loss.output
@@ -153,7 +153,7 @@ def _teacher(
     value_bytes: int,
 ) -> TeacherWork:
     source = config.teacher_sources[number]
-    spec = read_model_spec(model_directory(source))
+    spec = model_spec(source)
     pairs = layer_pairs(list(layers), student.num_layers, spec.num_layers, config.loss.representation.layer_map)
     sampled_watched = kind == "sampled_token" and config.logging.output_metrics_every > 0
     sends_states = kind not in ("none", "sampled_token") or watched or sampled_watched

@@ -11,8 +11,7 @@ from nemo_oprd.capacity.gpus import GPUS, Cluster
 from nemo_oprd.capacity.report import as_json, lines
 from nemo_oprd.config.schema import Config
 from nemo_oprd.fault_tolerance.files import write_atomically
-from nemo_oprd.models import read_model_spec
-from nemo_oprd.setup.preflight import check_layers, check_trains, model_directory
+from nemo_oprd.setup.preflight import check_layers, check_trains, model_spec
 
 
 def plan(
@@ -38,9 +37,9 @@ def plan(
         ValueError: the configuration, a model or the number of ranks is wrong.
     """
     check_trains(config)
-    student = read_model_spec(model_directory(config.student))
+    student = model_spec(config.student)
     for source in config.teacher_sources:
-        check_layers(config, student, read_model_spec(model_directory(source)), source)
+        check_layers(config, student, model_spec(source), source)
     cluster = Cluster(ranks, GPUS[gpu], gpus_per_node, transformer_engine=config.precision == "bf16")
     found = estimate(config, cluster, lengths)
     near = alternatives(config, cluster, lengths) if found.problems else []

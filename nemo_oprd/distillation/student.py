@@ -7,9 +7,9 @@ operations that all ranks of the world perform.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from nemo_oprd.megatron.partial_training import PartialTraining
 from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.weights.hf import TensorReader, gather_hf, load_hf
+
+# builds this rank's chunks of a model: `build_chunks`, or a function with its parameters
+ChunkBuilder: TypeAlias = Callable[..., list[DistillingModel]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Student:
         read_teachers: list[TensorReader],
         *,
         source: str,
+        build: ChunkBuilder = build_chunks,
         trainable: bool = True,
     ) -> None:
         """Builds, loads and wraps this rank's part.
@@ -87,12 +91,13 @@ class Student:
             read: returns one of the student's tensors by its HF name.
             read_teachers: per teacher, returns one of its tensors by its HF name.
             source: where the student comes from, for messages.
+            build: builds this rank's chunks.
             trainable: False builds no gradients and no optimizer; then only `hidden_states` can be used.
 
         Raises:
             ValueError: the layout does not fit the model, or the weights do not fit the model's config.
         """
-        self.config, self.role, self.objective, self.needs = config, role, objective, needs
+        self.config, self.role, self.objective, self.needs, self.build = config, role, objective, needs, build
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         representation = config.loss.representation
         self.adaptive = AdaptiveWeights(representation.adaptive, representation.positions)
@@ -105,7 +110,7 @@ class Student:
             if trainable:
                 join_optimizer_creation()
             return
-        self.chunks = build_chunks(self.spec, role, self.dtype, **_training_settings(config))
+        self.chunks = build(self.spec, role, self.dtype, **_training_settings(config))
         load_hf(self.chunks, self.spec, role, read, source)
         if not trainable:
             for chunk in self.chunks:
@@ -141,7 +146,8 @@ class Student:
     def kernels(self) -> dict[str, str]:
         """Which implementations this rank uses, by their purpose."""
         inner = None if self.optimizer is None else self.optimizer.chained_optimizers[0].optimizer
-        return chosen_kernels(layer_backend(self.dtype), self.dtype, inner)
+        layers = self.chunks[0].backend if self.chunks else layer_backend(self.dtype)
+        return chosen_kernels(layers, self.dtype, inner)
 
     def teacher_head(self, number: int) -> torch.Tensor | None:
         """A teacher's current LM head [V, D]; None before the last stage, or if the teacher sends no final states."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +35,9 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from nemo_oprd.losses.vocab_parallel import matmul
 from nemo_oprd.megatron.attention import DecodeParams, SDPAttention
-from nemo_oprd.megatron.experts import expert_block_spec, expert_settings, use_padded_all_gather
+from nemo_oprd.megatron.experts import expert_block_spec, use_padded_all_gather
 from nemo_oprd.megatron.kernels import apex_accumulates
+from nemo_oprd.megatron.model_config import chunk_places, chunk_training, transformer_config
 from nemo_oprd.megatron.observed_layer import (
     ObservedLayer,
     ObservedSequences,
@@ -105,7 +107,7 @@ def _with_bias(row_parallel: type) -> type:
     return RowParallelWithBias
 
 
-class _NotBuilt(MegatronModule):
+class NotBuilt(MegatronModule):
     """Placeholder for a layer that a role does not need (a teacher's layers above the deepest supervised one).
 
     It has no weights and computes nothing.
@@ -126,72 +128,6 @@ class _NotBuilt(MegatronModule):
     ) -> dict[str, Any]:
         """An empty state."""
         return {}
-
-
-def transformer_config(
-    spec: ModelSpec, role: Role, dtype: torch.dtype, *, accumulates: bool = False, **training: Any
-) -> TransformerConfig:
-    """Megatron's config for `spec` in the layout of `role`.
-
-    Args:
-        accumulates: whether Megatron's own linear layers add weight gradients inside the matrix product (Apex).
-        training: recompute settings, and `moe_router_dtype`.
-    """
-    layout = role.layout
-    sends_tokens = layout.expert * layout.expert_tensor > 1
-    stages = layout.layers_per_stage(spec.num_layers)
-    even = len(set(stages)) == 1
-    return TransformerConfig(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn_size,
-        num_attention_heads=spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        num_layers_in_first_pipeline_stage=None if even else stages[0],
-        # with two stages the first count determines the last; given both, Megatron would divide by zero inner stages
-        num_layers_in_last_pipeline_stage=None if even or layout.pipeline == 2 else stages[-1],
-        context_parallel_size=layout.context,
-        sequence_parallel=layout.sequence and layout.tensor > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # Packs differ in length, so p2p shapes are exchanged per microbatch, which Megatron refuses with its allgather
-        # dispatcher; `build_chunks` puts this project's in the place of the all-to-all one. DeepEP is "flex" there.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="flex" if layout.dispatcher == "deepep" and sends_tokens else "alltoall",
-        # At PP2 with virtual stages both neighbours are the same rank, and batched p2p confuses the two directions.
-        batch_p2p_comm=layout.virtual_pipeline == 1,
-        overlap_p2p_comm=layout.virtual_pipeline > 1,
-        # With overlapped sends Megatron frees an output whose send may be under way. On CUDA the order of the streams
-        # protects the bytes; gloo would send what the next tensor has written there.
-        deallocate_pipeline_outputs=layout.pipeline > 1 and (layout.virtual_pipeline == 1 or torch.cuda.is_available()),
-        # Injected gradients already contain 1 / counts; with this setting data parallelism sums and nothing is
-        # rescaled.
-        calculate_per_token_loss=True,
-        perform_initialization=False,
-        **expert_settings(spec.experts, layout),
-        use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=accumulates,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        **training,
-    )
 
 
 def _layer_spec(spec: ModelSpec, backend: str, *, sparse: bool) -> ModuleSpec:
@@ -252,12 +188,66 @@ def _layer_spec(spec: ModelSpec, backend: str, *, sparse: bool) -> ModuleSpec:
 _NORM_EXTRA_STATE = "norm._extra_state"
 
 
-def _norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
+def norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
     """Hook after `load_state_dict`: missing extra states of norms are no error in strict mode."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_NORM_EXTRA_STATE)]
 
 
-class DistillingModel(GPTModel):
+class ModelStage:
+    """What the chunks of all models have beside Megatron's: a mixin before `GPTModel` or a subclass of it.
+
+    `backend` says of what the layers are made: "transformer_engine" or "local".
+    """
+
+    backend = "transformer_engine"
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's sharded state dict without the norms' extra states: loading fails if a checkpoint lacks a key."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return {key: value for key, value in state.items() if not key.endswith(_NORM_EXTRA_STATE)}
+
+    def build_schedule_plan(self, *_: Any, **__: Any) -> None:
+        """Not supported; raises ValueError."""
+        refuse_schedule_plan()
+
+    def output_weight(self: Any) -> torch.nn.Parameter:
+        """The LM head's weight [padded V / TP, D], which may be the embedding's. Only on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def logits(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, B, D] -> float32 [S, B, padded V], gathered over tensor ranks. Only on the last stage, without gradients.
+
+        In bf16 the product is not rounded, as in the losses, so that the sampled policy is the policy that is trained.
+        """
+        product = matmul(hidden.flatten(0, 1), self.output_weight().T)
+        return gather_from_tensor_model_parallel_region(product, group=self.tp_group).view(*hidden.shape[:2], -1)
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self: Any,
+        sharded_state_dict: dict,
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict,
+    ) -> None:
+        """Stores a tied head on another stage as a copy of the embedding. Megatron's method uses the global groups."""
+        if not self.post_process or self.pre_process:
+            return
+        group = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, group.rank()),  # 1: a copy, which is not written
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=group,
+        )
+
+
+class DistillingModel(ModelStage, GPTModel):
     """One model chunk of a role. Its forward returns hidden states; `logits` applies the LM head."""
 
     def __init__(self, *args: Any, spec: ModelSpec, **kwargs: Any) -> None:
@@ -265,18 +255,7 @@ class DistillingModel(GPTModel):
         super().__init__(*args, position_embedding_type="rope", rotary_base=spec.rope.theta, **kwargs)
         frequencies = spec.rope.frequencies(spec.head_dim)
         self.frequencies = replace(frequencies, inv_freq=frequencies.inv_freq.to(device()))
-        self.register_load_state_dict_post_hook(_norms_need_no_extra_state)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Megatron's sharded state dict without the norms' extra states: loading fails if a checkpoint lacks a key."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return {key: value for key, value in state.items() if not key.endswith(_NORM_EXTRA_STATE)}
-
-    def build_schedule_plan(self, *_: Any, **__: Any) -> None:
-        """Not supported; raises ValueError."""
-        refuse_schedule_plan()
+        self.register_load_state_dict_post_hook(norms_need_no_extra_state)
 
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor | None, sequences: ObservedSequences | DecodeParams
@@ -305,45 +284,6 @@ class DistillingModel(GPTModel):
             is_long = sequences.sequence_lengths > self.frequencies.switch
         return packed_rotation(self.frequencies, sequences.positions, is_long, dtype)
 
-    def output_weight(self) -> torch.nn.Parameter:
-        """The LM head's weight [padded V / TP, D], which may be the embedding's. Only on the last stage."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, B, D] -> float32 [S, B, padded V], gathered over tensor ranks. Only on the last stage, without gradients.
-
-        In bf16 the product is not rounded, as in the losses, so that the sampled policy is the policy that is trained.
-        """
-        product = matmul(hidden.flatten(0, 1), self.output_weight().T)
-        return gather_from_tensor_model_parallel_region(product, group=self.tp_group).view(*hidden.shape[:2], -1)
-
-    def tie_embeddings_and_output_weights_state_dict(
-        self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict
-    ) -> None:
-        """Stores a tied head on another stage as a copy of the embedding. Megatron's method uses the global groups."""
-        if not self.post_process or self.pre_process:
-            return
-        group = metadata["dp_cp_group"]
-        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            tensor=self.shared_embedding_or_output_weight(),
-            key=first_stage_word_emb_key,
-            replica_id=(1, 0, group.rank()),  # 1: a copy, which is not written
-            allow_shape_mismatch=True,
-            tp_group=self.tp_group,
-            dp_cp_group=group,
-        )
-
-
-def recompute_group(layers: int, requested: int) -> int:
-    """Layers recomputed together under "uniform": the largest divisor of a chunk's layers that is at most `requested`.
-
-    Megatron steps through a chunk in groups of this size and would otherwise run past the chunk's end. The size changes
-    memory use, never a result.
-    """
-    return max(size for size in range(1, layers + 1) if layers % size == 0 and size <= max(1, requested))
-
 
 def build_chunks(
     spec: ModelSpec,
@@ -371,7 +311,6 @@ def build_chunks(
     spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
     spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role.name}.parallel")
     layout.layers_per_stage(spec.num_layers)
-    assert role.coords is not None
     backend = "local" if local_layers else layer_backend(dtype)
     if backend == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
@@ -379,50 +318,41 @@ def build_chunks(
         final_norm = RMSNorm
     accumulates = backend == "local" and apex_accumulates(dtype)
     chunks = []
-    for chunk in range(layout.virtual_pipeline):
-        numbers = [
-            i
-            for i in range(1, spec.num_layers + 1)
-            if layout.stage_of_layer(i, spec.num_layers) == (role.coords.pipeline, chunk)
-        ]
-        specs = _layer_specs(spec, backend, numbers, spec.num_layers if depth is None else depth)
-        if training.get("recompute_method") == "uniform":
-            requested = training["recompute_num_layers"]
-            training = {**training, "recompute_num_layers": recompute_group(len(numbers), requested)}
-        first = role.coords.pipeline == 0 and chunk == 0
-        last = role.coords.pipeline == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+    for place in chunk_places(spec, role):
+        specs = _layer_specs(spec, backend, place.layers, spec.num_layers if depth is None else depth)
+        settings = chunk_training(training, len(place.layers))
         model = DistillingModel(
-            config=transformer_config(spec, role, dtype, accumulates=accumulates, **training),
+            config=transformer_config(spec, role, dtype, accumulates=accumulates, **settings),
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm),
             vocab_size=spec.padded_vocab(layout.tensor),
             max_sequence_length=spec.max_positions,
-            pre_process=first,
-            post_process=last,
+            pre_process=place.first,
+            post_process=place.last,
             share_embeddings_and_output_weights=spec.tied_embeddings,
             spec=spec,
             pg_collection=role.groups,
-            vp_stage=chunk if layout.virtual_pipeline > 1 else None,
+            vp_stage=place.virtual_stage(layout),
         )
-        model.vp_stage = chunk if layout.virtual_pipeline > 1 else None
-        if last and not head:
+        model.vp_stage, model.backend = place.virtual_stage(layout), backend
+        if place.last and not head:
             del model.output_layer
-        if not last and isinstance(model.decoder.layers[-1], ObservedLayer):
+        if not place.last and isinstance(model.decoder.layers[-1], ObservedLayer):
             model.decoder.layers[-1].stage_ends = True
         if spec.experts is not None and layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         chunks.append(model.to(device()))
-    _mark_parameters(chunks, spec)
+    mark_parameters(chunks, spec)
     return chunks
 
 
-def _layer_specs(spec: ModelSpec, backend: str, numbers: list[int], depth: int) -> list[ModuleSpec]:
+def _layer_specs(spec: ModelSpec, backend: str, numbers: Sequence[int], depth: int) -> list[ModuleSpec]:
     """The specs of a chunk's layers `numbers` (1-based), of which those above `depth` are not built."""
     layers = {sparse: _layer_spec(spec, backend, sparse=sparse) for sparse in {spec.is_sparse(i) for i in numbers}}
-    missing = ModuleSpec(module=_NotBuilt, params={})
+    missing = ModuleSpec(module=NotBuilt, params={})
     return [layers[spec.is_sparse(i)] if i <= depth else missing for i in numbers]
 
 
-def _mark_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
+def mark_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
     """Marks the parameters that are split over tensor ranks, and those of experts.
 
     The gradient norm counts a parameter that is not split once. Megatron sets these marks when it draws random weights,

@@ -14,7 +14,9 @@ from nemo_oprd.models.base import ParamMapping
 # Transformer Engine fuses a norm into the linear layer after it, and names the norm's weight after that layer.
 TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
 }
 _TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
 # an expert's parameter in Megatron's sequential experts, or in Transformer Engine's grouped ones

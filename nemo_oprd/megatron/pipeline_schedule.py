@@ -20,7 +20,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.megatron.attention import AttentionPlan
-from nemo_oprd.megatron.model import layer_backend
 from nemo_oprd.megatron.observed_layer import ObservedSequences, Observer
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.routes import Routes
@@ -56,7 +55,7 @@ class Microbatch:
     context: int
 
     def set_sequence_bounds(self, layers: str) -> None:
-        """Stores the sequences' bounds where the attention of these layers (`layer_backend`) reads them.
+        """Stores the sequences' bounds where the attention of these layers (`ModelStage.backend`) reads them.
 
         `SDPAttention` reads lengths on the host and follows a plan; Transformer Engine reads lengths on the device.
         """
@@ -124,7 +123,7 @@ def run_schedule(
     layout = role.layout
     config = chunks[0].config
     refuse_layer_bypasses(config)
-    layers = layer_backend(config.params_dtype)
+    layers = getattr(chunks[0], "module", chunks[0]).backend  # inside DDP, if there is one
     for microbatch in microbatches:
         microbatch.set_sequence_bounds(layers)
     if not forward_only:

@@ -1,6 +1,7 @@
 """Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
 
-`read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md).
+`read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md). Families
+that only Megatron-Bridge has are registered when a configuration asks for them (`nemo/bridge_family.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from nemo_oprd.models.qwen import QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE)}
 
-__all__ = ["FAMILIES", "Family", "ModelSpec", "check_same_width", "parse_model_spec", "read_model_spec"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "ModelSpec",
+    "check_same_width",
+    "parse_model_spec",
+    "read_hf_config",
+    "read_model_spec",
+]
 
 
 def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
@@ -35,7 +44,7 @@ def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
     if family is None:
         raise ValueError(
             f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
-            "CONTRIBUTING.md shows how to add a family."
+            "CONTRIBUTING.md shows how to add a family, docs/nemo.md (provider=bridge) how to use Megatron-Bridge's."
         )
     return family.parse(hf_config, source)
 
@@ -46,6 +55,15 @@ def read_model_spec(path: str | Path) -> ModelSpec:
     Raises:
         ValueError: as `parse_model_spec`, or there is no readable config.json.
     """
+    return parse_model_spec(read_hf_config(path), str(Path(path) / "config.json"))
+
+
+def read_hf_config(path: str | Path) -> dict:
+    """The contents of `path/config.json`.
+
+    Raises:
+        ValueError: there is no readable config.json.
+    """
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
         raise ValueError(f"{path}: no such directory; expected that of a Hugging Face model: download it first")
@@ -53,5 +71,4 @@ def read_model_spec(path: str | Path) -> ModelSpec:
         megatron = (Path(path) / ".metadata").is_file()
         hint = "; this is a Megatron checkpoint, which goes into checkpoint=" if megatron else ""
         raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
-    hf_config = read_json(file, "an object with model_type", "copy the file from the model's source again")
-    return parse_model_spec(hf_config, str(file))
+    return read_json(file, "an object with model_type", "copy the file from the model's source again")

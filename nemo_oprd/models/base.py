@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_oprd.models.rope import Rope
 
@@ -48,7 +48,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The architecture of one model, independent of any layout. `experts` is None for a model without any."""
+    """The architecture of one model, independent of any layout. `experts` is None for a model without any.
+
+    `gated` says whether the feed-forward block multiplies two products of its input (a gate and a value), `norm_bias`
+    whether norms have a bias; only families of Megatron-Bridge differ there.
+    """
 
     model_type: str
     num_layers: int
@@ -68,6 +72,8 @@ class ModelSpec:
     dtype: str
     hf_config: dict = field(compare=False, repr=False, default_factory=dict)
     experts: Experts | None = None
+    gated: bool = True
+    norm_bias: bool = False
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer `layer` (1-based) has experts."""
@@ -297,13 +303,15 @@ class ParamMapping:
 class Family:
     """One HF `model_type`: how its config is read, and its weight mappings.
 
-    `known_code` holds the entries of a config's `auto_map` for which transformers has built-in classes.
+    `known_code` holds the entries of a config's `auto_map` for which transformers has built-in classes. `own` is False
+    for a family whose models only Megatron-Bridge builds: the in-process engine has none of them.
     """
 
     model_type: str
     parse: Callable[[dict, str], ModelSpec]
     mappings: tuple[ParamMapping, ...]
     known_code: frozenset[str] = frozenset()
+    own: bool = True
 
     def param_mappings(self, spec: ModelSpec) -> list[ParamMapping]:
         """The mappings of all parameters of the model in a fixed order: embedding, layers, final norm, head."""
@@ -313,6 +321,14 @@ class Family:
         after = [mapping for mapping in present if mapping not in before and mapping not in layer]
         inner = [found for i in range(spec.num_layers) for mapping in layer for found in mapping.in_layer(i, spec)]
         return before + inner + after
+
+    def hf_shape(self, name: str, spec: ModelSpec) -> tuple[int, ...] | None:
+        """The shape of an HF tensor, where the family knows it; None: the sizes in `spec` say it."""
+        return None
+
+    def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
+        """Fields of Megatron-Bridge's provider, as its run_config.yaml has them; None: `bridge_config` knows them."""
+        return None
 
 
 def require(hf_config: dict, key: str, source: str) -> object:

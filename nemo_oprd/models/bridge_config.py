@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from nemo_oprd.models import FAMILIES
 from nemo_oprd.models.base import ModelSpec
 from nemo_oprd.models.rope import Rope
 
@@ -32,6 +33,8 @@ _YARN_DEFAULTS = {
 
 def not_described(spec: ModelSpec) -> str | None:
     """What `provider_fields` does not describe of a model, mostly what stock models cannot compute; None: nothing."""
+    if FAMILIES[spec.model_type].provider_fields(spec) is not None:
+        return None
     if spec.experts is not None:
         return "experts, whose fields this project does not write"
     rope = spec.rope
@@ -48,7 +51,11 @@ def not_described(spec: ModelSpec) -> str | None:
 
 def provider_fields(spec: ModelSpec) -> dict[str, Any]:
     """The fields of `GPTModelProvider` that say what a model computes, without those of layout and speed."""
+    known = FAMILIES[spec.model_type].provider_fields(spec)
+    if known is not None:
+        return known
     return {
+        "_target_": PROVIDER,
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.ffn_size,
@@ -64,6 +71,7 @@ def provider_fields(spec: ModelSpec) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "num_moe_experts": None,
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
     }
 
 
@@ -105,9 +113,7 @@ def run_config(spec: ModelSpec, dtype: str) -> dict[str, Any] | None:
         return None
     stored = {"_target_": f"torch.{dtype}", "_call_": False}
     model = {
-        "_target_": PROVIDER,
         **provider_fields(spec),
-        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
         "vocab_size": spec.vocab_size,
         # as in its own: else its export writes rows of padding; Megatron's loader leaves out those in our checkpoints
         "should_pad_vocab": False,
@@ -177,6 +183,8 @@ def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, 
     model = content["model"]
     defaults = {"num_query_groups": model.get("num_attention_heads"), "kv_channels": _channels(model)} | _YARN_DEFAULTS
     for name, expected in provider_fields(spec).items():
+        if name == "_target_" or isinstance(expected, dict):  # one class or function may have several names
+            continue
         found = model.get(name)
         found = defaults.get(name) if found is None else found
         if name in model and not _same(found, expected):

@@ -107,7 +107,11 @@ def check_rope(model: Any, hf_config: str | Path | dict) -> None:
     The frequencies themselves are compared, because base, scaling and share can be set in several places of a model.
     A wrong base gives no error anywhere else: the model merely predicts worse.
     """
-    spec = parse_model_spec(hf_config) if isinstance(hf_config, dict) else read_model_spec(hf_config)
+    check_rope_of(model, parse_model_spec(hf_config) if isinstance(hf_config, dict) else read_model_spec(hf_config))
+
+
+def check_rope_of(model: Any, spec: ModelSpec) -> None:
+    """Raises ValueError unless a `GPTModel` rotates by the frequencies of `spec`."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     expected = spec.rope.frequencies(spec.head_dim)
     kind = getattr(model, "position_embedding_type", None)

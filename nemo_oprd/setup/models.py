@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ from nemo_oprd.config.schema import Config, ModelSource
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
 from nemo_oprd.distillation.objective import Objective
-from nemo_oprd.distillation.student import Student
+from nemo_oprd.distillation.student import ChunkBuilder, Student
 from nemo_oprd.distillation.teacher import Teacher
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.distillation.watched_metrics import ModelNeeds, WatchedMetrics
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
-from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
-from nemo_oprd.setup.preflight import check_layouts, model_directory
+from nemo_oprd.models.providers import OWN
+from nemo_oprd.setup.preflight import check_layouts, model_directory, model_spec
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.weights.hf import HFCheckpoint, TensorReader, load_hf
 
@@ -66,7 +67,7 @@ class ModelFiles:
         """`chat_template`: in place of the tokenizer's own."""
         self.source, self._chat_template = source, chat_template
         self.directory = model_directory(source)
-        self.spec: ModelSpec = read_model_spec(self.directory)
+        self.spec: ModelSpec = model_spec(source)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -92,6 +93,21 @@ class ModelFiles:
     def weights_directory(self) -> Path:
         """The HF directory or the Megatron checkpoint that holds the weights."""
         return checkpoint_directory(Path(self.source.path))
+
+    def builder(self, key: str) -> ChunkBuilder:
+        """What builds the model's chunks: this project's `build_chunks`, or Megatron-Bridge's provider.
+
+        Args:
+            key: of the model's source, for messages, for example "student".
+
+        Raises:
+            ValueError: the provider is not of this model.
+        """
+        if self.source.provider == OWN:
+            return build_chunks
+        from nemo_oprd.nemo.provider import build_from_provider, make_provider
+
+        return partial(build_from_provider, make_provider(f"{key}.provider", self.source.provider, self.directory))
 
     def close(self) -> None:
         """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""
@@ -214,6 +230,7 @@ def build_distiller(config: Config, plan: RunPlan | None = None, *, trainable: b
         plan.files.student.read,
         [teacher.read for teacher in plan.files.teachers],
         source=config.student.path,
+        build=plan.files.student.builder("student"),
         trainable=trainable,
     )
     teachers = [
@@ -240,7 +257,8 @@ def _build_teacher(
         depth = needs.teacher_depth(student.objective, number)
         # weights of the student are computed with as the student computes
         router_dtype = None if weights == "own" else config.student.router_dtype
-        chunks = build_chunks(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
+        build = files.builder("teacher") if weights == "own" else student.build
+        chunks = build(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()

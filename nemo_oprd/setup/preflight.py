@@ -23,8 +23,9 @@ from nemo_oprd.losses.layer_mapping import (
     supervised_layers,
     weights_of_layers,
 )
-from nemo_oprd.models import ModelSpec, check_same_width, read_model_spec
+from nemo_oprd.models import FAMILIES, ModelSpec, check_same_width, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.providers import check_provider, know_family
 from nemo_oprd.rollout.vllm.launch import check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 from nemo_oprd.rollout.vllm.server import check_url
@@ -53,7 +54,7 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         check_prompts_given(config)
     if command == "evaluate" or (command == "train" and config.evaluation.every):
         check_graders(config)
-    student = read_model_spec(model_directory(config.student))
+    student = model_spec(config.student)
     if command != "verify" and config.rollout.replay is None:
         check_engine(config, student)
     if command == "evaluate":
@@ -63,7 +64,7 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         return
     fitting = command == "fit-bridge"
     sources = config.teacher_sources
-    teachers = [read_model_spec(model_directory(source)) for source in sources]
+    teachers = [model_spec(source) for source in sources]
     for source, teacher in zip(sources, teachers, strict=True):
         check_layers(config, student, teacher, source, fitting=fitting)
     if command == "train" and config.evaluation.teacher and config.rollout.replay is None:
@@ -81,8 +82,21 @@ def model_directory(model: ModelSource) -> Path:
     Raises:
         ValueError: `model.checkpoint` is not a torch_dist checkpoint of a model whose config.json is known.
     """
+    know_family(model.provider, hf_path=model.hf_path, checkpoint=model.checkpoint)
     hf_path = Path(model.hf_path) if model.hf_path else None
     return hf_directory(Path(model.checkpoint), hf_path) if model.checkpoint else Path(str(hf_path))
+
+
+def model_spec(model: ModelSource) -> ModelSpec:
+    """The architecture of a model of the configuration.
+
+    Raises:
+        ValueError: there is no such model, or its family is not supported.
+    """
+    directory = model_directory(model)
+    spec = read_model_spec(directory)
+    check_provider(model.provider, spec, directory)
+    return spec
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -137,7 +151,7 @@ def known_ids(config: Config) -> int:
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
     reading = sources if config.teacher.reads == "ids" else []
     models = [config.student, *reading]
-    return min(read_model_spec(model_directory(model)).vocab_size for model in models)
+    return min(model_spec(model).vocab_size for model in models)
 
 
 def check_engine(config: Config, student: ModelSpec) -> None:
@@ -146,6 +160,11 @@ def check_engine(config: Config, student: ModelSpec) -> None:
     Args:
         student: the architecture of the model to sample from.
     """
+    if config.rollout.engine == "megatron" and not FAMILIES[student.model_type].own:
+        raise ValueError(
+            f"rollout.engine=megatron: the in-process engine has no {student.model_type} models, which Megatron-Bridge "
+            "builds; expected another engine: set rollout.engine=vllm, or rollout.replay=FILE"
+        )
     if config.rollout.engine == "vllm":
         check_model(config, student)
         for url in config.rollout.vllm.endpoints:

@@ -117,6 +117,8 @@ def _routers(
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
     """The gradients of a transformers model by the names that its checkpoint has; that of each expert by itself."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if model.config.model_type not in FAMILIES:  # of Megatron-Bridge, and dense
+        return found
     spec = parse_model_spec(model.config.to_dict())
     if spec.experts is None:
         return found
@@ -299,7 +301,8 @@ def _load(path: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
-    model.set_experts_implementation("eager")  # one expert after the other, in the model's precision
+    if hasattr(model, "set_experts_implementation"):  # transformers 4 has no other one
+        model.set_experts_implementation("eager")  # one expert after the other, in the model's precision
     # rollouts contain no padding; with a padding id, the embedding would drop the gradient of that id
     model.get_input_embeddings().padding_idx = None
     return model.eval()

@@ -115,12 +115,11 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
     Args:
         stacked: whether all layers of a kind are in one array; None: as this project writes them (`stacks_layers`).
     """
-    shapes = _shapes(spec)
     stacked = stacks_layers(spec) if stacked is None else stacked
     parameters = []
     for mapping in FAMILIES[spec.model_type].param_mappings(spec):
         if mapping.layer is None:
-            parameters.append(Parameter(mapping, mapping.megatron, (), shapes[mapping.megatron]))
+            parameters.append(Parameter(mapping, mapping.megatron, (), _joined_shape(mapping, mapping.megatron, spec)))
             continue
         name = mapping.megatron.split(".", 3)[3]
         place: tuple[tuple[int, int], ...] = ((mapping.layer, spec.num_layers),) if stacked else ()
@@ -133,8 +132,18 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
             fused = name  # the norm before a router is stored by itself
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
-        parameters.append(Parameter(mapping, prefix + fused, place, shapes[name]))
+        parameters.append(Parameter(mapping, prefix + fused, place, _joined_shape(mapping, name, spec)))
     return parameters
+
+
+def _joined_shape(mapping: ParamMapping, name: str, spec: ModelSpec) -> tuple[int, ...]:
+    """The shape of a mapping's joined tensor. `name` is Megatron's, without numbers of layers and experts."""
+    family = FAMILIES[spec.model_type]
+    parts = [family.hf_shape(hf_name, spec) for hf_name in mapping.hf]
+    if any(shape is None for shape in parts):
+        return _shapes(spec)[name]
+    empty = [torch.empty(shape, device="meta") for shape in parts if shape is not None]
+    return tuple(mapping.form.join(empty, spec).shape)
 
 
 def hf_to_megatron(
@@ -308,7 +317,9 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     stored = set(checkpoint.keys())
     known |= {fused_name(name)[0] for name in known - stored}  # experts that are stored together
     by_megatron = {mapping.megatron: mapping.hf[0] for mapping in FAMILIES[spec.model_type].mappings}
-    head, embedding = by_megatron["output_layer.weight"], by_megatron["embedding.word_embeddings.weight"]
+    # a family whose heads are always tied has no mapping of the head
+    head = by_megatron.get("output_layer.weight", "lm_head.weight")
+    embedding = by_megatron["embedding.word_embeddings.weight"]
     unknown = sorted(stored - known)
     lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq")]
     if head in lost and spec.tied_embeddings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from bridge_environment import make_environment
 from pool import Pools
 
 
@@ -14,3 +15,9 @@ def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def bridge_environment() -> dict[str, str]:
+    """The variables of a process in Megatron-Bridge's environment."""
+    return make_environment()

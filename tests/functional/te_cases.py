@@ -127,7 +127,7 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.model import transformer_config
+    from nemo_oprd.megatron.model_config import transformer_config
     from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
 

@@ -7,14 +7,13 @@ against the golden gradients.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adopted_golden import EVERYWHERE, check
+from bridge_environment import run
 from golden_runs import EXPECTED, GOLDEN, overrides
 from golden_runs import check as check_verify
 from pool import Pools
@@ -24,9 +23,7 @@ from nemo_oprd.models.bridge_config import RUN_CONFIG, read_run_config
 from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
 pytestmark = pytest.mark.nemo
-ROOT = Path(__file__).parent.parent.parent
-HERE = ROOT / "tests" / "functional"
-PYTHON = ROOT / ".venv-nemo-bridge" / "bin" / "python"
+CASES = "nemo_bridge_cases.py"
 # name -> (sizes, responses per microbatch, case)
 LAYOUTS: dict[str, tuple[dict[str, Any], int, str]] = {
     **{f"PP2, {case}": ({"pipeline": 2}, 2, case) for case in EVERYWHERE},
@@ -34,25 +31,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, str]] = {
     "DP2": ({"data": 2}, 1, "normalized_sum"),
 }
 UPDATES = 3
-
-
-@pytest.fixture(scope="session")
-def environment() -> dict[str, str]:
-    """The variables of a process in Megatron-Bridge's environment, which is made where it is missing."""
-    made = subprocess.run(["bash", "scripts/setup_nemo_bridge.sh"], cwd=ROOT, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"scripts/setup_nemo_bridge.sh failed: {made.stderr.strip().splitlines()[-1:]}")
-    path = os.pathsep.join(map(str, (ROOT, HERE, HERE / "te_stand_in")))
-    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-
-
-def run(environment: dict[str, str], ranks: int, case: str, **arguments: Any) -> None:
-    """Runs a function of nemo_bridge_cases.py on `ranks` ranks."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [str(PYTHON), *torchrun, str(HERE / "nemo_bridge_cases.py"), case, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +45,17 @@ def trained(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(environment: dict[str, str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_rank(bridge_environment: dict[str, str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of the cases of one rank."""
     root = tmp_path_factory.mktemp("bridge")
     hf_to_megatron(GOLDEN / "student", root / "converted", tensor=2, progress=False)
     ours = {"converted_again": str(root / "converted"), "trained": str(trained / "checkpoints" / "iter_0000001")}
-    run(environment, 1, "one_rank", directory=str(root), ours=ours, run=str(trained / "checkpoints"))
+    run(bridge_environment, 1, CASES, "one_rank", directory=str(root), ours=ours, run=str(trained / "checkpoints"))
     return root
 
 
 @pytest.fixture(scope="module")
-def two_ranks(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(bridge_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of the cases of two ranks."""
     root = tmp_path_factory.mktemp("train_step")
     cases = [
@@ -91,7 +69,7 @@ def two_ranks(environment: dict[str, str], tmp_path_factory: pytest.TempPathFact
         }
         for name, (sizes, size, case) in LAYOUTS.items()
     ]
-    run(environment, 2, "two_ranks", cases=cases)
+    run(bridge_environment, 2, CASES, "two_ranks", cases=cases)
     return root
 
 

@@ -13,7 +13,7 @@ from family_configs import MIXTRAL, QWEN3, QWEN3_MOE
 from nemo_oprd.capacity.parameters import model_parameters
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.experts import Router, route
-from nemo_oprd.megatron.model import transformer_config
+from nemo_oprd.megatron.model_config import transformer_config
 from nemo_oprd.megatron.routes import Routes
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.moe import fused_name

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from . import distributed, fp8, router, tensor  # noqa: F401
 from .attention import DotProductAttention  # noqa: F401
-from .modules import LayerNormLinear, Linear, RMSNorm  # noqa: F401
+from .modules import LayerNorm, LayerNormLinear, Linear, RMSNorm  # noqa: F401
 
 
 class GroupedLinear:

@@ -1,4 +1,4 @@
-"""Linear, LayerNormLinear and RMSNorm in plain PyTorch; only what Megatron's GPT layers ask for."""
+"""Linear, LayerNormLinear and norms in plain PyTorch; only what Megatron's GPT layers ask for."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(hidden.dtype)
 
 
+def layer_norm(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float32 inside, rounded once."""
+    wide = hidden.float()
+    centered = wide - wide.mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float() + bias.float()).to(hidden.dtype)
+
+
 class WithExtraState(torch.nn.Module):
     """Every module of the real package has an extra state in its state dict; without FP8 it is empty."""
 
@@ -34,7 +42,9 @@ class WithExtraState(torch.nn.Module):
             raise NotImplementedError("the stand-in has no FP8")
 
 
-class RMSNorm(WithExtraState):
+class _Norm(WithExtraState):
+    """What both norms share; with `zero_centered_gamma` the stored weight is that of the formula minus one."""
+
     def __init__(
         self,
         normalized_shape: Any = None,
@@ -48,16 +58,38 @@ class RMSNorm(WithExtraState):
         super().__init__()
         if (normalized_shape is None) == (hidden_size is None):
             raise RuntimeError("exactly one of normalized_shape and hidden_size")
-        require(zero_centered_gamma=(zero_centered_gamma, False), others=(set(kwargs) - {"device"}, set()))
-        size = hidden_size if normalized_shape is None else normalized_shape
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=params_dtype, device=kwargs["device"]))
+        require(others=(set(kwargs) - {"device"}, set()))
+        self.size = hidden_size if normalized_shape is None else normalized_shape
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.options = {"dtype": params_dtype, "device": kwargs["device"]}
+        self.weight = torch.nn.Parameter(torch.full((self.size,), 1.0 - zero_centered_gamma, **self.options))
+        self._mark(self.weight, sequence_parallel)
+
+    def _mark(self, parameter: torch.nn.Parameter, sequence_parallel: bool | None) -> None:
         if sequence_parallel is not None:
-            self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         require(extra_inputs=(extra_inputs, ()), kwargs=(kwargs, {}))
-        return rms_norm(input, self.weight, self.eps)
+        return self._norm(input, self.weight.float() + 1 if self.zero_centered_gamma else self.weight)
+
+
+class RMSNorm(_Norm):
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden, weight, self.eps)
+
+
+class LayerNorm(_Norm):
+    def __init__(self, *args: Any, sequence_parallel: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, sequence_parallel=sequence_parallel, **kwargs)
+        self.bias = torch.nn.Parameter(torch.zeros(self.size, **self.options))
+        self._mark(self.bias, sequence_parallel)
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return layer_norm(hidden, weight, self.bias, self.eps)
 
 
 class _Parallel(WithExtraState):
@@ -232,16 +264,20 @@ class LayerNormLinear(_Parallel):
     ) -> None:
         super().__init__()
         require(
-            normalization=(normalization, "RMSNorm"),
             fuse_wgrad_accumulation=(fuse_wgrad_accumulation, False),
             return_layernorm_output=(return_layernorm_output, False),
             return_layernorm_output_gathered=(return_layernorm_output_gathered, False),
             parameters_split=(parameters_split, None),
-            zero_centered_gamma=(zero_centered_gamma, False),
             delay_wgrad_compute=(delay_wgrad_compute, False),
         )
-        self.eps = eps
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=params_dtype, device=device))
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        options: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        self.layer_norm_weight = torch.nn.Parameter(torch.full((in_features,), 1.0 - zero_centered_gamma, **options))
+        self.layer_norm_bias = None
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features, **options))
+        elif normalization != "RMSNorm":
+            raise AssertionError("Unsupported normalization type!")
         self._build(
             in_features,
             out_features,
@@ -255,7 +291,9 @@ class LayerNormLinear(_Parallel):
             parallel_mode,
             device,
         )
-        self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -264,4 +302,7 @@ class LayerNormLinear(_Parallel):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Any:
-        return self._product(rms_norm(inp, self.layer_norm_weight, self.eps))
+        weight = self.layer_norm_weight.float() + 1 if self.zero_centered_gamma else self.layer_norm_weight
+        if self.layer_norm_bias is None:
+            return self._product(rms_norm(inp, weight, self.eps))
+        return self._product(layer_norm(inp, weight, self.layer_norm_bias, self.eps))

@@ -1,0 +1,167 @@
+"""What test_bridge_families.py runs in Megatron-Bridge's environment: `python bridge_family_cases.py CASE ARGUMENTS`.
+
+The arguments are those of the function, as JSON. Models of families that only Megatron-Bridge has, in this project's
+loop. Several ranks are started by torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# name -> (class of the config, its settings): tied embeddings and scaled ones, norms around zero, GELU; LayerNorm with
+# biases, no gate, half of the channels rotated; an ordinary one
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}),
+    "nemotron": ("NemotronConfig", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": None, "rope_theta": 50000.0}),
+}
+# ids 0 to 60, as in the golden rollouts; an odd number of layers
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+def make_models(directory: str) -> None:
+    """DIRECTORY/FAMILY/student of three layers and DIRECTORY/FAMILY/teacher of four, with random weights."""
+    import transformers
+
+    for family, (config, settings) in FAMILIES.items():
+        for role, layers in (("student", 3), ("teacher", 4)):
+            torch.manual_seed(layers)
+            made = getattr(transformers, config)(**COMMON, **settings, num_hidden_layers=layers)
+            model = transformers.AutoModelForCausalLM.from_config(made)
+            for name, parameter in model.named_parameters():
+                torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.2)
+                if "norm" in name and family == "mistral":  # the other two add 1 to the stored weight
+                    parameter.data += 1
+            model.save_pretrained(Path(directory) / family / role)
+
+
+def verify(runs: dict[str, list[str]]) -> None:
+    """`nemo-oprd verify` with each list of settings."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    from nemo_oprd.commands.verify import verify as command
+    from nemo_oprd.config.loading import load_config
+
+    TEDotProductAttention.cp_stream = object()  # a CUDA stream, which the stand-in does not use
+    for overrides in runs.values():
+        command(load_config("verify", overrides))
+
+
+def train(runs: list[list[str]]) -> None:
+    """`nemo-oprd train` with each list of settings, one after the other."""
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.train import train as command
+
+    for overrides in runs:
+        command(load_config("verify", overrides))
+
+
+def convert(models: str, directory: str) -> None:
+    """Every family's student: to a Megatron checkpoint and back; Megatron-Bridge loads ours, and we read its own."""
+    import nemo_bridge_cases as bridge_cases
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model
+    from safetensors.torch import save_file
+    from stock_models import megatron_groups
+
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.models.providers import know_family
+    from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+
+    bridge_cases.prepare()
+    settings = bridge_cases.settings(Layout())
+    for family in FAMILIES:
+        source, root = Path(models) / family / "student", Path(directory) / family
+        know_family("bridge", hf_path=str(source))
+        hf_to_megatron(source, root / "ours", tensor=2, progress=False)
+        megatron_to_hf(root / "ours", root / "back", progress=False)
+        with megatron_groups(Layout()), torch.no_grad():
+            made = AutoBridge.from_hf_pretrained(str(source), dtype=torch.float32).to_megatron_provider()
+            for field, value in settings.items():
+                setattr(made, field, value)
+            save_megatron_model(bridge_cases.provided(made, wrap_with_ddp=False), str(root / "theirs"))
+        checkpoint = MegatronCheckpoint(root / "theirs", source)
+        save_file({name: checkpoint[name] for name in checkpoint.keys()}, root / "theirs.safetensors")  # noqa: SIM118
+        with megatron_groups(Layout()), torch.no_grad():
+            options = {"use_cpu_init": True, "skip_temp_dist_context": True, "mp_overrides": settings}
+            loaded = load_megatron_model(str(root / "ours"), **options)
+            logits = loaded[0](bridge_cases.TOKENS, None, None)[..., : COMMON["vocab_size"]]
+            save_file({"logits": logits.contiguous()}, root / "loaded.safetensors")
+
+
+def refusals(cases: dict[str, list[str]], output: str) -> None:
+    """The messages of `preflight` and of building the models."""
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.preflight import preflight
+
+    found = {}
+    for name, overrides in cases.items():
+        try:
+            config = load_config("verify", overrides)
+            preflight(config, 1, "train")
+            build_distiller(config)
+            found[name] = "no error"
+        except ValueError as error:
+            found[name] = str(error)
+    Path(output).write_text(json.dumps(found))
+
+
+def recipe(hf_path: str) -> Any:
+    """A recipe in the style of Megatron-Bridge's: a configuration with the provider as `model`."""
+    from types import SimpleNamespace
+
+    from megatron.bridge import AutoBridge
+
+    made = AutoBridge.from_hf_pretrained(hf_path).to_megatron_provider(load_weights=False)
+    # what recipes set, and this project sets itself
+    made.tensor_model_parallel_size, made.sequence_parallel, made.calculate_per_token_loss = 4, True, False
+    made.recompute_granularity, made.recompute_method, made.recompute_num_layers = "full", "uniform", 1
+    made.hidden_dropout = 0.1
+    return SimpleNamespace(model=made)
+
+
+def another_model(hf_path: str) -> Any:
+    """A recipe of a model with another feed-forward size."""
+    made = recipe(hf_path)
+    made.model.ffn_hidden_size = 64
+    return made
+
+
+def another_rope(hf_path: str) -> Any:
+    """A provider that rotates by another base."""
+    made = recipe(hf_path).model
+    made.rotary_base = 77.0
+    return made
+
+
+def nothing() -> None:
+    """Returns no provider."""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        from nemo_oprd.megatron.parallel import init_distributed
+
+        init_distributed()
+    globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,211 @@
+"""Families that only Megatron-Bridge has, in this project's loop (`provider=bridge`), on CPUs with the real package.
+
+- Losses and every gradient of `verify` against plain Hugging Face models in float64, which run here, in another version
+  of transformers, at layouts where both roles differ.
+- A run that is resumed at another layout ends with the weights of an uninterrupted one.
+- Conversion both ways bit for bit, with checkpoints of this project and of Megatron-Bridge.
+- Recipes: what they set of layout and training is this project's, and another model is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bridge_environment import run
+from bridge_family_cases import COMMON, FAMILIES
+from golden_runs import EXPECTED, GOLDEN
+from safetensors.torch import load_file
+
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.verification.reference import agreement, reference
+
+pytestmark = pytest.mark.nemo
+# fp32 against float64 over four layers, as in test_layouts.py
+TOLERANCE = 1e-5
+CASES = "bridge_family_cases.py"
+FULL_RECOMPUTE = ("student.recompute=full", "student.recompute_method=uniform", "student.recompute_num_layers=1")
+# name -> settings, on two ranks
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "TP2 SP, teacher PP2": (
+        "student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.pipeline=2",
+        "loss.output.kind=sampled_token", "loss.output.weight=0.5",
+    ),
+    "PP2, teacher CP2": (
+        "student.parallel.pipeline=2", "student.parallel.first_stage_layers=2", "teacher.parallel.context=2",
+        "loss.output.kind=full_vocab", "loss.output.weight=0.5", "loss.representation.kind=normalized_mse",
+    ),
+    "CP2, teacher TP2": (
+        "student.parallel.context=2", "teacher.parallel.tensor=2", "loss.representation.layers=[1,2]", *FULL_RECOMPUTE,
+    ),
+    "DP2, small microbatches": ("train.tokens_per_microbatch=16", "loss.representation.kind=cosine"),
+}  # fmt: skip
+RUNS = {f"{family}, {layout}": (family, layout) for family in FAMILIES for layout in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def models(bridge_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FAMILY/{student,teacher}, written by Megatron-Bridge's version of transformers."""
+    root = tmp_path_factory.mktemp("families")
+    run(bridge_environment, 0, CASES, "make_models", directory=str(root))
+    return root
+
+
+def settings(models: Path, family: str, output: Path, provider: str = "bridge") -> list[str]:
+    roles = [f"{role}.hf_path={models / family / role}" for role in ("student", "teacher")]
+    providers = [f"student.provider={provider}", "teacher.provider=bridge"]
+    return [*roles, *providers, f"rollout.replay={GOLDEN}/rollouts.jsonl", f"output={output}"]
+
+
+def place(name: str) -> str:
+    """A run's name without characters that the configuration's grammar reads."""
+    return name.replace(",", "").replace(" ", "-")
+
+
+@pytest.fixture(scope="module")
+def verified(bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of `verify` with all settings, in one start of the two ranks, because importing takes the longest."""
+    root = tmp_path_factory.mktemp("verified")
+    runs = {
+        name: [*settings(models, family, root / place(name)), *LAYOUTS[layout]]
+        for name, (family, layout) in RUNS.items()
+    }
+    run(bridge_environment, 2, CASES, "verify", runs=runs)
+    return root
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients(models: Path, verified: Path, tmp_path: Path, name: str) -> None:
+    family, layout = RUNS[name]
+    found = verified / place(name)
+    config = load_config("verify", [*settings(models, family, tmp_path), *LAYOUTS[layout]])
+    expected = reference(config, read_rollouts(GOLDEN / "rollouts.jsonl", COMMON["vocab_size"]))
+    losses = json.loads((found / "losses.json").read_text())
+    for key in ("rep/loss", "output/loss"):
+        if key in expected:
+            assert losses[key] == pytest.approx(expected[key], rel=TOLERANCE), key
+    deviations = agreement(load_file(found / "grads.safetensors"), expected["gradients"])
+    worst = max(deviations, key=deviations.__getitem__)
+    assert deviations[worst] < TOLERANCE, f"{worst}: {deviations[worst]:.1e}"
+
+
+@pytest.fixture(scope="module")
+def trained(bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FAMILY-whole: four updates at TP2. FAMILY-parts: two updates at TP2, then two more at PP2."""
+    root = tmp_path_factory.mktemp("trained")
+    sizes = {
+        "tensor": ("student.parallel.tensor=2", "student.parallel.sequence=true"),
+        "pipeline": ("student.parallel.pipeline=2", "student.parallel.first_stage_layers=2"),
+    }
+
+    def one(family: str, kind: str, layout: str, steps: int) -> list[str]:
+        train = [f"train.steps={steps}", "train.schedule=constant", "train.warmup_fraction=0", "train.save_every=2"]
+        train += ["train.lr=1e-2", "train.adam_eps=1e-2", "loss.output.kind=full_vocab", "loss.output.weight=0.5"]
+        train.append("logging.tensorboard=false")
+        return [*settings(models, family, root / f"{family}-{kind}"), *sizes[layout], *train]
+
+    runs = []
+    for family in ("gemma", "nemotron"):
+        runs += [
+            one(family, "whole", "tensor", 4),
+            one(family, "parts", "tensor", 2),
+            one(family, "parts", "pipeline", 4),
+        ]
+    run(bridge_environment, 2, CASES, "train", runs=runs)
+    return root
+
+
+@pytest.mark.parametrize("family", ["gemma", "nemotron"])
+def test_training_resumes_at_another_layout(models: Path, trained: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole, parts = (load_file(trained / f"{family}-{kind}" / "hf" / "model.safetensors") for kind in ("whole", "parts"))
+    before = load_file(models / family / "student" / "model.safetensors")
+    assert set(whole) == set(parts) == set(before)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+        assert not torch.equal(tensor, before[name]), name
+    lines = [json.loads(line) for line in (trained / f"{family}-whole" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["rep/loss"] for line in lines]
+    assert len(losses) == 4 and losses[3] < losses[0], losses
+    AutoModelForCausalLM.from_pretrained(trained / f"{family}-whole" / "hf")
+
+
+@pytest.fixture(scope="module")
+def converted(bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("converted")
+    run(bridge_environment, 1, CASES, "convert", models=str(models), directory=str(root))
+    return root
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversion(models: Path, converted: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = models / family / "student"
+    expected = load_file(source / "model.safetensors")
+    for found in (converted / family / "back" / "model.safetensors", converted / family / "theirs.safetensors"):
+        tensors = load_file(found)
+        assert set(tensors) == set(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(tensors[name], tensor), f"{found}: {name}"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.arange(20).view(2, 10) * 3).logits
+    found_logits = load_file(converted / family / "loaded.safetensors")["logits"]
+    torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-4)
+
+
+REFUSED = {
+    "another model": (["student.provider=bridge_family_cases:another_model"], "ffn_hidden_size=64, but"),
+    "another RoPE": (["student.provider=bridge_family_cases:another_rope"], "rotary_base=77.0"),
+    "no provider": (
+        ["student.provider=bridge_family_cases:nothing"],
+        "returns a NoneType; expected",
+    ),
+    "no function": (["student.provider=bridge_family_cases:recipes"], "did you mean 'recipe'?"),
+    "one role only": (["teacher.provider=own"], "provider=own for a gemma model"),
+    "in-process engine": (["rollout.replay=null", "data.train=prompts.jsonl"], "the in-process engine has no gemma"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(
+    bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("refused")
+    (root / "sliding").mkdir()
+    config = json.loads((models / "mistral" / "student" / "config.json").read_text())
+    (root / "sliding" / "config.json").write_text(json.dumps({**config, "sliding_window": 16}))
+    cases = {name: [*settings(models, "gemma", root / "out"), *more] for name, (more, _) in REFUSED.items()}
+    cases["sliding window"] = [*settings(models, "gemma", root / "out"), f"student.hf_path={root / 'sliding'}"]
+    run(bridge_environment, 1, CASES, "refusals", cases=cases, output=str(root / "found.json"))
+    return json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(refused: dict[str, str], name: str) -> None:
+    assert REFUSED[name][1] in refused[name] and "expected" in refused[name], refused[name]
+
+
+def test_what_a_family_may_not_have(refused: dict[str, str]) -> None:
+    assert "has sliding-window attention; expected a dense decoder" in refused["sliding window"]
+
+
+def test_a_recipe_of_an_own_family(bridge_environment: dict[str, str], tmp_path: Path) -> None:
+    """The golden pair (qwen3), built by a recipe whose settings of layout and training this project replaces."""
+    case = "mse_all_last_k"
+    options = [f"loss.representation.{k}={v}" for k, v in EXPECTED[case]["options"].items()]
+    roles = [f"{role}.hf_path={GOLDEN / role}" for role in ("student", "teacher")]
+    overrides = [
+        *roles, *options, "student.provider=bridge_family_cases:recipe", "student.parallel.tensor=2",
+        f"rollout.replay={GOLDEN}/rollouts.jsonl", f"output={tmp_path / 'out'}",
+    ]  # fmt: skip
+    run(bridge_environment, 2, CASES, "verify", runs={"golden": overrides})
+    deviations = agreement(
+        load_file(tmp_path / "out" / "grads.safetensors"), load_file(GOLDEN / f"grads_{case}.safetensors")
+    )
+    assert max(deviations.values()) < TOLERANCE, deviations
