@@ -5,6 +5,7 @@ A family that only Megatron-Bridge has must be known before its config.json is r
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from nemo_oprd.models import FAMILIES, ModelSpec
@@ -26,6 +27,11 @@ def know_family(provider: str, *, hf_path: str | None, checkpoint: str | None = 
     """
     if provider == OWN:
         return
+    if find_spec("megatron.bridge") is None:
+        raise ValueError(
+            f"provider={provider} needs Megatron-Bridge, which is not installed here; expected provider=own without "
+            "it: use NVIDIA's container of NeMo, or the environment of scripts/setup_nemo_bridge.sh (docs/nemo.md)"
+        )
     directory = _config_directory(hf_path, checkpoint)
     if directory is None:
         return  # reading the model says what is missing

@@ -221,8 +221,8 @@ def import_bridge(key: str) -> Any:
         from megatron.bridge import AutoBridge
     except ImportError as error:
         raise ValueError(
-            f"{key}: provider=bridge needs Megatron-Bridge, which this Python cannot import ({error}); expected its "
-            "environment: NVIDIA's container of NeMo, or scripts/setup_nemo_bridge.sh (docs/nemo.md)"
+            f"{key}: Megatron-Bridge cannot be imported ({error}); expected its environment, which has Transformer "
+            "Engine: NVIDIA's container of NeMo, or scripts/setup_nemo_bridge.sh with the stand-in (docs/nemo.md)"
         ) from error
     return AutoBridge
 

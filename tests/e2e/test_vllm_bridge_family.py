@@ -1,0 +1,63 @@
+"""A student that only Megatron-Bridge builds (gemma) is trained on responses that vLLM samples, all on a CPU.
+
+Three environments take part: the trainer's is Megatron-Bridge's, the servers' is vLLM's, and the toy's tokenizer and
+prompts come from this one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import vllm_environment
+from bridge_environment import PYTHON, ROOT, make_environment, run
+from safetensors.torch import load_file
+
+from nemo_oprd.toy import task
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nemo,
+    pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing())),
+]
+# float32 on both sides, as in test_vllm.py
+LOGPROB_TOLERANCE = 1e-4
+STEPS = 3
+
+
+def test_gemma(tmp_path: Path) -> None:
+    environment = make_environment()
+    sizes = {"vocabulary": task.VOCAB_SIZE, "end": task.EOS_ID}
+    run(environment, 0, "bridge_family_cases.py", "make_toy_models", directory=str(tmp_path), **sizes)
+    for role in ("student", "teacher"):
+        task.write_tokenizer(tmp_path / role)
+    problems = task.disjoint_problems(np.random.default_rng(0), {"train": 32, "heldout": 4})
+    for name, drawn in problems.items():
+        task.write_prompts(tmp_path / f"{name}.jsonl", drawn)
+    models = [
+        f"{role}.{key}" for role in ("student", "teacher") for key in (f"hf_path={tmp_path / role}", "provider=bridge")
+    ]
+    settings = [
+        "student.parallel.tensor=1", "student.parallel.pipeline=2", f"data.train={tmp_path}/train.jsonl",
+        f"data.validation.heldout={tmp_path}/heldout.jsonl", "evaluation.every=0", "evaluation.teacher=false",
+        "rollout.engine=vllm", "rollout.max_new_tokens=12", "loss.representation.k=8", f"train.steps={STEPS}",
+        "train.lr=1e-2", "train.schedule=constant", "train.prompts_per_step=8", f"output={tmp_path / 'run'}",
+    ]  # fmt: skip
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [str(PYTHON), *torchrun, "-m", "nemo_oprd", "train", "--config-name", "quickstart", *models, *settings]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == STEPS
+    for line in lines:  # after every update of the servers' weights
+        assert line["rollout/logprob_gap_max"] < LOGPROB_TOLERANCE, line
+    before = load_file(tmp_path / "student" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert set(after) == set(before)
+    # updates that are far above the tolerance, so that stale weights would have been noticed
+    assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-2
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
