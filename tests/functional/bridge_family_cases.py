@@ -78,6 +78,15 @@ def verify(runs: dict[str, list[str]]) -> None:
         command(load_config("verify", overrides))
 
 
+def fit_and_verify(fit: list[str], runs: dict[str, list[str]]) -> None:
+    """`nemo-oprd fit-bridge`, then `verify` with the bridge."""
+    from nemo_oprd.commands.fit_bridge import fit_bridge
+    from nemo_oprd.config.loading import load_config
+
+    fit_bridge(load_config("verify", fit))
+    verify(runs)
+
+
 def train(runs: list[list[str]]) -> None:
     """`nemo-oprd train` with each list of settings, one after the other."""
     from nemo_oprd.config.loading import load_config

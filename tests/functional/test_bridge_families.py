@@ -80,8 +80,23 @@ def verified(bridge_environment: dict[str, str], models: Path, tmp_path_factory:
 @pytest.mark.parametrize("name", RUNS)
 def test_gradients(models: Path, verified: Path, tmp_path: Path, name: str) -> None:
     family, layout = RUNS[name]
-    found = verified / place(name)
-    config = load_config("verify", [*settings(models, family, tmp_path), *LAYOUTS[layout]])
+    check(verified / place(name), [*settings(models, family, tmp_path), *LAYOUTS[layout]])
+
+
+def test_gradients_through_a_bridge(bridge_environment: dict[str, str], models: Path, tmp_path: Path) -> None:
+    """A student that Megatron-Bridge builds, and a wider teacher that this project builds."""
+    roles = [f"student.hf_path={models}/gemma/student", f"teacher.hf_path={GOLDEN}/teacher", "student.provider=bridge"]
+    common = [*roles, "student.parallel.tensor=2", f"rollout.replay={GOLDEN}/rollouts.jsonl"]
+    bridge = f"bridge.path={tmp_path / 'bridge'}"
+    fit = [*common, bridge, f"output={tmp_path / 'bridge'}", "bridge.rank=4"]
+    overrides = [*common, bridge, "teacher.parallel.pipeline=2", f"output={tmp_path / 'out'}"]
+    run(bridge_environment, 2, CASES, "fit_and_verify", fit=fit, runs={"bridge": overrides})
+    check(tmp_path / "out", overrides)
+
+
+def check(found: Path, overrides: list[str]) -> None:
+    """Compares what `verify` wrote with plain Hugging Face models in float64."""
+    config = load_config("verify", overrides)
     expected = reference(config, read_rollouts(GOLDEN / "rollouts.jsonl", COMMON["vocab_size"]))
     losses = json.loads((found / "losses.json").read_text())
     for key in ("rep/loss", "output/loss"):
