@@ -129,6 +129,9 @@ def import_everything(calls: Iterable[str]) -> None:
         importlib.import_module(name)
     for call in calls:
         importlib.import_module(call.split(":")[0])
+    from nemo_oprd.config.loading import load_config
+
+    load_config("quickstart", ["output=unused"])  # Hydra and its parsers are imported, and warm
     gc.freeze()  # Megatron collects garbage before a save; objects shared with this process are excluded
 
 
