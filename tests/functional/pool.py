@@ -138,8 +138,8 @@ class Pools:
     def __getitem__(self, size: int) -> Pool:
         if size not in self._pools or not self._pools[size].alive:
             for other in list(self._pools):
-                if other != size and self._pools[other].size + size > 5:
-                    self._pools.pop(other).close()  # at most a handful of processes at a time
+                if other != size and self._pools[other].size + size > 6:
+                    self._pools.pop(other).close()  # 1, 2 and 4 ranks stay, which most files use in turn
             self._pools[size] = Pool(size, self.environment)
         return self._pools[size]
 

@@ -112,7 +112,7 @@ def test_gradients(pools: Pools, tmp_path: Path, bridges: Path, layout: str, obj
     assert deviations[worst] < TOLERANCE, f"{worst}: {deviations[worst]:.1e}"
 
 
-@pytest.mark.parametrize("student", ["pp2 vpp2", "tp2 sp pp2 vpp2"])
+@pytest.mark.parametrize("student", [pytest.param("pp2 vpp2", marks=pytest.mark.slow), "tp2 sp pp2 vpp2"])
 def test_virtual_stages(pools: Pools, tmp_path: Path, student: str) -> None:
     """Each model chunk has the projectors of its own layers, of which some have none."""
     for seed, role in enumerate(("student", "teacher")):
