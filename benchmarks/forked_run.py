@@ -124,11 +124,14 @@ def import_everything(calls: Iterable[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    modules = "train", "checkpointing.in_process_writer", "megatron.cpu_patches"
+    modules = "train", "cli", "commands.evaluate", "checkpointing.in_process_writer", "megatron.cpu_patches"
     for name in ("transformers", *(f"nemo_oprd.{module}" for module in modules)):
         importlib.import_module(name)
     for call in calls:
         importlib.import_module(call.split(":")[0])
+    from nemo_oprd.config.loading import load_config
+
+    load_config("quickstart", ["output=unused"])  # Hydra and its parsers are imported, and warm
     gc.freeze()  # Megatron collects garbage before a save; objects shared with this process are excluded
 
 

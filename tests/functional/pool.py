@@ -20,6 +20,16 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+# what verify and train import when they are called, beside what importing the two imports
+PRELOADED = [
+    *("transformers", "nemo_oprd.train", "nemo_oprd.commands.verify", "nemo_oprd.verification.reference"),
+    *("nemo_oprd.checkpointing.in_process_writer", "nemo_oprd.config.checks", "nemo_oprd.weights.convert"),
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    *("hydra", "hydra._internal.core_plugins", "einops._torch_specific", "numpy.ctypeslib", "numpy.ma", "numpy.random"),
+    "transformers.models.llama.configuration_llama",
+]
+
 
 def _free_port() -> int:
     with socket.socket() as probe:
@@ -70,7 +80,7 @@ class Pool:
     def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
         context = mp.get_context("spawn" if environment else "forkserver")
         if not environment:
-            context.set_forkserver_preload(["transformers", "nemo_oprd.train"])
+            context.set_forkserver_preload(PRELOADED)
         port = _free_port()
         self.size = size
         self._pipes, self._processes = [], []
@@ -128,8 +138,8 @@ class Pools:
     def __getitem__(self, size: int) -> Pool:
         if size not in self._pools or not self._pools[size].alive:
             for other in list(self._pools):
-                if other != size and self._pools[other].size + size > 5:
-                    self._pools.pop(other).close()  # at most a handful of processes at a time
+                if other != size and self._pools[other].size + size > 6:
+                    self._pools.pop(other).close()  # 1, 2 and 4 ranks stay, which most files use in turn
             self._pools[size] = Pool(size, self.environment)
         return self._pools[size]
 

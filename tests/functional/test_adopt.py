@@ -108,8 +108,17 @@ def test_layers_below_the_deepest_supervised_one_need_not_run(pools: Pools, layo
     check("mse_even", found)
 
 
-@pytest.mark.parametrize("fault", ["bypassed", "unobserved"])
-@pytest.mark.parametrize("layout", ["PP2", "PP2 VPP2", "DP2"])
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        ("PP2", "bypassed"),
+        pytest.param("PP2", "unobserved", marks=pytest.mark.slow),
+        pytest.param("PP2 VPP2", "bypassed", marks=pytest.mark.slow),
+        ("PP2 VPP2", "unobserved"),
+        ("DP2", "bypassed"),
+        pytest.param("DP2", "unobserved", marks=pytest.mark.slow),
+    ],
+)
 def test_a_dropped_injection_stops_the_update(pools: Pools, layout: str, fault: str) -> None:
     """The last rank does not inject: its layers run as stock ones, or its forward step passes no observer."""
     ranks, sizes, further = LOCAL_LAYOUTS[layout]

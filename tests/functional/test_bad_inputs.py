@@ -48,7 +48,10 @@ def test_the_document_shows_these_messages() -> None:
     assert DOCUMENT.read_text() == document(MESSAGES), "run python tests/functional/bad_inputs.py --write"
 
 
-@pytest.mark.parametrize("name", ["unknown key", "key as a setting", "world that does not fit"])
+@pytest.mark.parametrize(
+    "name",
+    ["unknown key", pytest.param("key as a setting", marks=pytest.mark.slow), "world that does not fit"],
+)
 def test_one_rank_speaks(good: Place, tmp_path: Path, name: str) -> None:
     """Two real ranks: one line from rank 0, nothing from the other, status 2."""
     case = next(case for case in CASES if case.name == name)

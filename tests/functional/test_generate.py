@@ -74,7 +74,15 @@ def test_generation_equals_full_forwards(
     assert [tuple(item) for item in got] == expected(prompts, temperature, top_p)
 
 
-@pytest.mark.parametrize(("ranks", "tensor", "expert"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "expert"),
+    [
+        (1, 1, 1),
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, 1, marks=pytest.mark.slow),
+        (2, 2, 2),
+    ],
+)
 def test_generation_of_a_model_with_experts(
     pools: Pools, prompts: list[list[int]], tmp_path: Path, ranks: int, tensor: int, expert: int
 ) -> None:
@@ -97,7 +105,7 @@ def test_bf16_logits_are_not_rounded(pools: Pools, ranks: int) -> None:
     assert (exact.bfloat16() - exact).abs().max() > 1e-3 * exact.abs().max()  # what rounding would do
 
 
-@pytest.mark.parametrize("asked", [1, 2, 4])
+@pytest.mark.parametrize("asked", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_all_ranks_give_up_where_one_does(pools: Pools, prompts: list[list[int]], tensor: int, asked: int) -> None:
     """Asked before every batch and within; tensor ranks stop together, others do their part. It can sample again."""

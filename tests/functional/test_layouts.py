@@ -176,8 +176,8 @@ SAME_MODEL = [
     (Case("tp2 sp", "tp2 sp dedicated", tokens=SMALL), True),
     (Case("tp2 sp pp2", "cp2 dp2", tokens=SMALL), False),
     (Case("pp2 vpp2", "tp2 dedicated", recompute="uniform 2"), False),
-    (Case("cp2 dp2", "pp4", tokens=SMALL), False),
-    (Case("dp4", "tp2 pp2"), False),
+    pytest.param(Case("cp2 dp2", "pp4", tokens=SMALL), False, marks=pytest.mark.slow),
+    pytest.param(Case("dp4", "tp2 pp2"), False, marks=pytest.mark.slow),
 ]
 
 

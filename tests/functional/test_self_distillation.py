@@ -154,8 +154,18 @@ def test_training_follows_the_teacher(pools: Pools, bench: Bench, tmp_path: Path
     assert all((got[name].double() - other[name]).abs().max() > 100 * right for other in others)
 
 
-@pytest.mark.parametrize("layers", ["all", "[1,2]"])
-def test_the_moving_average_is_part_of_a_checkpoint(pools: Pools, bench: Bench, tmp_path: Path, layers: str) -> None:
+@pytest.mark.parametrize(
+    ("layers", "layouts"),
+    [
+        ("all", ("TP2", "PP2 VPP2")),
+        ("[1,2]", ("PP2",)),
+        pytest.param("all", ("PP2",), marks=pytest.mark.slow),
+        pytest.param("[1,2]", ("TP2", "PP2 VPP2"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_moving_average_is_part_of_a_checkpoint(
+    pools: Pools, bench: Bench, tmp_path: Path, layers: str, layouts: tuple[str, ...]
+) -> None:
     """Gone on with bit by bit, and at another layout; also where the teacher has only the first layers."""
     kept = ["train.save_every=1", "train.keep_checkpoints=0", f"output={tmp_path}", "teacher.weights=ema"]
     objective = "composed" if layers == "all" else "hidden"
@@ -163,7 +173,7 @@ def test_the_moving_average_is_part_of_a_checkpoint(pools: Pools, bench: Bench, 
     shared.append(f"loss.representation.layers={layers}")
     pools[2].run("cases:run_train", overrides=[*shared, *LAYOUTS["TP2"]])
     got = weights(tmp_path / "hf")
-    for layout in ("TP2", "PP2", "PP2 VPP2"):
+    for layout in layouts:
         shutil.rmtree(tmp_path / "hf")
         (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1\n")
         pools[2].run("cases:run_train", overrides=[*shared, *LAYOUTS[layout]])

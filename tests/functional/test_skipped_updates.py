@@ -90,7 +90,7 @@ def test_infinite_gradient_names_the_parameter(pools: Pools, tmp_path: Path) -> 
     assert lines(tmp_path)[0]["actor/grad_norm"] is None
 
 
-@pytest.mark.parametrize("layout", ["TP2", "dedicated teacher"])
+@pytest.mark.parametrize("layout", ["TP2", pytest.param("dedicated teacher", marks=pytest.mark.slow)])
 def test_too_many_in_a_row_stop_the_run_also_over_a_resume(pools: Pools, tmp_path: Path, layout: str) -> None:
     shared = ["train.stop_after_skipped=3", "train.save_every=1"]
     first = run(pools, tmp_path, layout, *shared, "train.steps=3", steps=[1, 2], value="inf", response=2)

@@ -124,7 +124,7 @@ def test_later_steps_do_not_depend_on_the_kind_of_optimizer(pools: Pools, tmp_pa
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("layout", ["PP2 VPP2", "DP2"])
+@pytest.mark.parametrize("layout", ["PP2 VPP2", pytest.param("DP2", marks=pytest.mark.slow)])
 def test_resume_with_tied_embeddings(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Megatron gives a shared embedding a bucket of its own, behind padding, as sizes here leave some."""
     save_random(tmp_path / "student", SIZES | MODELS["qwen2_tied"], 0)

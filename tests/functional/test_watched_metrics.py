@@ -79,7 +79,9 @@ def test_all_rows_in_the_first_and_every_second_update(pools: Pools, tmp_path: P
     assert not any("output/loss" in line or "loss/weight_output" in line for line in lines)
 
 
-@pytest.mark.parametrize(("layout", "updates"), [("TP2+SP", 1), ("PP2", 1), ("PP2", 2)])
+@pytest.mark.parametrize(
+    ("layout", "updates"), [("TP2+SP", 1), pytest.param("PP2", 1, marks=pytest.mark.slow), ("PP2", 2)]
+)
 def test_a_sampled_token_is_watched_in_the_same_updates(
     pools: Pools, tmp_path: Path, layout: str, updates: int
 ) -> None:

@@ -62,7 +62,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("student")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# data parallel ranks in the default run: test_parameters_rest_while_their_loss_pauses
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] if n == "DP2" else []) for n in LAYOUTS])
 def test_late_parameters_begin_afresh_and_resume_exactly(
     pools: Pools, tmp_path: Path, scratch: Path, layout: str
 ) -> None:

@@ -65,7 +65,7 @@ def test_two_teachers_of_two_files(pools: Pools, models: Path, settings: list[st
         assert line["actor/grad_norm"] == pytest.approx(same["actor/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["student", "ema"])
+@pytest.mark.parametrize("weights", [pytest.param("student", marks=pytest.mark.slow), "ema"])
 def test_the_student_teaches_itself(
     pools: Pools, models: Path, settings: list[str], tmp_path: Path, weights: str
 ) -> None:

@@ -44,21 +44,31 @@ def test_nothing_is_patched_where_cuda_is_used() -> None:
     assert "untouched" in out
 
 
-def test_global_torch_stays_as_it_is() -> None:
-    """Asking for a CUDA device outside the named Megatron modules still fails after installing.
+def test_every_named_place_is_changed_and_global_torch_stays_as_it_is() -> None:
+    """A Megatron version in which a named place is gone must fail here, not in a training run.
+
+    Asking for a CUDA device outside the named Megatron modules still fails after installing.
 
     And the compiler, which a start would wait for, is there but not imported, if torch was built without CUDA.
     """
     out = run(
         """
-        import sys, torch
+        import importlib, sys, torch
         before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "cuda", "compile")}
         import nemo_oprd.train
         from nemo_oprd.megatron import cpu_patches
         compilers = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
         assert torch.version.cuda or not compilers, compilers
         type_method = torch.Tensor.type
+        named = cpu_patches.FUNCTIONS_COMPARING_TYPE_NAMES
+        found = [cpu_patches._find(importlib.import_module(m), f) for m, f in named]
+        codes = [f.__code__ for f in found]
+        assert all(importlib.import_module(name).torch is torch for name in cpu_patches.MODULES_ASKING_FOR_CUDA)
         cpu_patches.install()
+        assert all(f.__code__ is not code for f, code in zip(found, codes))
+        for f in found:
+            names = [c for c in f.__code__.co_consts if isinstance(c, str) and c in cpu_patches.CPU_TYPE_NAMES]
+            assert not names, (f, names)
         cpu_patches.install()  # again: no change
         assert all(getattr(torch, name) is value for name, value in before.items())
         assert torch.Tensor.type is type_method
@@ -71,22 +81,3 @@ def test_global_torch_stays_as_it_is() -> None:
         """
     )
     assert out.split() == ["fails"] * 3
-
-
-def test_every_named_place_exists_and_is_changed() -> None:
-    """A Megatron version in which a named place is gone must fail here, not in a training run."""
-    run(
-        """
-        import importlib, torch
-        from nemo_oprd.megatron import cpu_patches
-        named = cpu_patches.FUNCTIONS_COMPARING_TYPE_NAMES
-        found = [cpu_patches._find(importlib.import_module(m), f) for m, f in named]
-        before = [f.__code__ for f in found]
-        assert all(importlib.import_module(name).torch is torch for name in cpu_patches.MODULES_ASKING_FOR_CUDA)
-        cpu_patches.install()
-        assert all(f.__code__ is not code for f, code in zip(found, before))
-        for f in found:
-            names = [c for c in f.__code__.co_consts if isinstance(c, str) and c in cpu_patches.CPU_TYPE_NAMES]
-            assert not names, (f, names)
-        """
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -57,20 +58,15 @@ def test_the_command_rounds_the_matrices_of_layers_only(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "s" / "config.json").read_text())["model_type"]
 
 
-def test_the_models_own_directory_is_refused() -> None:
-    source = str(ROOT / "tests" / "golden" / "student")
-    words = [
-        sys.executable,
-        "checkpoint_tools/round_weights.py",
-        "--hf-path",
-        source,
-        "--output",
-        source,
-        "--bits",
-        "2",
-    ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "is the model itself" in done.stderr
+def test_the_models_own_directory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, script = str(ROOT / "tests" / "golden" / "student"), ROOT / "checkpoint_tools" / "round_weights.py"
+    monkeypatch.syspath_prepend(str(script.parent))
+    monkeypatch.setattr(sys, "argv", [str(script), "--hf-path", source, "--output", source, "--bits", "2"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 2 and "is the model itself" in capsys.readouterr().err
 
 
 def test_files_that_are_no_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
