@@ -41,6 +41,11 @@ def _check_no_source(model: ModelSource, why: str) -> None:
             f"teacher.hf_path={model.hf_path} and teacher.checkpoint={model.checkpoint} with {why}; expected neither: "
             "set both to null"
         )
+    if model.provider != "own":
+        raise ValueError(
+            f"teacher.provider={model.provider} with {why}; expected own: leave teacher.provider out, and set the "
+            "provider where the model is named"
+        )
 
 
 def _check_teachers(config: Config) -> None:

@@ -97,7 +97,7 @@ class Student:
         Raises:
             ValueError: the layout does not fit the model, or the weights do not fit the model's config.
         """
-        self.config, self.role, self.objective, self.needs, self.build = config, role, objective, needs, build
+        self.config, self.role, self.objective, self.needs = config, role, objective, needs
         self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         representation = config.loss.representation
         self.adaptive = AdaptiveWeights(representation.adaptive, representation.positions)

@@ -44,7 +44,7 @@ def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
     if family is None:
         raise ValueError(
             f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
-            "CONTRIBUTING.md shows how to add a family, docs/nemo.md (provider=bridge) how to use Megatron-Bridge's."
+            "CONTRIBUTING.md shows how to add a family, docs/nemo.md how train and verify use Megatron-Bridge's."
         )
     return family.parse(hf_config, source)
 

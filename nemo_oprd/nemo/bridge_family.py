@@ -12,6 +12,7 @@ must have a mapping, so a mapping that Megatron-Bridge lacks is found before any
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -145,7 +146,11 @@ def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
     """
     found = bridge_model(hf_config, source)
     provider, complete = found.provider, found.complete
-    heads = provider.num_attention_heads
+    heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
+    if heads % groups:
+        raise ValueError(
+            f"{source}: {heads} attention heads are not a multiple of {groups} key/value heads; correct them"
+        )
     head_dim = provider.kv_channels or provider.hidden_size // heads
     check_dtype(source_dtype(hf_config), source)
     return ModelSpec(
@@ -154,10 +159,11 @@ def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
         hidden_size=provider.hidden_size,
         ffn_size=provider.ffn_hidden_size,
         num_heads=heads,
-        num_kv_heads=provider.num_query_groups or heads,
+        num_kv_heads=groups,
         head_dim=head_dim,
         vocab_size=complete["vocab_size"],
-        rope=parse_rope(complete, source, head_dim=head_dim, partial=True),
+        # its providers and run_config.yaml leave out what other kinds need
+        rope=parse_rope(complete, source, head_dim=head_dim, kinds=("default",), partial=True),
         norm_eps=float(provider.layernorm_epsilon),
         max_positions=complete["max_position_embeddings"],
         tied_embeddings=bool(provider.share_embeddings_and_output_weights),
@@ -172,43 +178,83 @@ def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
 
 
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
-    """What Megatron-Bridge makes of a config.json; computed once per content.
+    """What Megatron-Bridge and transformers make of a config.json; computed once per content.
 
     Raises:
         ValueError: as `register_family`.
     """
-    return _bridge_model(json.dumps(hf_config, sort_keys=True), source)
+    try:
+        return _bridge_model(json.dumps(hf_config, sort_keys=True))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 @lru_cache(maxsize=16)
-def _bridge_model(text: str, source: str) -> BridgeModel:
+def _bridge_model(text: str) -> BridgeModel:
     hf_config = json.loads(text)
-    bridge = _auto_bridge(hf_config, source)
-    provider = bridge.to_megatron_provider(load_weights=False)
-    refuse_unsupported(provider, source)
-    shapes = _hf_shapes(bridge.hf_pretrained)
-    registry = bridge._model_bridge.mapping_registry()
-    mappings = _translate(registry, provider, shapes, source)
+    bridge = _described("Megatron-Bridge has no bridge for the model", lambda: _auto_bridge(hf_config))
+    provider = _described("Megatron-Bridge cannot describe the model", lambda: bridge.to_megatron_provider(False))
+    refuse_unsupported(provider)
+    model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
+    _check_same_computation(provider, model, hf_config.get("architectures"))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    mappings = _translate(bridge._model_bridge.mapping_registry(), provider, shapes)
     return BridgeModel(provider, bridge.hf_pretrained.to_dict(), shapes, mappings)
 
 
-def _auto_bridge(hf_config: dict, source: str) -> Any:
+def _described(problem: str, compute: Callable[[], Any]) -> Any:
+    """The result of `compute`, or a ValueError of one line for whatever the two packages raise for a config."""
+    try:
+        return compute()
+    except Exception as error:
+        first = str(error).strip().splitlines()[:1]
+        raise ValueError(
+            f"{problem} ({type(error).__name__}: {''.join(first):.120}); expected one that both know: use the versions "
+            "that docs/nemo.md names, or another model"
+        ) from error
+
+
+def _auto_bridge(hf_config: dict) -> Any:
     from transformers import AutoConfig
 
-    AutoBridge = import_bridge(source)
-    try:
-        config = AutoConfig.for_model(**hf_config)
-    except ValueError as error:
-        raise ValueError(
-            f"{source}: the installed transformers does not know model_type {hf_config['model_type']!r}; expected a "
-            "model that it has: use the versions that docs/nemo.md names, or another model"
-        ) from error
+    AutoBridge = import_bridge("provider=bridge")
+    config = AutoConfig.for_model(**hf_config)
     if not AutoBridge.supports(config):
-        raise ValueError(
-            f"{source}: Megatron-Bridge has no bridge for architectures={hf_config.get('architectures')!r}; expected "
-            "one of AutoBridge.list_supported_models(): choose a model of another family"
-        )
+        raise ValueError(f"architectures={hf_config.get('architectures')!r} is not among its supported models")
     return AutoBridge.from_hf_config(config)
+
+
+def _empty_model(config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _check_same_computation(provider: Any, model: Any, architectures: Any) -> None:
+    """Raises ValueError unless Megatron-Bridge read the same architecture and activation as transformers.
+
+    Its bridges choose by `architectures`, transformers by `model_type`, and some set an activation whatever the config
+    says.
+    """
+    import torch
+
+    if type(model).__name__ not in (architectures or []):
+        raise ValueError(
+            f"architectures={architectures!r} is not {type(model).__name__}, which model_type names; expected the same "
+            "model in both: correct config.json as in the model's source"
+        )
+    points = torch.linspace(-3, 3, 13)
+    activations = [module.act_fn for module in model.modules() if callable(getattr(module, "act_fn", None))]
+    ours = provider.activation_func(points)
+    if not activations or not all(torch.allclose(act(points), ours, rtol=0, atol=1e-6) for act in activations):
+        names = sorted({type(act).__name__ for act in activations}) or ["none that can be found"]
+        raise ValueError(
+            f"transformers' activation is {' and '.join(names)}, Megatron-Bridge's another one "
+            f"({getattr(provider.activation_func, '__name__', provider.activation_func)}); expected the same: choose a "
+            "model with the activation that Megatron-Bridge gives this family"
+        )
 
 
 def import_bridge(key: str) -> Any:
@@ -227,7 +273,7 @@ def import_bridge(key: str) -> Any:
     return AutoBridge
 
 
-def refuse_unsupported(provider: Any, source: str) -> None:
+def refuse_unsupported(provider: Any) -> None:
     """Raises ValueError for a provider of a model whose layers, head or weights this project does not handle."""
     reasons = {
         "experts": getattr(provider, "num_moe_experts", None),
@@ -236,33 +282,25 @@ def refuse_unsupported(provider: Any, source: str) -> None:
         "capped attention logits": getattr(provider, "attn_logit_softcapping", None),
         "capped output logits": getattr(provider, "final_logit_softcapping", None),
         "layers for multi-token prediction": getattr(provider, "mtp_num_layers", None),
-        "layers of different kinds": getattr(provider, "heterogeneous_layers_config_path", None)
+        "layers of different kinds": getattr(provider, "heterogeneous_block_specs", None)
+        or getattr(provider, "heterogeneous_layers_config_path", None)
+        or getattr(provider, "heterogeneous_layers_config_encoded_json", None)
         or getattr(provider, "hybrid_override_pattern", None),
+        "layers without RoPE": getattr(provider, "no_rope_freq", None),
         "an output gate in attention": getattr(provider, "attention_output_gate", False),
+        "another softmax": getattr(provider, "softmax_type", "vanilla") != "vanilla",
     }
     found = [what for what, value in reasons.items() if value]
-    if getattr(provider, "position_embedding_type", None) != "rope":
+    if getattr(provider, "position_embedding_type", None) not in ("rope", "yarn"):
         found.append(f"position_embedding_type={getattr(provider, 'position_embedding_type', None)!r}")
     if found:
         raise ValueError(
-            f"{source}: Megatron-Bridge's {type(provider).__name__} has {' and '.join(found)}; expected a dense "
-            "decoder with RoPE and full attention: choose another model (docs/nemo.md lists what is supported)"
+            f"Megatron-Bridge's {type(provider).__name__} has {' and '.join(found)}; expected a dense decoder with "
+            "RoPE and full attention: choose another model (docs/nemo.md lists what is supported)"
         )
 
 
-def _hf_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The parameters of transformers' model of a config, which is built without data."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _translate(
-    registry: Any, provider: Any, shapes: dict[str, tuple[int, ...]], source: str
-) -> tuple[ParamMapping, ...]:
+def _translate(registry: Any, provider: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[ParamMapping, ...]:
     """Megatron-Bridge's mappings of the parameters that the model has, in this project's form.
 
     Raises:
@@ -270,8 +308,7 @@ def _translate(
     """
     found: dict[str, ParamMapping] = {}
     for theirs in registry:
-        names = theirs.hf_param.values() if isinstance(theirs.hf_param, dict) else [theirs.hf_param]
-        hf = tuple(name.replace("*", "{layer}") for name in names)
+        hf = tuple(name.replace("*", "{layer}") for name in _hf_names(theirs.hf_param))
         if any(name.format(layer=0) not in shapes for name in hf):
             continue
         megatron = theirs.megatron_param.replace("layers.*.", "layers.{layer}.", 1)
@@ -279,29 +316,37 @@ def _translate(
             rest = megatron.removeprefix(_LAYER)
             megatron = _LAYER + _LOCAL_NAMES.get(rest, rest)
         if megatron not in found:  # their registry has the norms by both names
-            found[megatron] = ParamMapping(megatron, hf, _form(theirs, megatron, provider, source))
+            found[megatron] = ParamMapping(megatron, hf, _form(theirs, megatron, provider))
     covered = {
         name.format(layer=layer)
         for mapping in found.values()
         for layer in range(provider.num_layers)
         for name in mapping.hf
     }
-    lost = sorted(set(shapes) - covered)
+    lost = sorted(set(shapes) ^ covered)
     if lost or not set(_HF_NAMES) - {"output_layer.weight"} <= set(found):
         raise ValueError(
-            f"{source}: Megatron-Bridge has no mapping for {len(lost)} of the model's tensors, such as "
-            f"{(lost or ['the embedding'])[0]!r}; expected one for each, alike in all layers: use a version of "
+            f"Megatron-Bridge's mappings and the model differ in {len(lost) or 1} tensors, such as "
+            f"{(lost or ['the embedding'])[0]!r}; expected a mapping for each, alike in all layers: use a version of "
             "Megatron-Bridge that has them, or another model"
         )
     # q_norm over all heads is split over tensor ranks, that over one head is not
     for name in ("q_layernorm", "k_layernorm"):
         mapping = found.get(f"{_LAYER}self_attention.{name}.weight")
         if mapping and shapes[mapping.hf[0].format(layer=0)] != (provider.kv_channels,):
-            raise ValueError(f"{source}: {mapping.hf[0]} normalises all heads together; expected a norm per head")
+            raise ValueError(f"{mapping.hf[0]} normalises all heads together; expected a norm per head")
     return tuple(found.values())
 
 
-def _form(theirs: Any, megatron: str, provider: Any, source: str) -> Form:
+def _hf_names(given: str | dict[str, str]) -> list[str]:
+    """The HF names of one of their mappings, in the order in which this project joins the tensors."""
+    if isinstance(given, str):
+        return [given]
+    order = [name for name in ("q", "k", "v", "gate", "up") if name in given]
+    return [given[name] for name in [*order, *(given.keys() - set(order))]]
+
+
+def _form(theirs: Any, megatron: str, provider: Any) -> Form:
     """How the HF tensors of one of Megatron-Bridge's mappings are joined and split."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
 
@@ -317,7 +362,7 @@ def _form(theirs: Any, megatron: str, provider: Any, source: str) -> Form:
         form = None if name.startswith("mlp.linear_fc1.") and provider.gated_linear_unit else _FORMS.get(name)
     if form is None:
         raise ValueError(
-            f"{source}: Megatron-Bridge maps {theirs.hf_param!r} to {theirs.megatron_param!r} with a "
+            f"Megatron-Bridge maps {theirs.hf_param!r} to {theirs.megatron_param!r} with a "
             f"{kind.__name__}, which has no counterpart here; expected a plain copy, or separate q, k, v, gate and up: "
             "choose another model"
         )

@@ -9,7 +9,9 @@ recomputation are those of the configuration; the weights come from this project
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,14 +22,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 
 from nemo_oprd.losses.import_path import import_function
-from nemo_oprd.megatron.model import ModelStage, NotBuilt, mark_parameters, norms_need_no_extra_state
+from nemo_oprd.megatron.model import LAYERS_VARIABLE, ModelStage, NotBuilt, mark_parameters, norms_need_no_extra_state
 from nemo_oprd.megatron.model_config import PLAIN_KERNELS, chunk_places, chunk_training, layout_settings
 from nemo_oprd.megatron.observed_layer import ObservedSequences
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.nemo.adopt import adopt
-from nemo_oprd.nemo.bridge_family import FIELDS, bridge_model, import_bridge, refuse_unsupported
+from nemo_oprd.nemo.bridge_family import bridge_model, import_bridge
 from nemo_oprd.nemo.refusals import check_rope_of
 
 # settings of recipes that would bypass the layers' forward, or split or store the model in another way
@@ -50,9 +52,51 @@ _OFF = {
     "should_pad_vocab": False,
     "parallel_output": True,
     "scatter_embedding_sequence_parallel": True,
+    "enable_autocast": False,
     # Megatron sets Transformer Engine's choice for the whole process, which may hold models of two families
     "attention_backend": AttnBackend.auto,
 }
+# what a recipe chooses: kernels that compute the same
+_KERNELS = (
+    "apply_rope_fusion",
+    "batch_invariant_mode",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "cp_comm_type",
+    "deterministic_mode",
+    "fused_single_qkv_rope",
+    "masked_softmax_fusion",
+    "memory_efficient_layer_norm",
+    "persist_layer_norm",
+    "use_te_activation_func",
+    "use_transformer_engine_op_fuser",
+)
+# what the configuration says instead of a recipe, or what nothing here uses; the model itself is compared
+_UNUSED = {
+    "_pg_collection", "activation_func_fp8_input_store", "async_tensor_model_parallel_allreduce",
+    "attention_softmax_in_fp32", "autocast_dtype", "barrier_with_L1_time", "batch_p2p_comm", "batch_p2p_sync", "bf16",
+    "calculate_per_token_loss", "clone_scatter_output_in_embedding", "config_logger_dir", "context_parallel_size",
+    "deallocate_pipeline_outputs", "defer_embedding_wgrad_compute", "delay_wgrad_compute",
+    "disable_bf16_reduced_precision_matmul", "disable_parameter_transpose_cache", "distribute_saved_activations",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "finalize_model_grads_func",
+    "first_last_layers_bf16", "flash_decode",
+    "grad_scale_func", "grad_sync_func", "hf_model_id", "hidden_dropout", "attention_dropout",
+    "hierarchical_context_parallel_sizes", "hybrid_context_parallel", "make_vocab_size_divisible_by",
+    "max_seqlen_per_dp_cp_rank", "microbatch_group_size_per_vp_stage", "min_offloaded_tensor_size", "no_sync_func",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16",
+    "num_microbatches_with_partial_activation_checkpoints", "offload_modules", "overlap_p2p_comm",
+    "overlap_p2p_comm_warmup_flush", "param_sync_func", "params_dtype", "perform_initialization", "pipeline_dtype",
+    "restore_modelopt_state", "seq_length", "sequence_parallel", "symmetric_ar_type",
+    "tensor_model_parallel_size", "timers", "transformer_impl", "use_arbitrary_attention_mask",
+    "use_cpu_initialization", "use_ring_exchange_p2p", "use_te_rng_tracker", "variable_seq_lengths",
+    "virtual_pipeline_model_parallel_size", "vocab_size", "wgrad_deferral_limit",
+}  # fmt: skip
+_UNUSED_GROUPS = (
+    "cpu_offloading", "_cpu_offloading", "cross_entropy_", "cuda_graph_", "embedding_init_", "external_cuda_graph",
+    "fp16_", "fp8_", "inference_", "init_method", "moe_", "mtp_", "output_layer_init_", "pipeline_model_parallel_",
+    "recompute_", "tp_comm_", "tp_only_",
+)  # fmt: skip
 
 
 class ProvidedModel(ModelStage):
@@ -86,43 +130,75 @@ def make_provider(key: str, provider: str, directory: Path) -> Any:
     Raises:
         ValueError: there is no such function, or its provider is not of the model in `directory`.
     """
+    if os.environ.get(LAYERS_VARIABLE) == "local":
+        raise ValueError(
+            f"{LAYERS_VARIABLE}=local with {key}={provider}: Megatron-Bridge builds Transformer Engine's layers; expected "
+            f"transformer_engine: unset {LAYERS_VARIABLE}, or set {key}=own"
+        )
     import_bridge(f"{key}={provider}")
     own = bridge_model(read_hf_config(directory), str(directory / "config.json")).provider
     if provider == "bridge":
         return own
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    function = import_function(key, provider, "docs/nemo.md")
-    made = function(hf_path=str(directory)) if _accepts(function, "hf_path") else function()
-    made = getattr(made, "model", made)
+    made = _recipe_provider(f"{key}={provider}", import_function(key, provider, "docs/nemo.md"), directory)
     if not isinstance(made, GPTModelProvider):
         raise ValueError(
             f"{key}={provider} returns a {type(made).__name__}; expected a GPTModelProvider of Megatron-Bridge, or a "
             "recipe's configuration with one as `model`"
         )
-    refuse_unsupported(made, f"{key}={provider}")
-    for field in FIELDS:
-        if not _same(getattr(made, field, None), getattr(own, field, None), made, own, field):
-            raise ValueError(
-                f"{key}={provider}: {field}={getattr(made, field, None)!r}, but {directory / 'config.json'} asks for "
-                f"{getattr(own, field, None)!r}; expected the same model: name the recipe of this model, or another "
-                "hf_path"
-            )
-    return made
-
-
-def _accepts(function: Callable[..., Any], name: str) -> bool:
-    return name in inspect.signature(function).parameters
-
-
-def _same(given: Any, expected: Any, made: Any, own: Any, field: str) -> bool:
-    if field == "kv_channels":  # None: the width over the heads
-        given, expected = (
-            value or p.hidden_size // p.num_attention_heads for value, p in ((given, made), (expected, own))
+    for field in dataclasses.fields(GPTModelProvider):
+        name, given, expected = field.name, getattr(made, field.name), getattr(own, field.name)
+        if name in _KERNELS or _is_ours(name) or _same(given, expected, own, name):
+            continue
+        raise ValueError(
+            f"{key}={provider}: {name}={_shown(given)}, but {directory / 'config.json'} asks for {_shown(expected)}; "
+            "expected the same model: name the recipe of this model, or another hf_path"
         )
-    if field == "num_query_groups":
-        given, expected = given or made.num_attention_heads, expected or own.num_attention_heads
-    if callable(given) and callable(expected):  # several modules of Megatron-Bridge define the same activation
+    chosen = copy.copy(own)
+    for name in _KERNELS:
+        setattr(chosen, name, getattr(made, name))
+    return chosen
+
+
+def _recipe_provider(key: str, function: Callable[..., Any], directory: Path) -> Any:
+    """What a recipe's function returns, or the `model` of the configuration that it returns."""
+    accepts = "hf_path" in inspect.signature(function).parameters
+    try:
+        made = function(hf_path=str(directory)) if accepts else function()
+    except (OSError, ImportError, ValueError) as error:  # a model that is not in the Hub's cache, a missing package
+        first = str(error).strip().splitlines()[:1]
+        raise ValueError(
+            f"{key} failed ({type(error).__name__}: {''.join(first):.160}); expected a provider: the recipes of "
+            "Megatron-Bridge read their model's config from the Hugging Face Hub and need all of its packages "
+            "(docs/nemo.md)"
+        ) from error
+    if getattr(made, "peft", None) is not None:
+        raise ValueError(
+            f"{key}: a recipe with peft={type(made.peft).__name__}, but all weights are trained here; expected a "
+            "recipe without adapters: name that of full fine-tuning"
+        )
+    return getattr(made, "model", made)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a field says how a model is split, stored, initialised or trained, which the configuration says."""
+    return name in _OFF or name in _UNUSED or name.startswith(_UNUSED_GROUPS)
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)
+
+
+def _same(given: Any, expected: Any, own: Any, name: str) -> bool:
+    defaults = {
+        "kv_channels": own.hidden_size // own.num_attention_heads,
+        "num_query_groups": own.num_attention_heads,
+        "softmax_scale": (own.kv_channels or own.hidden_size // own.num_attention_heads) ** -0.5,
+    }
+    if name in defaults:
+        given, expected = (defaults[name] if value is None else value for value in (given, expected))
+    if name == "activation_func" and callable(given):  # several modules of Megatron-Bridge define the same one
         points = torch.linspace(-3, 3, 13)
         return torch.equal(given(points), expected(points))
     return bool(given == expected) or (not given and not expected)
@@ -142,7 +218,8 @@ def build_from_provider(
 
     Args:
         provider: of `spec`'s model; it is copied, not changed.
-        depth: keep only layers 1..depth (a frozen teacher needs no deeper ones); None keeps all.
+        depth: keep only layers 1..depth (a frozen teacher needs no deeper ones); None keeps all. All layers are built
+            first, so the memory of the deeper ones is needed for a moment.
         head: whether to keep the LM head.
         training: recompute settings of Megatron's config.
 

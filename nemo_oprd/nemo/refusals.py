@@ -130,7 +130,8 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
         raise ValueError(
             f"rotary_base={model.rotary_base} with {_describe(built)} is not the RoPE of the HF config, which has "
             f"rope_theta={spec.rope.theta:g}, type {_kind(spec)} and {_describe(expected)}; expected equal "
-            "frequencies: build the model with the config's rotary_base, scaling and rotary_percent"
+            "frequencies: build the model with the config's rotary_base, scaling and rotary_percent, or take a model "
+            "for which Megatron-Bridge has them"
         )
 
 

@@ -47,7 +47,8 @@ def student_files(config: Config) -> ModelFiles:
     Raises:
         ValueError: as `ModelFiles`.
     """
-    return ModelFiles(config.student, ChatTemplate(config.data.chat_template, config.data.chat_template_args))
+    template = ChatTemplate(config.data.chat_template, config.data.chat_template_args)
+    return ModelFiles(config.student, template, "student")
 
 
 class ModelFiles:
@@ -63,9 +64,9 @@ class ModelFiles:
             or there are no weights.
     """
 
-    def __init__(self, source: ModelSource, chat_template: ChatTemplate = NO_CHAT_TEMPLATE) -> None:
-        """`chat_template`: in place of the tokenizer's own."""
-        self.source, self._chat_template = source, chat_template
+    def __init__(self, source: ModelSource, chat_template: ChatTemplate = NO_CHAT_TEMPLATE, key: str = "model") -> None:
+        """`chat_template`: in place of the tokenizer's own. `key`: the configuration's, for messages."""
+        self.source, self._chat_template, self._key = source, chat_template, key
         self.directory = model_directory(source)
         self.spec: ModelSpec = model_spec(source)
 
@@ -94,20 +95,19 @@ class ModelFiles:
         """The HF directory or the Megatron checkpoint that holds the weights."""
         return checkpoint_directory(Path(self.source.path))
 
-    def builder(self, key: str) -> ChunkBuilder:
+    @cached_property
+    def build(self) -> ChunkBuilder:
         """What builds the model's chunks: this project's `build_chunks`, or Megatron-Bridge's provider.
 
-        Args:
-            key: of the model's source, for messages, for example "student".
-
         Raises:
-            ValueError: the provider is not of this model.
+            ValueError: there is no such provider, or it is of another model.
         """
         if self.source.provider == OWN:
             return build_chunks
         from nemo_oprd.nemo.provider import build_from_provider, make_provider
 
-        return partial(build_from_provider, make_provider(f"{key}.provider", self.source.provider, self.directory))
+        made = make_provider(f"{self._key}.provider", self.source.provider, self.directory)
+        return partial(build_from_provider, made)
 
     def close(self) -> None:
         """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""
@@ -146,10 +146,11 @@ class RunFiles:
         """Raises ValueError as `ModelFiles`."""
         self.student = student_files(config)
         variables = ChatTemplate(None, config.data.chat_template_args)
+        keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
         self.teachers = [
             # a teacher that starts from the student's files (teacher.weights other than own)
-            self.student if _same_source(source, config.student) else ModelFiles(source, variables)
-            for source in config.teacher_sources
+            self.student if _same_source(source, config.student) else ModelFiles(source, variables, key)
+            for source, key in zip(config.teacher_sources, keys, strict=True)
         ]
 
     def same_tokenizer(self, number: int) -> bool:
@@ -161,7 +162,7 @@ class RunFiles:
 
 
 def _same_source(one: ModelSource, other: ModelSource) -> bool:
-    return (one.hf_path, one.checkpoint) == (other.hf_path, other.checkpoint)
+    return (one.hf_path, one.checkpoint, one.provider) == (other.hf_path, other.checkpoint, other.provider)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ def make_plan(config: Config, files: RunFiles | None = None, *, fitting: bool = 
     watched = None if fitting else WatchedMetrics.build(config.loss.output, config.logging, config.seed)
     student_layout, teacher_layout = check_layouts(config, student, teachers, world_size())
     for model in (files.student, *files.teachers):
-        _ = model.read  # opens the weights, so that mistakes in them are found before models are built
+        # opens the weights and makes providers, so that mistakes in them are found before models are built
+        _ = model.read, model.build
     return RunPlan(files, objective, watched, student_layout, teacher_layout)
 
 
@@ -230,7 +232,7 @@ def build_distiller(config: Config, plan: RunPlan | None = None, *, trainable: b
         plan.files.student.read,
         [teacher.read for teacher in plan.files.teachers],
         source=config.student.path,
-        build=plan.files.student.builder("student"),
+        build=plan.files.student.build,
         trainable=trainable,
     )
     teachers = [
@@ -257,8 +259,7 @@ def _build_teacher(
         depth = needs.teacher_depth(student.objective, number)
         # weights of the student are computed with as the student computes
         router_dtype = None if weights == "own" else config.student.router_dtype
-        build = files.builder("teacher") if weights == "own" else student.build
-        chunks = build(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
+        chunks = files.build(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()

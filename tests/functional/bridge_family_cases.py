@@ -175,6 +175,27 @@ def another_rope(hf_path: str) -> Any:
     return made
 
 
+def another_rotation(hf_path: str) -> Any:
+    """A provider that rotates neighbouring channels together; its frequencies are the same."""
+    made = recipe(hf_path).model
+    made.rotary_interleaved = True
+    return made
+
+
+def adapters(hf_path: str) -> Any:
+    """A recipe that trains adapters only."""
+    made = recipe(hf_path)
+    made.peft = object()
+    return made
+
+
+def not_on_the_hub() -> Any:
+    """A shipped recipe's model, which is not in the cache."""
+    from megatron.bridge import AutoBridge
+
+    return AutoBridge.from_hf_pretrained("nobody/nothing").to_megatron_provider(load_weights=False)
+
+
 def nothing() -> None:
     """Returns no provider."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,40 +175,60 @@ def test_conversion(models: Path, converted: Path, family: str) -> None:
     torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-4)
 
 
+MODULE = "bridge_family_cases"
+# case -> (settings, what is said); the models are those of gemma
 REFUSED = {
-    "another model": (["student.provider=bridge_family_cases:another_model"], "ffn_hidden_size=64, but"),
-    "another RoPE": (["student.provider=bridge_family_cases:another_rope"], "rotary_base=77.0"),
-    "no provider": (
-        ["student.provider=bridge_family_cases:nothing"],
-        "returns a NoneType; expected",
+    "another model": ([f"student.provider={MODULE}:another_model"], "ffn_hidden_size=64, but"),
+    "another RoPE": ([f"student.provider={MODULE}:another_rope"], "rotary_base=77.0, but"),
+    "another rotation": ([f"student.provider={MODULE}:another_rotation"], "rotary_interleaved=True, but"),
+    "adapters": ([f"student.provider={MODULE}:adapters"], "a recipe with peft=object"),
+    "not on the Hub": ([f"student.provider={MODULE}:not_on_the_hub"], "not_on_the_hub failed ("),
+    "no provider": ([f"student.provider={MODULE}:nothing"], "returns a NoneType; expected"),
+    "no function": ([f"student.provider={MODULE}:recipes"], "did you mean 'recipe'?"),
+    "a teacher's": (
+        [f"teacher.provider={MODULE}:another_model"],
+        f"teacher.provider={MODULE}:another_model: ffn",
     ),
-    "no function": (["student.provider=bridge_family_cases:recipes"], "did you mean 'recipe'?"),
     "one role only": (["teacher.provider=own"], "provider=own for a gemma model"),
     "in-process engine": (["rollout.replay=null", "data.train=prompts.jsonl"], "the in-process engine has no gemma"),
 }
+# case -> (family, changes of the student's config.json, what is said)
+WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sliding window": ("mistral", {"sliding_window": 16}, "has sliding-window attention; expected a dense decoder"),
+    "activation": ("mistral", {"hidden_act": "gelu"}, "transformers' activation is GELUActivation, Megatron-Bridge's"),
+    "exact GELU": ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, "transformers' activation is GELU"),
+    "scaled RoPE": ("nemotron", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "RoPE type 'linear'"),
+    "two models": ("mistral", {"model_type": "granite"}, "['MistralForCausalLM'] is not GraniteForCausalLM"),
+    "a family of several RoPEs": (
+        "gemma", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}, "cannot describe the model",
+    ),
+    "no bridge": ("gemma", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "has no bridge for the model"),
+    "text for a size": ("gemma", {"num_hidden_layers": "3"}, "expected"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def refused(
     bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
+    """The message of every case."""
     root = tmp_path_factory.mktemp("refused")
-    (root / "sliding").mkdir()
-    config = json.loads((models / "mistral" / "student" / "config.json").read_text())
-    (root / "sliding" / "config.json").write_text(json.dumps({**config, "sliding_window": 16}))
     cases = {name: [*settings(models, "gemma", root / "out"), *more] for name, (more, _) in REFUSED.items()}
-    cases["sliding window"] = [*settings(models, "gemma", root / "out"), f"student.hf_path={root / 'sliding'}"]
+    for name, (family, changes, _) in WRONG_CONFIGS.items():
+        config = json.loads((models / family / "student" / "config.json").read_text())
+        (root / place(name)).mkdir()
+        (root / place(name) / "config.json").write_text(json.dumps({**config, **changes}))
+        cases[name] = [*settings(models, family, root / "out"), f"student.hf_path={root / place(name)}"]
     run(bridge_environment, 1, CASES, "refusals", cases=cases, output=str(root / "found.json"))
     return json.loads((root / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *WRONG_CONFIGS])
 def test_refusals(refused: dict[str, str], name: str) -> None:
-    assert REFUSED[name][1] in refused[name] and "expected" in refused[name], refused[name]
-
-
-def test_what_a_family_may_not_have(refused: dict[str, str]) -> None:
-    assert "has sliding-window attention; expected a dense decoder" in refused["sliding window"]
+    says = REFUSED[name][1] if name in REFUSED else WRONG_CONFIGS[name][2]
+    assert says in refused[name] and "expected" in refused[name] and "\n" not in refused[name], refused[name]
+    if name in WRONG_CONFIGS:
+        assert "config.json: " in refused[name], refused[name]
 
 
 def test_a_recipe_of_an_own_family(bridge_environment: dict[str, str], tmp_path: Path) -> None:

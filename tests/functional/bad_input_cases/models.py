@@ -78,6 +78,7 @@ case("config.json a list", "a config.json that is a list", "holds a list, expect
 case("unknown model type", "a model of another family", "model_type 'gpt2' is not supported | expected one of ['llama', 'mixtral', 'phi3', 'qwen2', 'qwen3', 'qwen3_moe'] | CONTRIBUTING", prepare=lambda p: p.config(model_type="gpt2"))
 case("no Megatron-Bridge", "a model that Megatron-Bridge is to build, which is not installed", "provider=bridge needs Megatron-Bridge | expected provider=own | scripts/setup_nemo_bridge.sh", "student.provider=bridge")
 case("another provider", "a provider that does not exist", "provider='nemo'; expected own, bridge, or MODULE:FUNCTION", "student.provider=nemo")
+case("a provider of no model", "a provider for a teacher that is the student", "teacher.provider=bridge with teacher.weights=ema | expected own", "teacher.provider=bridge", "teacher.weights=ema", "teacher.hf_path=null", "teacher.checkpoint=null")
 case("no model type", "a config.json without model_type", "model_type None is not supported | expected one of", prepare=lambda p: p.config(model_type=None))
 case("a key is missing", "a config.json that lacks a key", "'hidden_size' is missing | expected the complete config.json", prepare=lambda p: p.config(hidden_size=None))
 case("text for a size", "a size that is text", "num_hidden_layers='3' | expected a positive integer", prepare=lambda p: p.config(num_hidden_layers="3"))
