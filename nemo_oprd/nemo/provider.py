@@ -132,8 +132,8 @@ def make_provider(key: str, provider: str, directory: Path) -> Any:
     """
     if os.environ.get(LAYERS_VARIABLE) == "local":
         raise ValueError(
-            f"{LAYERS_VARIABLE}=local with {key}={provider}: Megatron-Bridge builds Transformer Engine's layers; expected "
-            f"transformer_engine: unset {LAYERS_VARIABLE}, or set {key}=own"
+            f"{LAYERS_VARIABLE}=local with {key}={provider}: Megatron-Bridge builds Transformer Engine's layers; "
+            f"expected transformer_engine: unset {LAYERS_VARIABLE}, or set {key}=own"
         )
     import_bridge(f"{key}={provider}")
     own = bridge_model(read_hf_config(directory), str(directory / "config.json")).provider
