@@ -33,7 +33,7 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
-        from nemo_oprd.models.providers import know_family
+        from nemo_oprd.providers import know_family
         from nemo_oprd.weights.convert import hf_to_megatron
 
         know_family(options.provider, hf_path=options.hf_path)

@@ -35,7 +35,7 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
-        from nemo_oprd.models.providers import know_family
+        from nemo_oprd.providers import know_family
         from nemo_oprd.weights.convert import megatron_to_hf
 
         know_family(options.provider, hf_path=options.hf_path, checkpoint=options.megatron_path)

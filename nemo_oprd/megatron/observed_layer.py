@@ -6,7 +6,7 @@ not work: inside a recomputed region they see tensors without gradient. Modules 
 and interleaved schedules may run microbatches in any order.
 
 This project's models are built of `ObservedLayer`. A model that another program has built gets classes of its own
-layers with `ObservedLayer` before them (`nemo/adopt.py`).
+layers with `ObservedLayer` before them (`megatron/adopt.py`).
 
 Layer numbers are 1-based over the whole model.
 """

@@ -1,7 +1,7 @@
 """Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
 
 `read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md). Families
-that only Megatron-Bridge has are registered when a configuration asks for them (`nemo/bridge_family.py`).
+that only Megatron-Bridge has are registered when a configuration asks for them (`providers/bridge_family.py`).
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from nemo_oprd.distillation.injection_counts import CaptureError, check_layer_co
 from nemo_oprd.distillation.step_metrics import MetricSums
 from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.losses.registry import resolve_row_loss
+from nemo_oprd.megatron.adopt import unwrapped
 from nemo_oprd.megatron.observed_layer import ObservedLayer
-from nemo_oprd.nemo.adopt import unwrapped
-from nemo_oprd.nemo.refusals import refuse_loss_scale, refuse_unservable, refuse_untrainable
+from nemo_oprd.megatron.refusals import refuse_loss_scale, refuse_unservable, refuse_untrainable
 
 
 def row_weights(rollouts: list[Rollout], length: int, loss: RepresentationLossConfig) -> torch.Tensor:

@@ -24,7 +24,7 @@ from nemo_oprd.megatron.model import build_chunks
 from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
-from nemo_oprd.models.providers import OWN
+from nemo_oprd.providers import OWN
 from nemo_oprd.setup.preflight import check_layouts, model_directory, model_spec
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.weights.hf import HFCheckpoint, TensorReader, load_hf
@@ -104,7 +104,7 @@ class ModelFiles:
         """
         if self.source.provider == OWN:
             return build_chunks
-        from nemo_oprd.nemo.provider import build_from_provider, make_provider
+        from nemo_oprd.providers.build import build_from_provider, make_provider
 
         made = make_provider(f"{self._key}.provider", self.source.provider, self.directory)
         return partial(build_from_provider, made)

@@ -25,7 +25,7 @@ from nemo_oprd.losses.layer_mapping import (
 )
 from nemo_oprd.models import FAMILIES, ModelSpec, check_same_width, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
-from nemo_oprd.models.providers import check_provider, know_family
+from nemo_oprd.providers import check_provider, know_family
 from nemo_oprd.rollout.vllm.launch import check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 from nemo_oprd.rollout.vllm.server import check_url

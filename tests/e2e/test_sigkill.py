@@ -33,7 +33,7 @@ def run(kills: int, steps: int, seed: int, *more: str) -> str:
 
 
 def test_killed_again_and_again_it_ends_as_if_never_killed() -> None:
-    run(kills=3, steps=6, seed=2)
+    run(kills=5, steps=6, seed=2)
 
 
 @pytest.mark.slow

@@ -208,8 +208,8 @@ def logits_before_and_after() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def scaled_rope(scaling: dict[str, Any], other: dict[str, Any]) -> tuple[torch.Tensor, str]:
     """Logits [1, 60, V] of an adopted stock model with this rope_scaling, and the refusal of another one."""
+    from nemo_oprd.megatron.refusals import check_rope
     from nemo_oprd.nemo import adopt
-    from nemo_oprd.nemo.refusals import check_rope
 
     hf_config = json.loads((GOLDEN / "student" / "config.json").read_text())
     with megatron_groups(Layout()), torch.no_grad():

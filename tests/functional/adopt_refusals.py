@@ -75,8 +75,8 @@ def _refuse_rope_base(model: Any) -> None:
 def _refuse_rope_scaling(model: Any) -> None:
     import json
 
+    from nemo_oprd.megatron.refusals import check_rope
     from nemo_oprd.nemo import adopt
-    from nemo_oprd.nemo.refusals import check_rope
 
     hf_config = json.loads((GOLDEN / "student" / "config.json").read_text())
     check_rope(model, hf_config)  # equal as it is

@@ -105,7 +105,7 @@ def convert(models: str, directory: str) -> None:
     from stock_models import megatron_groups
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.models.providers import know_family
+    from nemo_oprd.providers import know_family
     from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
     bridge_cases.prepare()

@@ -14,10 +14,10 @@ from nemo_oprd.capacity.parameters import model_parameters
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.experts import Router, route
 from nemo_oprd.megatron.model_config import transformer_config
+from nemo_oprd.megatron.refusals import refuse_untrainable
 from nemo_oprd.megatron.routes import Routes
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.moe import fused_name
-from nemo_oprd.nemo.refusals import refuse_untrainable
 from nemo_oprd.setup.preflight import check_dispatcher, check_experts_train
 
 

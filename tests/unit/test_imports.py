@@ -20,6 +20,7 @@ ORDER = [
     ("layout", "losses", "models", "tokenization", "data", "bridge"),
     ("batch", "config", "toy"),
     ("megatron", "verification"),
+    ("providers",),
     ("weights",),
     ("distillation",),
     ("checkpointing",),

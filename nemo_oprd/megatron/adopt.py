@@ -26,7 +26,7 @@ from nemo_oprd.megatron.observed_layer import (
     observe_block_output,
     refuse_schedule_plan,
 )
-from nemo_oprd.nemo.refusals import (
+from nemo_oprd.megatron.refusals import (
     check_rope,
     refuse_freed_sends,
     refuse_rescaling_buffers,

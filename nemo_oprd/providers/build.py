@@ -22,15 +22,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 
 from nemo_oprd.losses.import_path import import_function
+from nemo_oprd.megatron.adopt import adopt
 from nemo_oprd.megatron.model import LAYERS_VARIABLE, ModelStage, NotBuilt, mark_parameters, norms_need_no_extra_state
 from nemo_oprd.megatron.model_config import PLAIN_KERNELS, chunk_places, chunk_training, layout_settings
 from nemo_oprd.megatron.observed_layer import ObservedSequences
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
+from nemo_oprd.megatron.refusals import check_rope_of
 from nemo_oprd.models import ModelSpec, read_hf_config
-from nemo_oprd.nemo.adopt import adopt
-from nemo_oprd.nemo.bridge_family import bridge_model, import_bridge
-from nemo_oprd.nemo.refusals import check_rope_of
+from nemo_oprd.providers.bridge_family import bridge_model, import_bridge
 
 # settings of recipes that would bypass the layers' forward, or split or store the model in another way
 _OFF = {

@@ -35,7 +35,7 @@ def know_family(provider: str, *, hf_path: str | None, checkpoint: str | None = 
     directory = _config_directory(hf_path, checkpoint)
     if directory is None:
         return  # reading the model says what is missing
-    from nemo_oprd.nemo.bridge_family import register_family
+    from nemo_oprd.providers.bridge_family import register_family
 
     register_family(directory)
 
