@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,8 @@ RESPONSES, NEW_TOKENS = 8, 48
 PROMPT_TOKENS = 48  # of an average prompt of examples/real_model in the chat template
 HELDOUT_PROMPTS = 48
 SEVERAL = 3  # losses that run with several seeds, and on the second student
+# Hydra composes one configuration at a time, and two runs may end in the same second
+_COMPOSING = threading.Lock()
 # of a training record; `rep/loss_layer/*` show where the loss is
 CURVES = ("loss/total", "rep/loss", "rep/cosine_similarity", "actor/grad_norm", "actor/entropy", "teacher/entropy",
           "response_length/mean", "output/loss")  # fmt: skip
@@ -71,13 +74,17 @@ class Study:
         shutil.rmtree(directory, ignore_errors=True)
         self._command("train", ["--config-name", "real_model", *self._settings(arm, directory)], f"{arm.name}.train")
         records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        self._write(arm, directory, records, began)
+        for large in ("hf", "checkpoints"):
+            shutil.rmtree(directory / large, ignore_errors=True)
+
+    def _write(self, arm: Arm, directory: Path, records: list[dict[str, Any]], began: float) -> None:
+        """Measures a trained student and writes the result."""
         measured = self._compare(arm.name, directory / "hf")
         write_result(arm.name, {"arm": asdict(arm), "settings": arm.all_settings, "measured": measured,
                                 "operations": operations(self._settings(arm, directory)),
                                 "training": curves(records), "machine": machine(),
                                 "seconds": round(time.time() - began)})  # fmt: skip
-        for large in ("hf", "checkpoints"):
-            shutil.rmtree(directory / large, ignore_errors=True)
         print(f"{time.strftime('%H:%M')} {arm.name}: {line(measured)}", flush=True)
 
     def _settings(self, arm: Arm, directory: Path) -> list[str]:
@@ -207,7 +214,9 @@ def operations(settings: list[str]) -> dict[str, float]:
     from nemo_oprd.config.loading import load_config
 
     unwatched = [*settings, "logging.output_metrics_every=0"]
-    work = make_workload(load_config("real_model", unwatched), prompt=PROMPT_TOKENS, response=NEW_TOKENS)
+    with _COMPOSING:
+        config = load_config("real_model", unwatched)
+    work = make_workload(config, prompt=PROMPT_TOKENS, response=NEW_TOKENS)
     return {kind: value / 1e9 for kind, value in asdict(step_flops(work)).items()}
 
 
@@ -294,8 +303,8 @@ def run_all(study: Study, arms: Iterable[Arm], jobs: int) -> None:
     def one(arm: Arm) -> None:
         try:
             study.run(arm)
-        except RuntimeError as error:
-            print(f"{arm.name} failed: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # whatever stopped this run need not stop the others
+            print(f"{arm.name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, arms))
