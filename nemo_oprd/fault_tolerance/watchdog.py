@@ -74,7 +74,8 @@ class Watchdog:
         self._neighbours: dict[int, int] = {}
         self._died_early: list[int] = []
         self._store.set(f"{self._prefix}/process/{rank}", f"{_machine()} {os.getpid()}")
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
 
     def fail(self, message: str, say: Callable[[], None]) -> None:
         """Calls `say` to print why this rank ends, unless another rank has failed before; then lets the others end.
@@ -111,11 +112,16 @@ class Watchdog:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Stops watching, because this rank has finished. Other ranks may still be working."""
+        """Stops watching, because this rank has finished. Other ranks may still be working.
+
+        The thread has ended when this returns: a thread that comes back from a call of the store while the interpreter
+        shuts down ends the process with SIGABRT ("terminate called without an active exception").
+        """
         if not self._ended.is_set():
             self._ended.set()
             self._store.set(f"{self._prefix}/alive/{self.rank}", "done")
             self._store.add(f"{self._prefix}/closed", 1)
+            self._thread.join(self.silent_s)
 
     def wait_for_others(self) -> None:
         """After `close`: the first rank, whose process may hold the store, waits until all ranks have closed."""
