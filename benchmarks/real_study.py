@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_arms import SEARCHED, Arm, changes, is_hidden, on_student, seeds, sweep
+from benchmarks.real_arms import RATES, SEARCHED, Arm, changes, is_hidden, on_student, seeds, sweep
 from benchmarks.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
 from benchmarks.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, distance, line, read_results, tables
 from nemo_oprd.evaluation.agreement import Response, describe_text
@@ -291,7 +291,10 @@ def stages() -> Iterator[list[Arm]]:
     yield list(sweep())
     best = [arm for arm in best_arms(read_results(), "pruned") if arm.loss in SEARCHED]
     hidden = [arm for arm in best if is_hidden(arm)]
-    yield list(on_student("quantised", hidden[:1] + [arm for arm in best if not is_hidden(arm)][: SEVERAL - 1]))
+    several = hidden[:1] + [arm for arm in best if not is_hidden(arm)][: SEVERAL - 1]
+    yield list(on_student("quantised", several))
+    # whether a student that repeats itself after that does so because of the loss or because of the rate
+    yield [replace(arm, rate=min(RATES)) for arm in on_student("quantised", several)]
     yield list(seeds(best[:SEVERAL]))
     yield list(changes(hidden[0]))
     yield equal_operations(hidden[0], next(arm for arm in best if not is_hidden(arm)))

@@ -94,6 +94,11 @@ def interval(one: Measured, other: Measured, value: Callable[[Measured, Any], fl
     return value(one, at) - value(other, at), float(low), float(high)
 
 
+def _difference(one: Measured, other: Measured, value: Callable[[Measured, Any], float]) -> str:
+    difference, low, high = interval(one, other, value)
+    return f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
 def _row(label: str, measured: Measured) -> str:
     _, reported = halves(measured)
     return f"| {label} | " + " | ".join(f"{value(measured, reported):.3g}" for _, value in COLUMNS) + " |"
@@ -157,17 +162,45 @@ def against_table(results: Results, student: str, base: str) -> str:
     lines = [f"| minus {base} | KL(t\\|s) | KL(s\\|t) | same greedy token |", "|---|---|---|---|"]
     for loss, name in best.items():
         if loss != base:
-            cells = [interval(results[name]["measured"], reference, value) for _, value in COLUMNS[:3]]
-            texts = [f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]" for difference, low, high in cells]
-            lines.append(f"| {loss} | " + " | ".join(texts) + " |")
+            cells = [_difference(results[name]["measured"], reference, value) for _, value in COLUMNS[:3]]
+            lines.append(f"| {loss} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def changes_table(results: Results, student: str) -> str:
-    """Runs in which one setting differs from the loss's."""
-    found = [(n, r) for n, r in results.items() if "arm" in r and r["arm"]["change"] and r["arm"]["student"] == student]
-    rows = [_row(f"{r['arm']['loss']}, {r['arm']['change']}, {r['arm']['rate']:g}", r["measured"]) for _, r in found]
-    return "\n".join([_header(f"{student}, changes"), *rows]) if rows else ""
+    """Runs in which one setting differs from a loss's, each after the run without the change."""
+    rows: dict[str, str] = {}
+    for base, changed in _changes(results, student):
+        for name in (base, changed):
+            arm = results[name]["arm"]
+            label = ", ".join(part for part in (arm["loss"], arm["change"], f"{arm['rate']:g}") if part)
+            rows.setdefault(name, _row(label, results[name]["measured"]))
+    return "\n".join([_header(f"{student}, changes"), *rows.values()]) if rows else ""
+
+
+def against_base_table(results: Results, student: str) -> str:
+    """The difference of every change from the run without it, with intervals, and its counted operations."""
+    rows = []
+    for base, changed in _changes(results, student):
+        one, other = results[changed], results[base]
+        work = sum(one["operations"].values()) * one["arm"]["steps"]
+        share = work / (sum(other["operations"].values()) * other["arm"]["steps"])
+        cells = [_difference(one["measured"], other["measured"], value) for _, value in COLUMNS[:3]]
+        label = f"{one['arm']['change']}, {one['arm']['steps']} updates"
+        rows.append(f"| {label} | " + " | ".join([*cells, f"{share:.2f}"]) + " |")
+    header = f"| {student}: change minus none | KL(t\\|s) | KL(s\\|t) | same greedy token | operations of the run |"
+    return "\n".join([header, "|---|---|---|---|---|", *rows]) if rows else ""
+
+
+def _changes(results: Results, student: str) -> list[tuple[str, str]]:
+    """The runs with one setting changed: (name of the run without the change, name of the run)."""
+    names = {
+        tuple(r["arm"][key] for key in ("student", "loss", "rate", "seed", "change")): name
+        for name, r in results.items()
+        if "arm" in r
+    }
+    pairs = [((*key[:-1], ""), name) for key, name in names.items() if key[-1] and key[0] == student]
+    return [(names[base], name) for base, name in pairs]
 
 
 def seeds_table(results: Results, student: str) -> str:
@@ -193,6 +226,6 @@ def tables(results: Results, students: Iterable[str] = ("pruned", "quantised")) 
     parts = []
     for student in students:
         if f"{student}-start" in results:
-            made = (best_table, rates_table, seeds_table, changes_table, cost_table)
+            made = (best_table, rates_table, seeds_table, changes_table, against_base_table, cost_table)
             parts += [table(results, student) for table in made] + [against_table(results, student, "mse")]
     return "\n\n".join(part for part in parts if part)

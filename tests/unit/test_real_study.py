@@ -170,6 +170,27 @@ def test_equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (arm.loss, arm.steps, arm.change) == ("mse", 36, "equal_operations")
 
 
+def test_a_change_is_compared_with_the_same_run_without_it() -> None:
+    """Of the same loss, rate and seed; operations of all updates of the runs."""
+
+    def made(name: str, forward: float, change: str = "", steps: int = 30, rate: float = 3e-4) -> dict[str, Any]:
+        result = run("mse", rate, [10 * forward] * 4)
+        result["arm"].update(change=change, steps=steps)
+        return {name: {**result, "operations": {"update": 5.0}}}
+
+    results = {
+        **made("other rate", 9.0, rate=1e-4),
+        **made("base", 2.0),
+        **made("longer", 1.5, "more", steps=36),
+    }
+    table = real_tables.against_base_table(results, "pruned").splitlines()
+    same = "-0.500 [-0.500, -0.500]"
+    assert table[2:] == [f"| more, 36 updates | {same} | {same} | {same} | 1.20 |"]
+    rows = [line.split(" | ")[:2] for line in real_tables.changes_table(results, "pruned").splitlines()[2:]]
+    assert rows == [["| mse, 0.0003", "2"], ["| mse, more, 0.0003", "1.5"]]
+    assert real_tables.against_base_table(made("base", 2.0), "pruned") == ""
+
+
 def test_results_are_small_and_name_nothing_of_the_machine() -> None:
     assert RESULTS, "benchmarks/results/real_study holds the finished runs"
     teacher = list(read_lines(real_tables.TEACHER_RESPONSES, "responses", ""))
