@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +81,34 @@ def line(measured: Measured) -> str:
     return "  ".join(f"{name} {value(measured, slice(None)):.3f}" for name, value in COLUMNS)
 
 
-def interval(one: Measured, other: Measured, value: Callable[[Measured, Any], float]) -> tuple[float, float, float]:
-    """Difference of a value between two runs on the reported prompts, with its paired bootstrap interval."""
-    if one["on_teacher"]["tokens"] != other["on_teacher"]["tokens"]:
+def interval(
+    runs: Sequence[tuple[Measured, Measured]], value: Callable[[Measured, Any], float]
+) -> tuple[float, float, float]:
+    """The mean difference of a value on the reported prompts, with its paired bootstrap interval over prompts.
+
+    Args:
+        runs: pairs of runs, such as those of two losses with the same seed, one pair for each seed.
+    """
+    texts = [side["on_teacher"]["tokens"] for pair in runs for side in pair]
+    if any(text != texts[0] for text in texts):
         raise ValueError(
             "two runs were measured on other responses of the teacher; expected the same: measure one again"
         )
-    _, reported = halves(one)
-    at = np.arange(len(one["on_teacher"]["tokens"]))[reported]
+    at = np.arange(len(texts[0]))[halves(runs[0][0])[1]]
+
+    def mean(prompts: np.ndarray) -> float:
+        return sum(value(one, prompts) - value(other, prompts) for one, other in runs) / len(runs)
+
     draw = np.random.default_rng(0)
-    differences = [value(one, chosen) - value(other, chosen) for chosen in draw.choice(at, (DRAWS, len(at)))]
-    low, high = np.percentile(differences, [2.5, 97.5])
-    return value(one, at) - value(other, at), float(low), float(high)
+    low, high = np.percentile([mean(chosen) for chosen in draw.choice(at, (DRAWS, len(at)))], [2.5, 97.5])
+    return mean(at), float(low), float(high)
 
 
 def _difference(one: Measured, other: Measured, value: Callable[[Measured, Any], float]) -> str:
-    difference, low, high = interval(one, other, value)
+    return _signed(*interval([(one, other)], value))
+
+
+def _signed(difference: float, low: float, high: float) -> str:
     return f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
@@ -205,20 +218,38 @@ def _changes(results: Results, student: str) -> list[tuple[str, str]]:
 
 def seeds_table(results: Results, student: str) -> str:
     """Mean and range over seeds of the losses that ran with several."""
-    groups: dict[tuple[str, float], list[Measured]] = {}
+    rows = []
+    for label, runs in _seeds(results, student).items():
+        cells = []
+        for _, value in COLUMNS:
+            each = [value(run, halves(run)[1]) for run in runs.values()]
+            cells.append(f"{sum(each) / len(each):.3g} ({min(each):.3g} to {max(each):.3g})")
+        rows.append(f"| {label}, {len(runs)} seeds | " + " | ".join(cells) + " |")
+    return "\n".join([_header(student), *rows]) if rows else ""
+
+
+def against_seeds_table(results: Results, student: str) -> str:
+    """Mean differences of two losses over their common seeds: interval over prompts, and range over seeds."""
+    rows = []
+    for (one, ours), (other, theirs) in combinations(_seeds(results, student).items(), 2):
+        runs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+        cells = []
+        for _, value in COLUMNS[:3]:
+            each = [interval([pair], value)[0] for pair in runs]
+            cells.append(f"{_signed(*interval(runs, value))}, seeds {min(each):+.3f} to {max(each):+.3f}")
+        rows.append(f"| {one} minus {other} | " + " | ".join(cells) + " |")
+    names = " | ".join(name for name, _ in COLUMNS[:3])
+    return "\n".join([f"| {student}, all seeds | {names} |", "|---|---|---|---|", *rows]) if rows else ""
+
+
+def _seeds(results: Results, student: str) -> dict[str, dict[int, Measured]]:
+    """`LOSS, RATE` -> seed -> measurements, for what ran with several seeds."""
+    groups: dict[str, dict[int, Measured]] = {}
     for result in results.values():
         arm = result.get("arm")
         if arm and arm["student"] == student and not arm["change"]:
-            groups.setdefault((arm["loss"], arm["rate"]), []).append(result["measured"])
-    rows = []
-    for (loss, rate), runs in groups.items():
-        if len(runs) > 1:
-            cells = []
-            for _, value in COLUMNS:
-                each = [value(run, halves(run)[1]) for run in runs]
-                cells.append(f"{sum(each) / len(each):.3g} ({min(each):.3g} to {max(each):.3g})")
-            rows.append(f"| {loss}, {rate:g}, {len(runs)} seeds | " + " | ".join(cells) + " |")
-    return "\n".join([_header(student), *rows]) if rows else ""
+            groups.setdefault(f"{arm['loss']}, {arm['rate']:g}", {})[arm["seed"]] = result["measured"]
+    return {label: runs for label, runs in groups.items() if len(runs) > 1}
 
 
 def tables(results: Results, students: Iterable[str] = ("pruned", "quantised")) -> str:
@@ -226,6 +257,7 @@ def tables(results: Results, students: Iterable[str] = ("pruned", "quantised")) 
     parts = []
     for student in students:
         if f"{student}-start" in results:
-            made = (best_table, rates_table, seeds_table, changes_table, against_base_table, cost_table)
+            losses = (best_table, rates_table, seeds_table, against_seeds_table)
+            made = (*losses, changes_table, against_base_table, cost_table)
             parts += [table(results, student) for table in made] + [against_table(results, student, "mse")]
     return "\n\n".join(part for part in parts if part)

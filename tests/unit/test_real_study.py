@@ -83,7 +83,7 @@ def test_means_are_over_the_tokens_of_the_reported_half() -> None:
 
 def test_runs_on_other_texts_are_not_paired() -> None:
     with pytest.raises(ValueError, match="other responses of the teacher"):
-        real_tables.interval(measured([1.0, 2.0]), measured([1.0, 2.0], tokens=[3, 4]), real_tables.COLUMNS[0][1])
+        real_tables.interval([(measured([1.0, 2.0]), measured([1.0, 2.0], tokens=[3, 4]))], real_tables.COLUMNS[0][1])
 
 
 def test_responses_without_a_4_gram_do_not_count() -> None:
@@ -98,7 +98,7 @@ def test_intervals_against_a_plain_loop() -> None:
     tokens = draw.integers(1, 30, 12).tolist()
     one, other = (measured(draw.uniform(0, 20, 12).tolist(), tokens) for _ in range(2))
     _, forward = real_tables.COLUMNS[0]
-    found = real_tables.interval(one, other, forward)
+    found = real_tables.interval([(one, other)], forward)
     chosen = np.random.default_rng(0).choice(np.arange(6, 12), (real_tables.DRAWS, 6))
     differences = []
     for prompts in chosen:
@@ -168,6 +168,18 @@ def test_equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_study, "read_results", lambda: results)
     (arm,) = real_study.equal_operations(cheap, dear)
     assert (arm.loss, arm.steps, arm.change) == ("mse", 36, "equal_operations")
+
+
+def test_seeds_are_paired() -> None:
+    """Seeds of both losses: their mean difference, and the smallest and largest of one seed."""
+    ours, theirs = {0: 2.0, 1: 2.5, 2: 9.0}, {0: 1.0, 1: 2.0}
+    results = {f"mse {seed}": run("mse", 3e-4, [10 * each] * 4, seed) for seed, each in ours.items()}
+    results |= {f"cosine {seed}": run("cosine", 3e-4, [10 * each] * 4, seed) for seed, each in theirs.items()}
+    results["alone"] = run("full_vocab", 3e-4, [1.0] * 4)
+    cell = "+0.750 [+0.750, +0.750], seeds +0.500 to +1.000"
+    table = real_tables.against_seeds_table(results, "pruned").splitlines()
+    assert table[2:] == [f"| mse, 0.0003 minus cosine, 0.0003 | {cell} | {cell} | {cell} |"]
+    assert len(real_tables.seeds_table(results, "pruned").splitlines()) == 4
 
 
 def test_a_change_is_compared_with_the_same_run_without_it() -> None:
