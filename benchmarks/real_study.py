@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_arms import RATES, SEARCHED, Arm, changes, is_hidden, on_student, seeds, sweep
+from benchmarks.real_arms import RATES, SEARCHED, SEEDS, Arm, changes, is_hidden, on_student, seeds, sweep
 from benchmarks.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
 from benchmarks.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, distance, line, read_results, tables
 from nemo_oprd.evaluation.agreement import Response, describe_text
@@ -297,7 +297,8 @@ def stages() -> Iterator[list[Arm]]:
     yield [replace(arm, rate=min(RATES)) for arm in on_student("quantised", several)]
     yield list(seeds(best[:SEVERAL]))
     yield list(changes(hidden[0]))
-    yield equal_operations(hidden[0], next(arm for arm in best if not is_hidden(arm)))
+    longer = equal_operations(hidden[0], next(arm for arm in best if not is_hidden(arm)))
+    yield [*longer, replace(best_arms(read_results(), "quantised")[0], seed=SEEDS[1])]
 
 
 def run_all(study: Study, arms: Iterable[Arm], jobs: int) -> None:

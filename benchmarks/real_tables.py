@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,16 @@ def best_table(results: Results, student: str) -> str:
     for loss, name in sorted(best.items(), key=lambda item: distance(results[item[1]]["measured"])):
         lines.append(_row(f"{loss}, {results[name]['arm']['rate']:g}", results[name]["measured"]))
     return "\n".join(lines)
+
+
+def runs_table(results: Results, student: str) -> str:
+    """All runs of the losses on a student, and the student before training."""
+    arms = [r["arm"] | {"measured": r["measured"]} for r in results.values() if "arm" in r]
+    chosen = [arm for arm in arms if arm["student"] == student and not arm["change"]]
+    rows = [_row("(start)", results[f"{student}-start"]["measured"])]
+    for arm in sorted(chosen, key=lambda arm: (arm["loss"], arm["rate"], arm["seed"])):
+        rows.append(_row(f"{arm['loss']}, {arm['rate']:g}, seed {arm['seed']}", arm["measured"]))
+    return "\n".join([_header(student), *rows])
 
 
 def rates_table(results: Results, student: str) -> str:
@@ -252,12 +262,13 @@ def _seeds(results: Results, student: str) -> dict[str, dict[int, Measured]]:
     return {label: runs for label, runs in groups.items() if len(runs) > 1}
 
 
-def tables(results: Results, students: Iterable[str] = ("pruned", "quantised")) -> str:
+def tables(results: Results) -> str:
     """All tables in Markdown."""
     parts = []
-    for student in students:
-        if f"{student}-start" in results:
-            losses = (best_table, rates_table, seeds_table, against_seeds_table)
-            made = (*losses, changes_table, against_base_table, cost_table)
-            parts += [table(results, student) for table in made] + [against_table(results, student, "mse")]
+    if "pruned-start" in results:
+        losses = (best_table, rates_table, seeds_table, against_seeds_table)
+        made = (*losses, changes_table, against_base_table, cost_table)
+        parts += [table(results, "pruned") for table in made] + [against_table(results, "pruned", "mse")]
+    if "quantised-start" in results:
+        parts += [table(results, "quantised") for table in (runs_table, cost_table)]
     return "\n\n".join(part for part in parts if part)

@@ -170,6 +170,19 @@ def test_equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (arm.loss, arm.steps, arm.change) == ("mse", 36, "equal_operations")
 
 
+def test_all_runs_of_a_student_are_listed() -> None:
+    results = {
+        "quantised-start": {"measured": measured([40.0] * 4)},
+        "pruned": run("mse", 3e-4, [10.0] * 4),
+        "a": run("mse", 1e-3, [30.0] * 4),
+        "b": run("mse", 3e-4, [20.0] * 4, seed=1),
+    }
+    for name in "ab":
+        results[name]["arm"]["student"] = "quantised"
+    rows = [line.split(" | ")[:2] for line in real_tables.runs_table(results, "quantised").splitlines()[2:]]
+    assert rows == [["| (start)", "4"], ["| mse, 0.0003, seed 1", "2"], ["| mse, 0.001, seed 0", "3"]]
+
+
 def test_seeds_are_paired() -> None:
     """Seeds of both losses: their mean difference, and the smallest and largest of one seed."""
     ours, theirs = {0: 2.0, 1: 2.5, 2: 9.0}, {0: 1.0, 1: 2.0}
