@@ -16,7 +16,7 @@ first_running() {
 # newest_python [CHOSEN]: prints CHOSEN, or otherwise the newest supported Python that runs; says in one line what is wrong
 newest_python() {
   if [ -n "${1:-}" ]; then
-    if ! "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+    if ! "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; then
       echo "PYTHON=$1: expected a command that runs Python 3.11, 3.12 or 3.13; name another one, or leave it out" >&2
       return 1
     fi
