@@ -43,6 +43,7 @@ from nemo_oprd.setup.data import (
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.setup.prompt_files import write_report
+from nemo_oprd.setup.resume import check_resume, models_of
 from nemo_oprd.weights.hf_export import export_hf
 
 
@@ -103,6 +104,7 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
     if data.recorded is None:
         check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
     _find_checkpoint(config, plan)
+    check_resume(config)
     # the checkpoint is looked up again under the lock, because another run may have replaced it until here
     lock = RunLock(Path(config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
@@ -138,6 +140,7 @@ def _make_engine(config: Config, plan: RunPlan, data: TrainingData) -> RolloutEn
 
 def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
     latest, notes = _find_checkpoint(config, plan)
+    changed = check_resume(config).changed
     distiller = build_distiller(config, plan)
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
@@ -184,6 +187,8 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
         log.say(note)
     if first_step:
         log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
+    for change in changed:
+        log.say(f"changed: {change}")
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)
@@ -226,7 +231,8 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
     run.log.say("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
     if dist.get_rank() == 0:
         layouts = {"student": plan.student_layout.describe(), "teacher": plan.teacher_layout.describe()}
-        record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels)
+        start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
+        record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
 
 
 def _record_prompts(run: TrainingRun, report: DataReport) -> None:
