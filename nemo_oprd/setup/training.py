@@ -24,6 +24,7 @@ from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
 from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.fault_tolerance.signals import Signals
 from nemo_oprd.megatron.parallel import init_distributed
@@ -94,6 +95,7 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
         ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
     check_output(config.output)
+    check_directory(Path(config.output), "train")
     check_trains(config)
     files = RunFiles(config)
     check_sources_stay(config)
