@@ -29,7 +29,6 @@ from nemo_oprd.providers import check_provider, know_family
 from nemo_oprd.rollout.vllm.launch import check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 from nemo_oprd.rollout.vllm.server import check_url
-from nemo_oprd.setup.resume import check_resume
 
 
 def preflight(config: Config, world_size: int, command: str, *, against_reference: bool = False) -> None:
@@ -45,7 +44,6 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
     if command == "train":
         check_trains(config)
         check_sources_stay(config)
-        check_resume(config)
     elif command == "verify":
         check_replays(config, against_reference=against_reference)
     elif command == "fit-bridge":

@@ -1,4 +1,4 @@
-"""What a run that is started again in its directory may change: checked before anything expensive starts; no torch.
+"""What a run that is started again in its directory may change: checked before models are built.
 
 The settings of a start are compared with those under which the last kept step ran (`observability/config_history.py`).
 Keys that change what is learned need leave (`config/resume_rules.py` has the lists). A model in another place is the
@@ -28,21 +28,34 @@ class Resume:
     Attributes:
         step: updates of the checkpoint to go on from; None for a run that begins.
         changed: keys with other values than under the last kept step; none for a run that begins.
+        refused: those of them that change what is learned and have no leave.
     """
 
     step: int | None
     changed: list[Change]
+    refused: list[Change]
 
 
-def check_resume(config: Config) -> Resume:
+def check_resume(config: Config) -> list[Change]:
+    """The keys with which a start goes on although they are not those of the last kept step.
+
+    Raises:
+        ValueError: as `compare_settings`; or keys that change what is learned differ without leave (all are named).
+    """
+    found = compare_settings(config)
+    if found.refused:
+        raise ValueError(_refusal(config, found.step, found.refused))
+    return found.changed
+
+
+def compare_settings(config: Config) -> Resume:
     """What a start with `config` would change in its directory; writes nothing.
 
     Whether models are the same is found out on the first rank alone, because it takes reading some MB of every file of
     weights. On other ranks a model in another place counts as the same.
 
     Raises:
-        ValueError: the checkpoint is damaged, or has more steps than `train.steps`; or keys that change what is learned
-            differ without leave (all of them are named).
+        ValueError: the checkpoint is damaged, or has more steps than `train.steps`; or a file of settings is malformed.
     """
     directory = Path(config.output)
     step, _ = find_checkpoint(directory / "checkpoints")
@@ -53,7 +66,7 @@ def check_resume(config: Config) -> Resume:
         )
     before = config_at(directory, step) if step is not None else _overwritten(directory)
     if before is None:
-        return Resume(step, [])
+        return Resume(step, [], [])
     old, new = read_config(before), as_plain(config)
     changed = changes(old, new)
     if os.environ.get("RANK", "0") == "0":
@@ -62,9 +75,7 @@ def check_resume(config: Config) -> Resume:
         changed = [replace(c, rule="free") if c.key.endswith((".hf_path", ".checkpoint")) else c for c in changed]
     allow = config.train.allow_changes
     refused = [c for c in changed if c.rule == "fixed" or (c.rule == "learned" and not allowed(c, allow))]
-    if refused:
-        raise ValueError(_refusal(config, step, refused))
-    return Resume(step, changed)
+    return Resume(step, changed, refused)
 
 
 def models_of(config: Config) -> dict[str, str]:

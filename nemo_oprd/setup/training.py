@@ -44,7 +44,7 @@ from nemo_oprd.setup.data import (
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.setup.prompt_files import write_report
-from nemo_oprd.setup.resume import check_resume, models_of
+from nemo_oprd.setup.resume import check_resume, compare_settings, models_of
 from nemo_oprd.weights.hf_export import export_hf
 
 
@@ -142,7 +142,7 @@ def _make_engine(config: Config, plan: RunPlan, data: TrainingData) -> RolloutEn
 
 def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
     latest, notes = _find_checkpoint(config, plan)
-    changed = check_resume(config).changed
+    changed = check_resume(config)
     distiller = build_distiller(config, plan)
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
@@ -209,7 +209,11 @@ def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[st
     latest, notes = find_checkpoint(root)
     if latest is not None:
         check_checkpoint(root, latest, plan.files.student.spec)
-        check_resume_signature(root, latest, config, plan.objective, plan.needs)
+        try:
+            check_resume_signature(root, latest, config, plan.objective, plan.needs)
+        except ValueError as error:  # one setting that no run can go on with; the others should be known, too
+            refused = ", ".join(map(str, compare_settings(config).refused))
+            raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
     return latest, notes
 
 
