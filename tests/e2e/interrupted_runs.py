@@ -142,7 +142,7 @@ class Driver:
     def pending(self) -> dict[str, Any]:
         """Killed with the rollouts of step 3 kept; gone on with from copies of the run, as it was and changed.
 
-        The rate follows a cosine over all steps, so fewer steps need leave, as another temperature and other prompts do.
+        The rate follows a cosine over all steps, so fewer steps need leave, like another temperature and other prompts.
         """
         attempt = self.start("kept", "rollouts kept", 2)
         attempt.wait_for_target()
@@ -173,8 +173,11 @@ class Driver:
             return {str(file): file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
 
         before = files()
-        codes = self.start(run.name, extra=extra).codes()
-        return {"codes": codes, "said": self.said(), "touched": files() != before}
+        attempt = self.start(run.name, extra=extra)
+        code = os.waitstatus_to_exitcode(os.waitpid(attempt.ranks[0], 0)[1])
+        os.kill(attempt.ranks[1], signal.SIGKILL)  # what a launcher does; it waits for its first rank
+        os.waitpid(attempt.ranks[1], 0)
+        return {"code": code, "said": self.said(), "touched": files() != before}
 
     def full_disk(self, disk: Path) -> dict[str, Any]:
         """All checkpoints kept on a small disk until it is full; then space is made, and the same command again."""
