@@ -70,7 +70,7 @@ def compare_settings(config: Config) -> Resume:
     old, new = read_config(before), as_plain(config)
     changed = changes(old, new)
     if os.environ.get("RANK", "0") == "0":
-        changed = _with_models(directory, changed, old, new)
+        changed = _with_models(before, changed, old, new)
     else:
         changed = [replace(c, rule="free") if c.key.endswith((".hf_path", ".checkpoint")) else c for c in changed]
     allow = config.train.allow_changes
@@ -124,17 +124,28 @@ def _model_paths(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _with_models(
-    directory: Path, changed: list[Change], old: Mapping[str, Any], new: Mapping[str, Any]
-) -> list[Change]:
-    """`changed` with what the models' contents say: the same model may move, another student is never accepted."""
-    recorded: dict[str, Any] = next((s["models"] for s in starts(directory)[::-1] if "models" in s), {})
+def _known_fingerprint(path: str) -> str | None:
+    """The fingerprint of a model of an earlier start; None if it is not there any more, as a whole."""
+    try:
+        return fingerprint(Path(path))
+    except ValueError:  # what was a directory of checkpoints names none any more
+        return None
+
+
+def _with_models(file: Path, changed: list[Change], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """`changed` with what the models' contents say: the same model may move, another student is never accepted.
+
+    Args:
+        file: the configuration `old`.
+    """
+    with_file = [start for start in starts(file.parent) if start.get("config") == file.name and "models" in start]
+    recorded: dict[str, Any] = with_file[-1]["models"] if with_file else {}
     by_key = {change.key: change for change in changed}
     before, after = _model_paths(old), _model_paths(new)
     for key, path in after.items():
         if key not in before:
             continue
-        known = recorded.get(key) or (fingerprint(Path(before[key])) if key in by_key else None)
+        known = recorded.get(key) or (_known_fingerprint(before[key]) if key in by_key else None)
         if known is None:
             continue  # an earlier version's run: the same path counts as the same model, another one as another
         if known == fingerprint(Path(path)):

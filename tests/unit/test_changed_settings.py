@@ -15,6 +15,7 @@ from nemo_oprd.config import resume_rules
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.resume_rules import allowed, changes, rule_of, schema_keys
 from nemo_oprd.config.schema import Config
+from nemo_oprd.models.fingerprint import fingerprint
 from nemo_oprd.observability.config_history import (
     Span,
     as_plain,
@@ -206,6 +207,29 @@ def test_a_model_that_moved_and_another_model(site: Site) -> None:
     with pytest.raises(ValueError, match=r"teacher\.hf_path: .*teacher -> another model there"):
         site.changed(moved)
     assert len(site.changed(moved, "train.allow_changes=[teacher]")) == 2
+
+
+def test_another_teacher_that_never_taught(site: Site) -> None:
+    """A start with leave that was killed before its first step: the first teacher needs none."""
+    site.start(0, 100)
+    other = model(site.root / "other", b"w")
+    site.start(100, None, f"teacher.hf_path={other}")
+    assert site.changed() == []
+    with pytest.raises(ValueError, match=r"teacher\.hf_path"):
+        site.changed(f"teacher.hf_path={other}")
+
+
+def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
+    """A change at the beginning, at the end or in size shows, and the rest of the directory does not count."""
+    large = model(tmp_path / "large", bytes(8 << 20))
+    found = [fingerprint(large)]
+    for content in (b"\1" + bytes((8 << 20) - 1), bytes((8 << 20) - 1) + b"\1", bytes((8 << 20) + 1)):
+        (large / "model.safetensors").write_bytes(content)
+        found.append(fingerprint(large))
+    assert len(set(found)) == 4
+    (large / "notes.txt").write_text("mine")
+    assert fingerprint(large) == found[-1]
+    assert fingerprint(tmp_path / "none") is None
 
 
 def test_runs_of_earlier_versions(site: Site) -> None:
