@@ -117,14 +117,14 @@ def check_directory(
     maker = maker_of(directory)
     if maker is not None and maker.command != command and maker.command not in others:
         raise ValueError(
-            f"{key}={directory} exists and is not {mine.what}: it is {maker.what}{_made_by(maker)}; expected a "
-            f"directory of its own: {fix}"
+            f"{key}={directory} exists and is not {mine.what}; choose another directory: it is {maker.what}"
+            f"{_made_by(maker)}"
         )
     strange = [name for name in visible if not any(fnmatchcase(name, each) for each in own)]
     if mine.replaces and strange:
         raise ValueError(
-            f"{key}={directory} exists and is not {mine.what}: it holds {strange[0]}; expected a missing or empty "
-            f"directory, or one that {command} made: {fix}"
+            f"{key}={directory} exists and is not {mine.what}; choose another directory: it holds {strange[0]}, which "
+            f"{command} did not make"
         )
     taken = [name for name in visible if name not in strange]
     if maker is None and taken:
