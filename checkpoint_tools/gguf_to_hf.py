@@ -19,8 +19,10 @@ def main() -> None:
     options = parser.parse_args()
 
     def convert() -> int:
+        from nemo_oprd.fault_tolerance.made_directories import check_directory
         from nemo_oprd.weights.gguf import gguf_to_hf
 
+        check_directory(Path(options.output), "export", "--output")
         spec = gguf_to_hf(Path(options.gguf), Path(options.output))
         print(f"{options.output}: {spec.num_layers} layers of width {spec.hidden_size}, from {options.gguf}")
         return 0

@@ -23,11 +23,13 @@ def main() -> None:
     options = parser.parse_args()
 
     def round_all() -> int:
+        from nemo_oprd.fault_tolerance.made_directories import check_directory
         from nemo_oprd.weights.rounding import round_layers
 
         source, target = Path(options.hf_path), Path(options.output)
         if target.resolve() == source.resolve():
             raise ValueError(f"--output {target} is the model itself; expected another directory: choose one")
+        check_directory(target, "export", "--output")
         spec = round_layers(source, target, options.bits, options.group)
         print(f"{target}: {spec.num_layers} layers rounded to {options.bits} bits in groups of {options.group}")
         return 0

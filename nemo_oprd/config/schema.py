@@ -242,6 +242,9 @@ class TrainConfig:
     skipped; `stop_after_skipped` steps in a row with a skipped update end the run. A step makes `updates_per_rollout`
     updates on the same rollouts; with sampled_token every update after the first weights a token by the ratio of its
     probability to that under the student that sampled it (`losses/divergences.py`).
+
+    `allow_changes` names the keys, or groups of keys such as loss.output, with which a run may go on although they
+    change what is learned (docs/runs.md, "Changed settings").
     """
 
     steps: PositiveInt = 500
@@ -263,6 +266,7 @@ class TrainConfig:
     keep_best: str | None = None
     stop_after_skipped: PositiveInt = 3
     export_hf: bool = True
+    allow_changes: list[str] = field(default_factory=list)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

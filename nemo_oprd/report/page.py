@@ -24,7 +24,7 @@ from nemo_oprd.report.evaluations import groups, paired, read_evaluations
 from nemo_oprd.report.figures import COLORS, Key, Panel, run_key, svg
 from nemo_oprd.report.panels import panels
 from nemo_oprd.report.responses import prompt_decoder, responses
-from nemo_oprd.report.settings import differing_settings
+from nemo_oprd.report.settings import changed_settings, differing_settings
 from nemo_oprd.report.tables import first_and_last, validation_metrics, validation_rows
 from nemo_oprd.report.tokens import HEAD, LEVELS, MEASURES, token_panel
 
@@ -102,6 +102,7 @@ def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
         figures=[_figure(panel, steps, f"f{index}") for index, panel in enumerate(panels(runs))],
         costs=costs(runs),
         settings=differing_settings(runs),
+        changed=changed_settings(runs),
         samples=[each for run, own in zip(runs, kept, strict=True) for each in responses(own, prompt_decoder(run))],
         measures=MEASURES,
         levels=LEVELS,
