@@ -18,7 +18,8 @@ _THINK = re.compile(r"<(/?)think>")
 _ANSWER = re.compile(r"\banswer\s*(?:[*_]{1,3}\s*)?(?:is\s*)?:", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"\banswer\s+is\b(?!\s*:)", re.IGNORECASE)
 _STATED_NUMBER = re.compile(r"[\s*_$(\\]*[-+\N{MINUS SIGN}]?\s*[\\$]*(?:\(\s*)?(?:[dtc]?frac\s*\{?\s*-?)?\.?\d")
-_STATEMENT = 500  # characters of what follows `answer is`
+_STATEMENT = 500  # characters of what follows `answer is`, or a number in prose
+_CONDITION_LENGTH = 30  # characters before `answer` in which one may stand
 _CONDITION = re.compile(r"\b(?:if|whether|assume|suppose|say)\s+(?:that\s+)?(?:the|your|my|our)?\s*\Z", re.IGNORECASE)
 # `####` before an answer, as GSM8K writes it; at the start of a line it also begins a heading of Markdown
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*")
@@ -176,8 +177,7 @@ def _last_number(text: str) -> str | None:
     """The last number of a prose text, with the whole formula in which it stands; digits inside words do not count."""
     for run in reversed(list(_RUN.finditer(text))):
         start = run.start()
-        line_end = text.find("\n", run.end())
-        rest = text[run.end() : len(text) if line_end < 0 else line_end]
+        rest = text[run.end() : run.end() + _STATEMENT].partition("\n")[0]
         glued = re.match(r"\w", text[start - 1 : start]) is not None and run.group()[0] not in "=:<>$|"
         glued = glued or _GLUED.match(rest) is not None
         if not glued and re.search(r"\d", run.group()):
@@ -195,7 +195,11 @@ def _ends_of_statements(text: str) -> Iterator[int]:
     for found in _ANSWER_IS.finditer(text):
         line_end = text.find("\n", found.end())
         line = text[found.end() : min(found.end() + _STATEMENT, len(text) if line_end < 0 else line_end)]
-        if _STATED_NUMBER.match(line) and _spelling(line) and not _CONDITION.search(text, 0, found.start()):
+        if (
+            _STATED_NUMBER.match(line)
+            and _spelling(line)
+            and not _CONDITION.search(text, max(0, found.start() - _CONDITION_LENGTH), found.start())
+        ):
             yield found.end()
 
 

@@ -30,7 +30,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from nemo_oprd.evaluation.extraction import extract_boxed, final_part
-from nemo_oprd.evaluation.readings import pairs, settle
+from nemo_oprd.evaluation.readings import pairs, settle, unlabelled
 from nemo_oprd.evaluation.spelling import canonical, is_number, is_percentage, is_words, same_in_base
 
 # the signals that a scheduler or a user sends to all processes of a job
@@ -76,6 +76,7 @@ def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False)
     """
     if not given or len(given) > MAX_CHARACTERS:
         return Judgement(False, False)
+    given, answer = unlabelled(given, answer)
     settled = settle(given, answer)
     if settled is not None:
         return Judgement(settled, settled)

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nemo_oprd.evaluation.spelling import as_interval, canonical, clean, is_interval, is_percentage, unit_of
+from nemo_oprd.evaluation.spelling import as_interval, canonical, clean, is_interval, is_percentage, same_unit
 
-_MAX_SIGNS, _MAX_VALUES = 4, 16  # of plus-minus in one answer
+_MAX_SIGNS, _MAX_VALUES, _MAX_LENGTH = 4, 16, 2_000  # of an answer with plus-minus, and of its list of values
 _DEGREE = "\N{RING ABOVE}"  # stands for every spelling of the degree sign while an answer is cleaned
 _DEGREES = re.compile(
     r"\s*\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\N{DEGREE SIGN}|\\degree(?![a-zA-Z])|"
@@ -25,6 +25,7 @@ _IN_DEGREES = re.compile(
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _PI = re.compile(r"\\pi(?![a-zA-Z])|\N{GREEK SMALL LETTER PI}")
 _SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])\s*")
+_BOUND = re.compile(r"[<>]|\\(?:le|ge|ne|neq|in)(?![a-zA-Z])")
 _CONJUNCTION = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)\s*")
 _LABEL = re.compile(r"\s*[a-zA-Z](?:_\{?\w\}?)?\s*=\s*")
 _DECIMAL_POWER = re.compile(r"\^\s*(?:\{\s*(-?\d*\.\d+)\s*\}|(-?\d*\.\d+))")
@@ -46,6 +47,15 @@ _QUALIFIED = re.compile(
 _RATIO = re.compile(r"-?[\d.]+(?:/[\d.]+)?(?::-?[\d.]+(?:/[\d.]+)?)+")
 
 
+def unlabelled(given: str, answer: str) -> tuple[str, str]:
+    """Both answers, without the name before the equals sign of one if the other has none: `x = 10,080`, `10080`."""
+    if "=" not in answer and given.count("=") == 1:
+        given = _LABEL.sub("", given, count=1) if _LABEL.match(given) else given
+    elif "=" not in given and answer.count("=") == 1:
+        answer = _LABEL.sub("", answer, count=1) if _LABEL.match(answer) else answer
+    return given, answer
+
+
 def settle(given: str, answer: str) -> bool | None:
     """Whether two answers are equal by what their cleaned spelling does not show; None if that does not decide."""
     if given.strip() == answer.strip():
@@ -53,10 +63,11 @@ def settle(given: str, answer: str) -> bool | None:
     time = _same_time(given, answer)
     if time is not None:
         return time
-    units = unit_of(given), unit_of(answer)
-    if None not in units and units[0] != units[1]:
+    if not same_unit(given, answer):
         return False
     if _is_set(given) != _is_set(answer) and (_is_tuple(given) or _is_tuple(answer)):
+        return False
+    if _is_point_against_signs(given, answer) or _is_point_against_signs(answer, given):
         return False
     if (_QUALIFIED.search(given) is None) != (_QUALIFIED.search(answer) is None):
         return False
@@ -69,21 +80,40 @@ def settle(given: str, answer: str) -> bool | None:
 def pairs(given: str, answer: str) -> Iterator[tuple[str, str]]:
     """The (reference, given) for math-verify, one of which must be equal: what was written, and what it may mean."""
     wanted, found = clean(answer), clean(given)
+    wanted, found = _in_order(wanted, found), _in_order(found, wanted)
     yield wanted, found
     if is_percentage(given) != is_percentage(answer):
         value = r"\frac{%s}{100}"
         yield (value % wanted, found) if is_percentage(answer) else (wanted, value % found)
     intervals = as_interval(wanted) or wanted, as_interval(found) or found
-    if intervals != (wanted, found) and all(map(is_interval, intervals)):
+    if _are_of_one_variable(wanted, found, intervals):
         yield intervals
     meant = _meaning(answer, given), _meaning(given, answer)
+    meant = _in_order(*meant), _in_order(meant[1], meant[0])
     meant = meant[0], _with_the_letter_of(*meant)
     meant = _without_integers(meant[0]), _without_integers(meant[1])
-    if meant != (wanted, found):
-        yield meant
     signs = _each_sign(meant[0]), _each_sign(meant[1])
-    if signs != (None, None):
+    if signs != (None, None) or meant != (wanted, found):
         yield signs[0] or meant[0], signs[1] or meant[1]
+
+
+def _are_of_one_variable(wanted: str, found: str, intervals: tuple[str, str]) -> bool:
+    """Whether two answers, of which one at least is an inequality, can be compared as intervals."""
+    if intervals == (wanted, found) or not all(map(is_interval, intervals)):
+        return False
+    if intervals[0] == wanted or intervals[1] == found:
+        return True  # an interval does not name its variable
+    return _letters(_CONJUNCTION.sub(" ", wanted)) == _letters(_CONJUNCTION.sub(" ", found))
+
+
+def _in_order(one: str, other: str) -> str:
+    """A cleaned list in round brackets, if the other answer has them: math-verify compares lists as sets."""
+    if not (_is_tuple(other) and other.strip().startswith("(") and other.strip().endswith(")")):
+        return one
+    if _is_tuple(one) or _is_set(one) or _SIGN.search(one) or _BOUND.search(one):
+        return one
+    values = _elements(one)
+    return f"({','.join(values)})" if len(values) > 1 else one
 
 
 def _meaning(text: str, other: str) -> str:
@@ -171,7 +201,8 @@ def _each_sign(text: str) -> str | None:
         else:
             choices = list(itertools.product((True, False), repeat=len(own)))
         values += [_with_signs(element, choice) for choice in choices]
-    return ", ".join(values) if len(values) <= _MAX_VALUES else None
+    listed = ", ".join(values)
+    return listed if len(values) <= _MAX_VALUES and len(listed) <= _MAX_LENGTH else None
 
 
 def _with_signs(element: str, choice: tuple[bool, ...]) -> str:
@@ -228,6 +259,14 @@ def _spans(text: str, first: str, last: str) -> bool:
         if depth == 0:
             return token.end() == len(text)
     return False
+
+
+def _is_point_against_signs(one: str, other: str) -> bool:
+    r"""Whether one answer is a point or an interval, and the other one two values: `(-5, 5)` and `\pm 5`."""
+    if not _is_tuple(one) or _SIGN.search(one) or _is_tuple(other):
+        return False
+    values = _elements(clean(other))
+    return len(values) == 1 and _SIGN.search(values[0]) is not None and "(" not in _SIGN.split(values[0])[0]
 
 
 def _same_time(given: str, answer: str) -> bool | None:

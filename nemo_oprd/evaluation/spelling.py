@@ -51,6 +51,7 @@ CLEANING = tuple(
         (r"(?<=[\d}])\s*\\?%", ""),
         (rf"(?<=[\d}})i])\s*\\(?:text|mbox|mathrm|textrm|operatorname)\s*\{{{_NO_UNIT}[^{{}}]*\}}{_POWER}\s*$", ""),
         (rf"(?<=[\d}}])\s*(?:(?:square|cubic|sq\.?)\s+)?\b(?:{UNITS}){_POWER}\s*$", ""),
+        (r"(?:[.,;\s]|\\\\)+$", ""),
         (rf"^\s*\\(?:{_STYLES})\s*\{{([^{{}}]*)\}}\s*$", r"\1"),
         (r"(?:[.,;\s]|\\\\)+$", ""),
     )
@@ -70,8 +71,8 @@ _UNIT_NAMES = (
 )
 _UNIT_OF = {name: names.split()[0] for names in _UNIT_NAMES for each in names.split() for name in (each, f"{each}s")}
 _LAST_UNIT = re.compile(
-    rf"(?<=[\d}}\s])(?:\\(?:text|mbox|mathrm|textrm)\s*\{{)?\s*(?:(?:square|cubic|sq\.?)\s+)?\b({UNITS})\b\.?\s*\}}?"
-    rf"{_POWER}[\s.$]*",
+    r"(?<=[\d}])(?:\s|~|\\[,;:! ])*(?:\\(?:text|mbox|mathrm|textrm)\s*\{)?\s*((?:square|cubic|sq\.?)\s+)?"
+    rf"\b({UNITS})\b\.?\s*\}}?(\s*\^\s*\{{?[23]\}}?|[²³])?[\s.$]*\Z",
     re.IGNORECASE,
 )
 _BASED = re.compile(r"(\d[0-9A-Za-z]*|[0-9A-Fa-f]+(?=_\{?1[1-6]\}?$))_\{?(\d{1,2})\}?")
@@ -103,20 +104,27 @@ def _written_out(found: re.Match[str]) -> str:
     return number + (f".{digits[zeros:]}" if digits[zeros:] else "") + unit
 
 
-def unit_of(text: str) -> str | None:
-    """The unit that an answer ends with, or the dollars that it begins with, by one name; None without a known one.
+def unit_of(text: str) -> tuple[str, int | None] | None:
+    """The unit behind the number of an answer, or its dollar sign, by one name, and its power; None without one.
 
-    Angles, percent and powers are left out: `864` square inches may be called inches.
+    The power is None where none is written: `864 inches` may well be square inches. Angles and percent are left out.
     """
     if re.match(r"\s*\$?\s*\\\$", text):
-        return "dollar"
-    places = [found for found in re.finditer(r"[\\\s]|(?<=[\d}])(?=[a-zA-Z])", text[-60:])]
-    tail = text[-60:]
-    for place in places:
-        found = _LAST_UNIT.fullmatch(tail, place.start()) or _LAST_UNIT.fullmatch(tail, place.end())
-        if found is not None:
-            return _UNIT_OF.get(found[1].lower())
-    return None
+        return "dollar", None
+    found = _LAST_UNIT.search(text[-60:])
+    name = _UNIT_OF.get(found[2].lower()) if found is not None else None
+    if found is None or name is None:
+        return None
+    power = 3 if re.search(r"cubic|3|\N{SUPERSCRIPT THREE}", (found[1] or "") + (found[3] or ""), re.I) else 2
+    return name, power if found[1] or found[3] else None
+
+
+def same_unit(one: str, other: str) -> bool:
+    """Whether two answers may have the same unit: they do unless both say which, and it differs."""
+    units = unit_of(one), unit_of(other)
+    if units[0] is None or units[1] is None:
+        return True
+    return units[0][0] == units[1][0] and (None in (units[0][1], units[1][1]) or units[0][1] == units[1][1])
 
 
 def _as_fraction(found: re.Match[str]) -> str:

@@ -248,7 +248,8 @@ def test_every_grader_is_tested() -> None:
 @pytest.mark.parametrize("grader", BUILTIN)
 @pytest.mark.parametrize(
     "unit",
-    [r"\boxed{", "Answer: ", "answer", "1,", "<think>", "#### ", "((", "$", "**", "1", "\\", "{", "- ", ".", ".*"],
+    [r"\boxed{", "Answer: ", "answer", "1,", "<think>", "#### ", "((", "$", "**", "1", "\\", "{", "- ", ".", ".*"]
+    + ["the answer is 5 ", "a1 ", "x=", "\\text{", "\\frac{", "2^", "1/2", "5 or ", "1e", "| 1 ", "1 million "],
 )
 def test_long_degenerate_responses_are_graded_in_linear_time(grader: str, unit: str) -> None:
     start = time.process_time()
