@@ -11,7 +11,15 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nemo_oprd.evaluation.spelling import as_interval, canonical, clean, is_interval, is_percentage, same_unit
+from nemo_oprd.evaluation.spelling import (
+    MAGNITUDES,
+    as_interval,
+    canonical,
+    clean,
+    is_interval,
+    is_percentage,
+    same_unit,
+)
 
 _MAX_SIGNS, _MAX_VALUES, _MAX_LENGTH = 4, 16, 2_000  # of an answer with plus-minus, and of its list of values
 _DEGREE = "\N{RING ABOVE}"  # stands for every spelling of the degree sign while an answer is cleaned
@@ -39,10 +47,10 @@ _TIME = re.compile(
     r"(\d{1,2})(?:[:.](\d\d))?\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{\s*)?([ap])\.?\s*m\b\.?\s*\}?", re.IGNORECASE
 )
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)")
-# words behind a number that make another answer of it, which math-verify leaves out
+# words behind a cleaned answer that make another one of it, and that math-verify leaves out
 _QUALIFIED = re.compile(
-    r"(?<=[\d}])\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{)?\s*"
-    r"(?:or\s+(?:more|less|fewer|greater|higher|lower|above|below)|and\s+a\s+(?:half|third|quarter))\b"
+    r"(?<=[\w})\]])\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{)?\s*"
+    rf"(?:{MAGNITUDES}|or\s+(?:more|less|fewer|greater|higher|lower|above|below)|and\s+a\s+(?:half|third|quarter))\b"
 )
 _RATIO = re.compile(r"-?[\d.]+(?:/[\d.]+)?(?::-?[\d.]+(?:/[\d.]+)?)+")
 
@@ -69,7 +77,7 @@ def settle(given: str, answer: str) -> bool | None:
         return False
     if _is_point_against_signs(given, answer) or _is_point_against_signs(answer, given):
         return False
-    if (_QUALIFIED.search(given) is None) != (_QUALIFIED.search(answer) is None):
+    if (_QUALIFIED.search(clean(given)) is None) != (_QUALIFIED.search(clean(answer)) is None):
         return False
     for one, other in ((given, answer), (answer, given)):
         if _TRIGONOMETRY.search(one) and _DEGREES.search(one) and not _DEGREES.search(other):

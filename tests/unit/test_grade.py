@@ -202,11 +202,9 @@ def test_real_answers_equal_themselves(name):
 
 def other_spellings(answer: str) -> list[str]:
     """The same value, written as a model may write it."""
-    found = [
-        f"{answer}.",
-        answer.replace(r"\frac", r"\tfrac"),
-        re.sub(r"\\sqrt\{?(\d+)\}?", r"\\cdot \1^{0.5}", answer),
-    ]
+    powers = re.sub(r"(?<=\d)( ?)\\sqrt", r" \\cdot\\sqrt", answer)
+    powers = re.sub(r"\\sqrt\{?(\d+)\}?", r"{\1}^{0.5}", powers)
+    found = [f"{answer}.", answer.replace(r"\frac", r"\tfrac"), powers]
     if "=" not in answer and r"\in" not in answer and "text" not in answer:
         found.append(f"x = {answer}")
     if re.fullmatch(r"\d{4,6}", answer):
@@ -217,15 +215,15 @@ def other_spellings(answer: str) -> list[str]:
         sides = [f"{low} < x < {high}" for low, high in (union.groups()[:2], union.groups()[2:])]
         found.append(r" \text{ or } ".join(sides).replace(r"-\infty < ", "").replace(r"3 < x <  \infty", "x > 3"))
     if signs := re.fullmatch(r"(\d) \\pm (.*)", answer):
-        found += [
-            f"{signs[1]}-{signs[2]}, {signs[1]}+{signs[2]}",
-            rf"\frac{{{2 * int(signs[1])} \pm 2({signs[2]})}}{{2}}",
-        ]
-    return [each.replace(r"-\cdot", "-").replace(r"{\cdot", "{").removeprefix(r"\cdot ") for each in found]
+        whole, rest = signs.groups()
+        found += [f"{whole}-{rest}, {whole}+{rest}", rf"\frac{{{2 * int(whole)} \pm 2({rest})}}{{2}}"]
+    return found
 
 
 def close_wrong_answers(answer: str) -> list[str]:
-    found = [re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), answer, count=1), rf"{answer}\text{{ million}}"]
+    found = [re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), answer, count=1)]
+    if "=" not in answer:
+        found.append(rf"{answer}\text{{ million}}")
     if re.fullmatch(r"\([^()]*,[^()]*\)", answer):
         found.append(rf"\{{{answer[1:-1]}\}}")
     if degrees := re.fullmatch(r"(\d+)\^\\circ", answer):
@@ -244,7 +242,7 @@ def test_real_answers_in_other_spellings_and_close_wrong_ones():
     assert {pair for pair in right if not grade.judge(pair[1], pair[0]).correct} == set()
     assert {pair for pair in wrong if grade.judge(pair[1], pair[0]).correct} == set()
     assert len(right) > 1000 and len(wrong) > 400
-    following = [(a, b) for shift in (1, 7) for a, b in zip(answers, answers[shift:], strict=False)]
+    following = [(a, b) for a, b in itertools.pairwise(answers)]
     assert {pair for pair in following if grade.judge(pair[1], pair[0]).correct} <= {("336", r"336^\circ")}
 
 
