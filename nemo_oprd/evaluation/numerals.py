@@ -29,6 +29,7 @@ _SIMPLER = tuple(
         ("[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}]", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"(?:\\times|\\cdot)(?![a-zA-Z])|[\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}\N{DOT OPERATOR}]", r"\\times "),
+        ("[\N{EURO SIGN}\N{POUND SIGN}\N{YEN SIGN}\N{INDIAN RUPEE SIGN}]", ""),
         (r"\\(?:left|right|displaystyle|textstyle)(?![a-zA-Z])|\\?\$|\\[()\[\]]", ""),
         (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\N{DEGREE SIGN}|\\degree(?![a-zA-Z])", " degrees "),
         (r"\\(?:text|mbox|textbf|textrm|mathrm|mathbf|boldsymbol|underline|operatorname)\s*\{([^{}]*)\}", r" \1 "),
@@ -45,7 +46,7 @@ _FRACTION = rf"\\frac\s*{_PART}\s*{_PART}"
 _BEFORE = re.compile(
     r"[\s(){}*_:;,~`\"'>\]\N{ALMOST EQUAL TO}]*+"
     rf"(?:(?!(?:{MAGNITUDES})\b)[A-Za-z][A-Za-z'\N{{RIGHT SINGLE QUOTATION MARK}}-]*+"
-    r"(?=[\s:,(\N{ALMOST EQUAL TO}=-])[\s(:;,.*_~`\"'=\N{ALMOST EQUAL TO}]*+)*+"
+    r"(?=[\s:,(\N{ALMOST EQUAL TO}=-]|\.\s)(?:[\s(:;,*_~`\"'=\N{ALMOST EQUAL TO}]|\.(?!\d))*+)*+"
 )
 _SIGN = re.compile(r"([-+]?)\s*")
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s*\Z", re.IGNORECASE)
@@ -65,12 +66,12 @@ _FURTHER_NUMBER = re.compile(
 )
 _OTHER_NUMBER = re.compile(
     r"(?:or|and|to|plus|minus|times|over|through|by|mod|modulo|squared|cubed|factorial|point|half|halves|thirds?|"
-    r"fourths?|quarters?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|x|pi)\b",
+    r"fourths?|quarters?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|x|pi|[ap]\.?m)\b",
     re.IGNORECASE,
 )
 _WORD = re.compile(rf"(?:[-/]\s*)?(?:[A-Za-z]{{2,}}|[mglLshAVWNJK](?![A-Za-z\\])|a\s+[A-Za-z])|(?:{UNITS})\b")
 _GLUED_UNIT = re.compile(rf"(?:{UNITS})\b|[-/]\s*[A-Za-z]{{2}}", re.IGNORECASE)
-_REMARK = re.compile(r"\(\s*[A-Za-z]{2}|\(\s*[$]")
+_REMARK = re.compile(r"\(\s*(?:[A-Za-z]{2}|=)")
 _CLAUSE = re.compile(r"[,;:.](?:\s+(?![-+\\{(]*\.?\d)|\s*$)|=\s*[A-Za-z]\w*\s*$|\N{ALMOST EQUAL TO}\s*\Z")
 
 
