@@ -20,7 +20,7 @@ from nemo_oprd.observability.run_reader import Run, read_run, short_names
 from nemo_oprd.report.cards import cards
 from nemo_oprd.report.comparison import COLUMNS, DIRECTORY, Comparison, read_comparison
 from nemo_oprd.report.costs import costs
-from nemo_oprd.report.evaluations import groups, paired, read_evaluations
+from nemo_oprd.report.evaluations import groups, meanings, paired, read_evaluations
 from nemo_oprd.report.figures import COLORS, Key, Panel, run_key, svg
 from nemo_oprd.report.panels import panels
 from nemo_oprd.report.responses import prompt_decoder, responses
@@ -85,13 +85,15 @@ def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
     )
     steps = min(run.steps[0] for run in runs), max(run.steps[1] for run in runs)
     kept = [read_evaluations(index, run) for index, run in enumerate(runs)]
+    metrics, differences = validation_metrics(runs), paired(kept)
     return environment.get_template(TEMPLATE).render(
         title=", ".join(run.name for run in runs),
         refresh=REFRESH_S if any(run.unfinished for run in runs) else None,
         colors=COLORS,
         cards=cards(runs),
-        validation={"metrics": validation_metrics(runs), "rows": validation_rows(runs, kept)},
-        differences=paired(kept),
+        validation={"metrics": metrics, "rows": validation_rows(runs, kept)},
+        differences=differences,
+        meanings=meanings([*metrics, *differences.metrics]),
         groups=groups(kept),
         columns=COLUMNS,
         comparisons=[
