@@ -22,6 +22,7 @@ from nemo_oprd.capacity.seconds import bubble, training_seconds
 from nemo_oprd.capacity.workload import Workload, make_workload
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
+from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
 from nemo_oprd.setup.preflight import check_layouts
 
 
@@ -52,6 +53,7 @@ class Estimate:
         evaluation_seconds: seconds of one evaluation; None if the number of problems is unknown.
         seconds: phase -> seconds of a step.
         bubbles: role -> the share of its pipeline's time in which a rank waits.
+        idle: the ranks without a response; None: there are none.
         problems: what does not fit, one line each.
     """
 
@@ -68,6 +70,7 @@ class Estimate:
     bytes: StepBytes
     seconds: dict[str, float]
     bubbles: dict[str, float]
+    idle: IdleRanks | None
     problems: tuple[str, ...]
 
     @property
@@ -143,6 +146,7 @@ def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Es
         step_bytes(mean, student),
         seconds,
         {"student": bubble(student, mean.on(student).count), "teacher": bubble(teacher, mean.on(teacher).count)},
+        idle_ranks(config, student, teacher),
         tuple(problems),
     )
 

@@ -33,7 +33,7 @@ def test_no_settings_after_the_options(arguments: list[str]) -> None:
 def test_other_commands_take_options_between_their_files() -> None:
     report = _parser().parse_args(["report", "a", "--output", "page.html", "b"])
     assert (report.runs, report.output) == (["a", "b"], "page.html")
-    compare = _parser().parse_args("compare --teacher t x=1 --prompts p y=2 --output o".split())
+    compare = _parser().parse_args(["compare", "--teacher", "t", "x=1", "--prompts", "p", "y=2", "--output", "o"])
     assert compare.students == ["x=1", "y=2"]
 
 
