@@ -27,11 +27,13 @@ def run_train(overrides: list[str], config: str = "verify") -> None:
     train(load_config(config, overrides))
 
 
-def said_by_train(overrides: list[str]) -> str:
-    """What this rank writes to stderr in a training run."""
+def said_by_train(overrides: list[str]) -> list[str]:
+    """What each rank writes to stderr in a training run."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         run_train(overrides)
-    return said.getvalue()
+    everywhere = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, said.getvalue())
+    return everywhere
 
 
 def run_evaluate(overrides: list[str], config: str = "verify") -> None:

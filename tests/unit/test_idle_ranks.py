@@ -53,7 +53,7 @@ def planned(pair: list[str], ranks: int, *settings: str) -> Estimate:
 def test_a_step_takes_as_long_as_its_fullest_rank(
     pair: list[str], ranks: int, settings: list[str], responses: int
 ) -> None:
-    """Three forward passes' worth of operations for the update, one for the teacher; `responses` on the fullest rank."""
+    """The update has the operations of three forward passes, the teacher those of one, of `responses` responses."""
     seconds = planned(pair, ranks, *settings).seconds
     assert seconds["update"] == pytest.approx(responses * 3 * FORWARD / RATE)
     assert seconds["teacher"] == pytest.approx(responses * FORWARD / RATE)
