@@ -95,6 +95,14 @@ class Lengths:
     problems: int | None = None
 
 
+@dataclass(frozen=True)
+class Works:
+    """The work of a step with the longest responses, for memory, and with average ones, for operations and seconds."""
+
+    longest: Workload
+    mean: Workload
+
+
 UNKNOWN = Lengths()
 # `target_budget.CUDA_SHARE`
 TARGET_SHARE = 0.25
@@ -106,10 +114,24 @@ def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Es
     Raises:
         ValueError: the layouts do not fit the ranks or the models.
     """
+    return estimate_works(make_works(config, lengths), cluster, lengths)
+
+
+def make_works(config: Config, lengths: Lengths) -> Works:
+    """The work of a step of `config`.
+
+    Raises:
+        ValueError: a model or its layers do not fit the configuration.
+    """
+    longest = make_workload(config, prompt=lengths.prompt)
+    return Works(longest, make_workload(config, prompt=lengths.prompt, response=lengths.response))
+
+
+def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate:
+    """What a training run with this work needs on `cluster`; see `estimate`."""
     gpu, ranks = cluster.gpu, cluster.ranks
-    config = _with_waves(config, cluster, lengths)
-    work = make_workload(config, prompt=lengths.prompt)
-    mean = make_workload(config, prompt=lengths.prompt, response=lengths.response)
+    config = _with_waves(works.longest, cluster)
+    work, mean = replace(works.longest, config=config), replace(works.mean, config=config)
     student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], ranks)
     kinds = [
         _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)
@@ -151,14 +173,14 @@ def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Es
     )
 
 
-def _with_waves(config: Config, cluster: Cluster, lengths: Lengths) -> Config:
-    """`config` with the number of microbatches that `teacher.resident_microbatches=auto` allows, if that is set.
+def _with_waves(work: Workload, cluster: Cluster) -> Config:
+    """The configuration with the number of microbatches that `teacher.resident_microbatches=auto` allows, if it is set.
 
     As in `distillation/target_budget.py`: targets may take a quarter of what is left.
     """
+    config = work.config
     if config.teacher.resident_microbatches != "auto":
         return config
-    work = make_workload(config, prompt=lengths.prompt)
     student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], cluster.ranks)
     kinds = [
         _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)

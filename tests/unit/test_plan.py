@@ -147,7 +147,7 @@ def test_what_does_not_fit_has_alternatives_that_do(pair: list[str]) -> None:
     cluster = Cluster(8, GPUS["h100"])
     near = alternatives(config, cluster, Lengths())
     assert near
-    assert near[0].changes == {"student.recompute": "full"}
+    assert {"student.recompute": "full"} in [each.changes for each in near]
     for each in near:
         assert not estimate(changed(config, each.changes), cluster).problems
         written = load_config("oprd_1p5b", [*pair, *settings, *each.arguments.split()])
