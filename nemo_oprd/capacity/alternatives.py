@@ -74,10 +74,9 @@ def alternatives(config: Config, cluster: Cluster, lengths: Lengths, most: int =
     search = Search(config, cluster, lengths)
     found = search.fitting()
     found = [each for each in found if not any(_is_enough(other, each) for other in found)]
+    # of those that differ in the teacher's layout only, the best
     best: dict[tuple[tuple[str, object], ...], Alternative] = {}
-    for each in sorted(
-        found, key=lambda each: each.rank
-    ):  # of those that differ in the teacher's layout only, the best
+    for each in sorted(found, key=lambda each: each.rank):
         best.setdefault(each.without_teacher, each)
     return list(best.values())[:most]
 
@@ -118,12 +117,13 @@ class Search:
 
     def _estimates(self, candidates: Iterable[Changes]) -> Iterator[tuple[Changes, Estimate]]:
         """Estimates of the candidates that are valid; only what differs from the configuration counts as changed."""
-        seen: list[Changes] = [{}]
+        seen: set[frozenset[tuple[str, object]]] = {frozenset()}
         for wanted in candidates:
-            changes = {key: value for key, value in wanted.items() if value != _value(self.config, key)}
-            if changes in seen:
+            changes = {name: value for name, value in wanted.items() if value != _value(self.config, name)}
+            key = frozenset(changes.items())
+            if key in seen:
                 continue
-            seen.append(changes)
+            seen.add(key)
             try:
                 candidate = changed(self.config, changes)
                 check(candidate)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan import QWEN_1P5B
+from family_configs import QWEN_1P5B
 
 from nemo_oprd.capacity.estimate import Estimate, Lengths, estimate
 from nemo_oprd.capacity.gpus import GPUS, Cluster

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from family_configs import QWEN3_MOE
-from test_plan import QWEN_1P5B
 
 from benchmarks.plan_table import RECIPES, SHAPES, write_models
 from nemo_oprd.capacity.alternatives import Alternative, Search, alternatives, changed
@@ -32,9 +31,8 @@ MOST_SECONDS = 5
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models") / "models"
     write_models(place)
-    for name, shape in (("Qwen3-8B", QWEN3_8B), ("R1", QWEN_1P5B)):
-        (place / name).mkdir()
-        (place / name / "config.json").write_text(json.dumps({"rope_theta": 10000, **shape}))
+    (place / "Qwen3-8B").mkdir()
+    (place / "Qwen3-8B" / "config.json").write_text(json.dumps({"rope_theta": 10000, **QWEN3_8B}))
     return place
 
 
