@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_oprd import __version__
+from nemo_oprd.commands.intermixed import IntermixedParser
 
 if TYPE_CHECKING:
     from nemo_oprd.config.schema import Config
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="nemo-oprd", description="On-policy representation distillation on Megatron-core."
     )
     parser.add_argument("--version", action="version", version=f"nemo-oprd {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=IntermixedParser)
     for name, text in _CONFIGURED.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(

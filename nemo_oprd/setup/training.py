@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from nemo_oprd.bridge.artifact import save_bridge
@@ -41,6 +42,7 @@ from nemo_oprd.setup.data import (
     check_bridge_tokenizers,
     read_training_data,
 )
+from nemo_oprd.setup.idle_ranks import idle_ranks
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.setup.prompt_files import write_report
@@ -191,6 +193,11 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
         log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
     for change in changed:
         log.say(f"changed: {change}")
+    recorded = None if data.recorded is None else len(data.recorded)
+    layouts = plan.student_layout, plan.teacher_layout
+    idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
+    if idle is not None:
+        log.say(idle.line)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)
