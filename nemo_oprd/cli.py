@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_oprd import __version__
+from nemo_oprd.commands.parser import Parser
 
 if TYPE_CHECKING:
     from nemo_oprd.config.schema import Config
@@ -49,9 +50,7 @@ _CONFIGURED = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nemo-oprd", description="On-policy representation distillation on Megatron-core."
-    )
+    parser = Parser(prog="nemo-oprd", description="On-policy representation distillation on Megatron-core.")
     parser.add_argument("--version", action="version", version=f"nemo-oprd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _CONFIGURED.items():
