@@ -42,8 +42,8 @@ TOOLS = sorted(file for file in (ROOT / "checkpoint_tools").glob("[!_]*.py"))
         (["plan", "--config-name", "verify", "--ranks", "0"], "nemo-oprd plan: argument --ranks: '0': expected a whole "
          "number of at least 1; correct it (nemo-oprd plan --help)"),
         (["toy"], "nemo-oprd toy: --output missing; expected --output DIR: give it (nemo-oprd toy --help)"),
-        (["toy", "--output", "a", "b"], "nemo-oprd toy: unknown argument b; expected no such argument: leave it out, or "
-         "see nemo-oprd toy --help"),
+        (["toy", "--output", "a", "b"], "nemo-oprd toy: unknown argument b; expected no such argument: leave it out, "
+         "or see nemo-oprd toy --help"),
         (["grade"], "nemo-oprd grade: RUN_OR_FILE missing; expected RUN_OR_FILE: give it (nemo-oprd grade --help)"),
         (["verify", "--config-name", "verify", "--against", "x"], "nemo-oprd verify --against x: expected one of "
          "reference; choose one (nemo-oprd verify --help)"),
