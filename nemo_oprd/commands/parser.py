@@ -16,6 +16,13 @@ from typing import Any, NoReturn
 _TYPES = {"int": "a whole number", "float": "a number"}
 
 
+def positive(text: str) -> int:
+    """The type of options that count something."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
 class Parser(argparse.ArgumentParser):
     """As `argparse.ArgumentParser`; a mistake ends the process with status 2 and one line, from rank 0 of a job."""
 

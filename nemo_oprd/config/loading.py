@@ -47,6 +47,12 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
         raise ValueError(f"--config-dir {config_dir}: no such directory; expected one with {name}.yaml in it")
     name = name.removesuffix(".yaml")
     if not (directory / f"{name}.yaml").is_file():
+        given = Path(f"{name}.yaml")
+        if given.is_file():
+            raise ValueError(
+                f"--config-name {name}: is a path, expected a name of a file in --config-dir ({directory}); write "
+                f"--config-dir {given.parent} --config-name {given.stem}"
+            )
         known = sorted(file.stem for file in directory.glob("*.yaml"))
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         raise ValueError(
