@@ -97,5 +97,5 @@ class Parser(argparse.ArgumentParser):
         return f"{command.prog}: unknown argument {argument}; expected {expected}: {fix}"
 
     def _commands(self) -> dict[str, Parser]:
-        found = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return dict(next(found, None) or {})
+        found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return dict(found[0]) if found else {}

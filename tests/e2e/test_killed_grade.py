@@ -1,4 +1,4 @@
-"""`grade` that is killed: no traceback of its child, the exit code of the signal, and files that are whole or absent."""
+"""`grade` that is killed: no traceback of its child, the exit code of the signal, files whole or absent."""
 
 from __future__ import annotations
 
