@@ -46,7 +46,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     if not directory.is_dir():
         raise ValueError(f"--config-dir {config_dir}: no such directory; expected one with {name}.yaml in it")
     name = name.removesuffix(".yaml")
-    if not (directory / f"{name}.yaml").is_file():
+    if Path(name).is_absolute() or not (directory / f"{name}.yaml").is_file():
         given = Path(f"{name}.yaml")
         if given.is_file():
             raise ValueError(
