@@ -5,15 +5,14 @@ python checkpoint_tools/gguf_to_hf.py --gguf FILE --output MODEL
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from _command import run
+from _command import Parser, run
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="GGUF file -> Hugging Face model.")
+    parser = Parser(description="GGUF file -> Hugging Face model.")
     parser.add_argument("--gguf", required=True, metavar="FILE", help="the model in GGUF format")
     parser.add_argument("--output", required=True, metavar="DIR", help="the model; an earlier one there is replaced")
     options = parser.parse_args()

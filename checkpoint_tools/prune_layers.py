@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from _command import run
+from _command import Parser, run
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Hugging Face model -> the same with fewer layers.")
+    parser = Parser(description="Hugging Face model -> the same with fewer layers.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
     parser.add_argument("--output", required=True, metavar="DIR", help="the student; an earlier one there is replaced")
     which = parser.add_mutually_exclusive_group(required=True)

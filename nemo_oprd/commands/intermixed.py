@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_oprd.commands.parser import Parser
 
-class IntermixedParser(argparse.ArgumentParser):
+
+class IntermixedParser(Parser):
     """A command's parser, for `add_subparsers(parser_class=...)`: argparse's own ones end at an option after a file."""
 
     _mixes = False
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """As in argparse, which calls this for a command; in Python 3.11 each of its two passes calls it again."""
         if self._mixes:
             return super().parse_known_args(args, namespace)

@@ -27,6 +27,7 @@ from nemo_oprd.report.responses import prompt_decoder, responses
 from nemo_oprd.report.settings import changed_settings, differing_settings
 from nemo_oprd.report.tables import first_and_last, validation_metrics, validation_rows
 from nemo_oprd.report.tokens import HEAD, LEVELS, MEASURES, token_panel
+from nemo_oprd.report.visible import in_attribute, in_text
 
 TEMPLATE = "page.html.jinja"
 REFRESH_S = 30
@@ -79,10 +80,12 @@ def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
     environment = Environment(
         loader=FunctionLoader(_template),
         autoescape=True,
+        finalize=in_text,
         trim_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
+    environment.filters["in_attribute"] = in_attribute
     steps = min(run.steps[0] for run in runs), max(run.steps[1] for run in runs)
     kept = [read_evaluations(index, run) for index, run in enumerate(runs)]
     metrics, differences = validation_metrics(runs), paired(kept)
@@ -121,7 +124,7 @@ def _template(name: str) -> str:
 def _figure(panel: Panel, steps: tuple[int, int], ident: str) -> Figure:
     """Draws the plots of a panel; `ident` keeps their ids apart from the ids of other panels."""
     plots = [
-        (caption, Markup(svg(draw, steps, f"{panel.title} {caption}".strip(), f"{ident}-{index}")))
+        (caption, Markup(svg(draw, steps, in_attribute(f"{panel.title} {caption}".strip()), f"{ident}-{index}")))
         for index, (caption, draw) in enumerate(panel.plots)
     ]
     return Figure(panel.title, panel.note, panel.keys, plots)

@@ -283,7 +283,7 @@ def test_accuracy_over_time_and_entropies(page: str) -> None:
     figures = dict(re.findall(r"<figcaption><h3>(.*?)</h3><p>(.*?)</p>", page))
     assert figures["Accuracy on sums over time"].endswith("circle area: peak memory (3.6 GB, 3.6 GB)")
     legend = re.search(r"<h3>Entropies</h3>.*?</figcaption>", page, flags=re.DOTALL)
-    assert legend and re.findall(r"</i>(.*?)</span>", legend[0]) == [
+    assert legend and re.findall(r"</i><bdi>(.*?)</bdi></span>", legend[0]) == [
         "a, student",
         "a, teacher",
         "b, student",

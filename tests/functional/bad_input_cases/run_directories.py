@@ -65,7 +65,7 @@ def trained(place: Place) -> None:
 
 case("output a file", "an output that is a file", "output={root}/prompts.jsonl | is a file, expected a directory | choose another output", "output={root}/prompts.jsonl")
 case("output below a file", "an output below a file", "prompts.jsonl is a file, expected a directory", "output={root}/prompts.jsonl/run", command="verify")
-case("no output", "an empty output", "output='' | expected a directory | name one", "output=''")
+case("no output", "an empty output", "output='' | expected a path | give one", "output=''")
 case("unwritable", "an output that may not be written", "output={root}/run | Permission denied | change its permissions", wrap=no_permission)
 case("full disk", "a disk that is full", "output={root}/run | No space left on device | free some space", wrap=full_disk, command="evaluate")
 case("evaluation into a run", "`evaluate` into the directory of a run", "output={root}/run exists and is not an evaluation; choose another directory: it is a training run that train made", prepare=trained, command="evaluate")
