@@ -31,7 +31,7 @@ REQUESTS: Mapping[str, re.Pattern[str]] = {
     ),
     "reasoning step by step": re.compile(
         r"\bstep[- ]by[- ]step\b|\bone step at a time\b|\b(?:in|with|show|write) (?:all |your |the )?"
-        r"(?:single |clear )?steps\b|\bshow (?:all )?your (?:work|reasoning)\b|\bexplain (?:each|every) step\b",
+        r"(?:single |clear )?steps\b|\bshow (?:all )?your (?:work|reasoning)\b",
         re.IGNORECASE,
     ),
 }

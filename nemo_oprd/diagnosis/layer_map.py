@@ -114,8 +114,7 @@ def origins(cosines_ST: np.ndarray, layers: LayerMap) -> Finding:
         return Finding("layer map", "wrong", text, numbers, code="layers-permuted")
     if known == inner:
         return Finding("layer map", "ok", "every layer is compared with the one whose weights it has", numbers)
-    offsets = {teacher - known[student] for student, teacher in inner.items()}
-    code = "layer-map-shifted" if len(offsets) == 1 else "layer-map-poor"
+    code = "layer-map-shifted" if _is_shift(layers, known) else "layer-map-poor"
     listed = [
         f"layer {student} is compared with layer {teacher} and has the weights of layer {known[student]} (cosine "
         f"{cosines_ST[student - 1, teacher - 1]:.2f}, {cosines_ST[student - 1, known[student] - 1]:.2f})"
@@ -124,6 +123,15 @@ def origins(cosines_ST: np.ndarray, layers: LayerMap) -> Finding:
     ]
     text = f"{'; '.join(listed[:SHOWN])}{'; ...' if len(listed) > SHOWN else ''}; expected its own; {layers.fix(known)}"
     return Finding("layer map", "warning", text, numbers, code=code)
+
+
+def _is_shift(layers: LayerMap, better: Mapping[int, int]) -> bool:
+    """Whether the run's map is the better one, moved by the same number of layers as far as there are any."""
+    inner, ends = layers.inner, (layers.candidates[0], layers.candidates[-1])
+    return any(
+        all(teacher == min(max(better[student] + by, ends[0]), ends[1]) for student, teacher in inner.items())
+        for by in {teacher - better[student] for student, teacher in inner.items()} - {0}
+    )
 
 
 def _origin(cosines_T: np.ndarray) -> int | None:
@@ -180,8 +188,7 @@ def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, ro
         for i, student in sorted(enumerate(inner), key=lambda entry: own[entry[0]] - best[entry[0]])
         if better[student] != inner[student]
     ]
-    offsets = {inner[student] - teacher for student, teacher in better.items()}
-    code = "layer-map-shifted" if len(offsets) == 1 else "layer-map-poor"
+    code = "layer-map-shifted" if _is_shift(layers, better) else "layer-map-poor"
     if len(inner) > 1 and (np.diff(list(inner.values())) < 0).all():
         code = "layer-map-reversed"
     text = (

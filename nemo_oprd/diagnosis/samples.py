@@ -126,6 +126,10 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
         return Finding(check, "skipped", f"{text}--max-new-tokens {run_limit} compares them whole", numbers)
     said = f"of {count} problems the teacher solves {accuracies[1]:.1%} and the student {accuracies[0]:.1%}, "
     said += f"{100 * (accuracies[1] - accuracies[0]):+.1f} +- {100 * NORMAL_95 * error:.1f} points"
+    if losses > wins and _chance(losses, wins) < SIGNIFICANCE:
+        text = f"{said}: the student is better ({_both(student, teacher, limit)}); expected a better teacher; fix: "
+        text += "another teacher, or exchange the paths"
+        return Finding(check, "wrong", text, numbers, code="teacher-worse")
     if not any(teacher.solved):
         text = f"{said}: of the teacher's responses {teacher.describe(limit)}, of the student's "
         text += f"{student.describe(limit)}; expected a teacher that solves some; fix: "
@@ -136,9 +140,6 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
         else:
             text += "easier problems, or another teacher"
         return Finding(check, "warning", text, numbers, code="teacher-solves-nothing")
-    if losses > wins and _chance(losses, wins) < SIGNIFICANCE:
-        text = f"{said}: the student is better; expected a better teacher; fix: another teacher, or exchange the paths"
-        return Finding(check, "wrong", text, numbers, code="teacher-worse")
     if wins > losses and _chance(wins, losses) < SIGNIFICANCE:
         return Finding(check, "ok", said, numbers)
     text = f"{said}: no more than the student beyond chance ({_both(student, teacher, limit)}); expected a better "

@@ -303,7 +303,9 @@ def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
 def _shown(value: object) -> str:
     """A value of a model's architecture, in few words."""
     if isinstance(value, Rope):
-        return f"(theta {value.theta:g}, {value.kind}, {dict(value.settings)})" if value.settings else f"{value.theta:g}"
+        return (
+            f"(theta {value.theta:g}, {value.kind}, {dict(value.settings)})" if value.settings else f"{value.theta:g}"
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

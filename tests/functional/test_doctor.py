@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import doctor_models
 import pytest
 import torch
 from pool import Pools
 from tiny_models import edit_config, edit_tensors
 
+from benchmarks import known_sums as doctor_models
 from nemo_oprd.diagnosis.findings import Finding
 
 CHECKS = ["settings", "stop ids", "templates", "vocabularies", "RoPE", "config values", "same weights"]
@@ -300,8 +300,7 @@ def test_suffix(diagnose: Diagnose, models: Path, tmp_path: Path, place: str) ->
         found = diagnose(*overrides, told, "evaluation.teacher=false")
         assert found.pop("teacher is better").verdict == "skipped"
     # the toy tokenizer has no letters, so a prompt with an instruction in it loses them
-    lost = {"prompt tokens": "warning"} if place == "file" else {}
-    assert verdicts(found) == {**lost, "suffix": "warning"}
+    assert verdicts(found) == {"prompt tokens": "warning", "suffix": "warning"}
     assert f"hold an instruction twice: '{INSTRUCTION.strip()}'" in found["suffix"].text
 
 
