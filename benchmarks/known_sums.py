@@ -1,7 +1,7 @@
-"""Trained models of seconds for the doctor's tests and `planted_faults.py`: a student that solves some problems, teachers that solve all.
+"""Trained models of seconds: a student that solves some problems, teachers that solve all.
 
-The problems are 36 sums such as 1002+1005, which the models learn by heart; responses are the boxed answer alone. All
-models but the one that reads text have the toy pair's tokenizer.
+For the doctor's tests and `planted_faults.py`. The problems are 36 sums such as 1002+1005, which the models learn by
+heart; responses are the boxed answer alone. All models but the one that reads text have the toy pair's tokenizer.
 """
 
 from __future__ import annotations

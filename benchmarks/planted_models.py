@@ -75,6 +75,7 @@ def write_model(directory: Path, *, layers: int = LAYERS, hidden: int = HIDDEN, 
         "num_attention_heads": HEADS,
         "num_key_value_heads": 2,
         "max_position_embeddings": POSITIONS,
+        "initializer_range": 0.1,  # so that layers change the states
         "tie_word_embeddings": False,
         **ends,
         **changes,

@@ -110,15 +110,15 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
     check, count = "teacher is better", len(student.solved)
     difference = np.asarray(teacher.solved, dtype=float) - np.asarray(student.solved, dtype=float)
     wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    error = float(difference.std(ddof=1) / math.sqrt(count)) if count > 1 else float("nan")
+    # Agresti and Min's interval for paired proportions, which is no point where no problem tells the two apart
+    error = math.sqrt(wins + losses + 1 - (wins - losses) ** 2 / (count + 2)) / (count + 2)
     accuracies = float(np.mean(student.solved)), float(np.mean(teacher.solved))
     cut = student.cut + teacher.cut
     numbers = {"problems": count, "student": accuracies[0], "teacher": accuracies[1], "only_teacher": wins}
     numbers |= {"only_student": losses, "cut": cut, "limit": limit}
     numbers |= {"student_cut": student.cut, "teacher_cut": teacher.cut}
     numbers |= {"student_without_answer": student.without_answer, "teacher_without_answer": teacher.without_answer}
-    if count > 1:
-        numbers["standard_error"] = error
+    numbers["standard_error"] = error
     if count < MIN_PROBLEMS:
         return Finding(check, "skipped", f"{count} problems show nothing; expected at least {MIN_PROBLEMS}", numbers)
     if limit < run_limit and cut > 2 * count * LOOPS_DOMINATE:

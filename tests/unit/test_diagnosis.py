@@ -168,8 +168,9 @@ def test_nothing_is_solved() -> None:
     found = teacher_is_better(Answers([False] * 16, 3, 16), Answers([False] * 16, 14, 12), 40, 40)
     assert "fix: evaluation.max_new_tokens" in found.text
     half = teacher_is_better(Answers([False] * 32), Answers([True] * 16 + [False] * 16), 40, 40)
-    error = float(np.std([1.0] * 16 + [0.0] * 16, ddof=1)) / 32**0.5
-    assert f"+50.0 +- {196 * error:.1f} points" in half.text
+    assert "+50.0 +- 17.7 points" in half.text
+    alike = teacher_is_better(Answers([True] * 32), Answers([True] * 32), 40, 40)
+    assert "+0.0 +- 5.8 points" in alike.text
 
 
 @pytest.mark.parametrize(
