@@ -70,9 +70,10 @@ def _optimizer(config: Config, hidden_size: int) -> Iterator[Finding]:
         text += f"{train.adam_eps:g} decides; expected 0 (no clipping) or about 1; fix: correct it"
         verdict: Verdict = "wrong" if train.clip_grad < CLIP_WRONG else "warning"
         yield _say(verdict, "clip-too-small", text, clip_grad=train.clip_grad)
-    decayed = train.lr * train.weight_decay * train.steps * train.updates_per_rollout
+    # a rate that is too high has its own line
+    decayed = min(train.lr, high) * train.weight_decay * train.steps * train.updates_per_rollout
     if train.weight_decay >= DECAY_HIGH or decayed > DECAYED:
-        text = f"train.weight_decay={train.weight_decay:g} at train.lr={train.lr:g} shrinks all weights by "
+        text = f"train.weight_decay={train.weight_decay:g} at train.lr={min(train.lr, high):g} shrinks all weights by "
         text += f"{-math.expm1(-decayed):.1%} over the run; expected a weight decay of 0 to 0.1; fix: lower it"
         yield _say("warning", "weight-decay-high", text, decayed=decayed)
     first, second = train.betas
