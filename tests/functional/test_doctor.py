@@ -47,7 +47,7 @@ Diagnose = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The student, its teacher and the prompts of `doctor_models`."""
+    """The student, its teacher and the prompts of `known_sums`."""
     root = tmp_path_factory.mktemp("doctor")
     doctor_models.make_pair(root)
     return root

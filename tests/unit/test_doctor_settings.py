@@ -24,8 +24,8 @@ CONFIGS = sorted(file.stem for file in (Path(__file__).parent.parent.parent / "c
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nFind x.\n\nRemember to put your answer on its own "
-    'line after "Answer:".'
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nFind x.\n\nRemember to put your answer on "
+    'its own line after "Answer:".'
 )
 
 
