@@ -36,6 +36,7 @@ from nemo_oprd.rollout.sampler import training_sampling
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.setup.data import check_bridge_tokenizers, read_prompts
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
+from nemo_oprd.setup.preflight import check_same_architecture
 from nemo_oprd.setup.prompt_files import validation_problems
 from nemo_oprd.setup.training import is_first_rank
 from nemo_oprd.tokenization.tokenizer import Tokenizer
@@ -96,6 +97,8 @@ class Examination:
             self.prompts = prompts.training
             self.plan: RunPlan = make_plan(self.config, self.files)
             check_bridge_tokenizers(self.plan.objective, self.files, self.inputs)
+            if self.run.evaluation.teacher and self.run.rollout.replay is None:
+                check_same_architecture(self.files.student.spec, self.files.teachers[0].spec)
         except ValueError as error:
             known = self.report.is_wrong
             text = f"`train` refuses this run, so nothing can be sampled: {error}"

@@ -54,7 +54,10 @@ def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
         taught = [p for p in prompts if routing.teachers_of([p.data_source]) == [number]] or prompts
         for finding in _of_teacher(run, files, number, taught):
             yield finding.about(source.label if run.teachers else None)
-        if run.teacher.weights == "own":
+        if run.teacher.weights != "own":
+            for check in ("teacher's weights", "layer map"):
+                yield Finding(check, "ok", "the teacher has the student's weights, layer for layer")
+        else:
             other = survey(files.teachers[number])
             layers = _layer_map(run, files, number)
             skipped = Finding("layer map", "skipped", "the run compares no hidden states, or `train` refuses the map")

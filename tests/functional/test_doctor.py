@@ -124,6 +124,7 @@ def bridge(pools: Pools, models: Path) -> Callable[..., list[str]]:
         settings = [f"student.hf_path={models / 'student'}", of(models / teacher), "precision=fp32"]
         sizes = ["bridge.prompts=36", f"bridge.rank={rank}", "rollout.max_new_tokens=24", "bridge.held_out=0.2"]
         data = [f"data.train={models / 'prompts' / 'train.jsonl'}", f"output={models / f'bridge_{teacher}'}"]
+        data += [f"data.validation={{heldout: {models / 'prompts' / 'heldout.jsonl'}}}"]
         pools[1].run("cases:run_fit_bridge", overrides=[*settings, *sizes, *data, *further], config=config)
         return [of(models / teacher), f"bridge.path={models / f'bridge_{teacher}'}"]
 
@@ -198,6 +199,7 @@ def test_the_command(models: Path, tmp_path: Path) -> None:
     """Exit codes, the last line, the file; and a directory for the file that does not exist, at once."""
     command = [sys.executable, "-m", "nemo_oprd", "doctor", "--config-name=quickstart", "--prompts=4"]
     command += ["student.parallel.tensor=1", f"student.hf_path={models / 'student'}"]
+    command += ["train.steps=20", "train.prompts_per_step=8"]
     command += [f"data.train={models / 'prompts' / 'train.jsonl'}", "precision=fp32"]
     command += [f"data.validation.heldout={models / 'prompts' / 'heldout.jsonl'}"]
     found, environment = tmp_path / "found.json", {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -282,6 +284,18 @@ def test_a_tokenizer_with_more_ids_than_the_model(diagnose: Diagnose, variant: C
     found = diagnose(of(teacher))
     assert verdicts(found) == {"vocabularies": "wrong", "start": "skipped"}
     assert "the teacher's tokenizer knows ids up to 25, its model has 25 rows" in found["vocabularies"].text
+
+
+def test_another_base_of_the_rotation(diagnose: Diagnose, variant: Callable[[str], Path]) -> None:
+    """Both values are named, and why `train` refuses a teacher that its evaluations are to sample."""
+    teacher = variant("teacher")
+    edit_json(teacher / "config.json", lambda content: content.pop("rope_parameters", None))
+    edit_json(teacher / "config.json", lambda content: content.update(rope_theta=12000.0))
+    found = diagnose(of(teacher))
+    assert verdicts(found) == {"config values": "warning", "start": "wrong"}
+    assert found["config values"].code == "rope-theta-differs" and found["start"].code == "train-refuses"
+    assert "is 10000 in the student's config.json and 12000 in the teacher's" in found["config values"].text
+    assert "differ in rope 10000 and 12000; expected equal architectures: correct a config" in found["start"].text
 
 
 def test_same_weights(diagnose: Diagnose, models: Path, variant: Callable[[str], Path]) -> None:
