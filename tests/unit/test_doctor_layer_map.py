@@ -110,6 +110,14 @@ def test_similar_layers(pairs: dict[int, int], slope: float, code: str | None) -
     assert similar_layers(unrelated, of(pairs, 10), "correlation", 500).verdict == "ok"
 
 
+def test_other_widths() -> None:
+    """CKA says less: models that were trained apart are a little alike in any layers."""
+    apart = np.array([[0.42, 0.56]])
+    assert similar_layers(apart, of({1: 1, 2: 3}, 3), "CKA", 200).verdict == "ok"
+    clear = neighbours([1, 2, 3], 10, 0.1)
+    assert similar_layers(clear, of({1: 7, 2: 8, 3: 9, 4: 10}, 10), "CKA", 500).code == "layer-map-shifted"
+
+
 def test_rounds_cover_all() -> None:
     at_once = list(rounds([1, 2, 5], [1, 2, 3, 4], at_once=True))
     assert len(at_once) == 2 and {teacher for pairs in at_once for teacher in pairs.values()} == {1, 2, 3, 4}
