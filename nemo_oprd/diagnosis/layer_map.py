@@ -25,8 +25,8 @@ ORIGIN, CLEARLY = 0.5, 0.2
 MARGIN = {"correlation": 0.05, "CKA": 0.1}
 CLOSED = {"correlation": 0.2, "CKA": 0.5}
 SMALL_MARGIN, MOSTLY_CLOSED = 0.01, 0.5
-# Below this even the best map's layers have little to do with each other. Two models that were trained apart on the same
-# sums had 0.42 and 0.56 (CKA) with two layers of which neither is the right one.
+# Below this even the best map's layers have little to do with each other. Two models that were trained apart on the
+# same sums had 0.42 and 0.56 (CKA) with two layers of which neither is the right one.
 ALIKE = {"correlation": 0.3, "CKA": 0.7}
 SHOWN = 3
 
@@ -169,8 +169,8 @@ def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, ro
     """Whether another map compares layers that are much more alike, on the states of sampled responses.
 
     The map with the largest sum of similarities among those that rise is compared with the run's. It is a warning if it
-    is better by `MARGIN` on average and closes a fifth of what the run's map lacks to 1 (CKA: half), or (of one width) is
-    better by 0.01 and closes half of it; and if its layers are alike at all.
+    is better by `MARGIN` on average and closes a fifth of what the run's map lacks to 1 (CKA: half), or (of one width)
+    is better by 0.01 and closes half of it; and if its layers are alike at all.
 
     Args:
         similarity_ST: of the inner layers with the candidates, `measure` of their states, at most 1.
