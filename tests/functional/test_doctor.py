@@ -266,7 +266,8 @@ def test_vocabularies(diagnose: Diagnose, variant: Callable[[str], Path]) -> Non
             tensors[name] = torch.nn.functional.pad(tensors[name], (0, 0, 0, 7))
 
     edit_tensors(teacher, pad)
-    assert diagnose(of(teacher)) == {}
+    # evaluations could not sample a teacher of another number of rows
+    assert diagnose(of(teacher), "evaluation.teacher=false") == {}
 
     def exchange(content: dict[str, Any]) -> None:
         ids = content["model"]["vocab"]
