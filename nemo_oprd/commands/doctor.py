@@ -11,19 +11,20 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.data.order import prompt_order
 from nemo_oprd.data.prompts import Prompt
-from nemo_oprd.diagnosis import files as file_checks
 from nemo_oprd.diagnosis import models as model_checks
 from nemo_oprd.diagnosis import samples as sample_checks
 from nemo_oprd.diagnosis.findings import Finding, Report
 from nemo_oprd.diagnosis.hidden_errors import massive_activations
+from nemo_oprd.diagnosis.layer_states import layer_similarity
 from nemo_oprd.diagnosis.settings import Settings, evaluation_limit, for_diagnosis
+from nemo_oprd.diagnosis.static import static_findings, teacher_reads
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.evaluation.graders import GraderChoice
@@ -36,13 +37,11 @@ from nemo_oprd.rollout.sampler import training_sampling
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.setup.data import check_bridge_tokenizers, read_prompts
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
-from nemo_oprd.setup.prompt_files import training_prompts, validation_problems
+from nemo_oprd.setup.preflight import check_same_architecture
+from nemo_oprd.setup.prompt_files import validation_problems
 from nemo_oprd.setup.training import is_first_rank
 from nemo_oprd.tokenization.tokenizer import Tokenizer
 from nemo_oprd.train import accumulate_gradients
-
-# prompts per file in which instructions are searched; rendering takes about 0.1 ms each
-RENDERED_PROMPTS = 2000
 
 
 def doctor(run: Config, settings: Settings, json_file: str | None = None) -> bool:
@@ -87,52 +86,12 @@ class Examination:
         self.files = RunFiles(self.config)
         self.routing = Routing(tuple(self.config.teacher_sources))
         self.labels = [source.label if run.teachers else None for source in self.config.teacher_sources]
-        self.reads: file_checks.Reads = "text" if run.teacher.reads == "text" else "ids"
-        if self.reads == "ids" and run.teacher.prompt is not None:
-            self.reads = "prompt"
+        self.reads = teacher_reads(run)
 
     def check_files(self) -> None:
-        """The checks of tokenizers, templates, weights and prompt files; the first rank makes them."""
-        if not self.report.speaks:
-            return
-        prompts = training_prompts(self.config)
-        for number, label in enumerate(self.labels):
-            for finding in self._check_files_of(number, prompts):
-                self.report.add(finding.about(label))
-        try:
-            rendered = self._rendered(prompts)
-        except ValueError:
-            return  # a prompt can't be made; `prepare` names it
-        self.report.add(file_checks.repeated_instruction(rendered))
-
-    def _check_files_of(self, number: int, prompts: list[Prompt]) -> Iterator[Finding]:
-        student, teacher = self.files.student, self.files.teachers[number]
-        taught = [p for p in prompts if self.routing.teachers_of([p.data_source]) == [number]] or prompts
-        yield file_checks.stop_ids(student.tokenizer, teacher.tokenizer, self.reads)
-        yield file_checks.templates(student.tokenizer, teacher.tokenizer, taught[0].messages, self.reads)
-        yield file_checks.vocabularies(student, teacher, self.reads)
-        yield file_checks.rope(student.spec, teacher.spec)
-        if self.run.teacher.weights != "own":
-            text = f"teacher.weights={self.run.teacher.weights}: the teacher is the student, with a prompt of its own"
-            yield Finding("same weights", "skipped", text)
-        else:
-            dtype = torch.bfloat16 if self.run.precision == "bf16" else torch.float32
-            reads_more = self.run.teacher.prompt is not None
-            yield file_checks.same_weights(student, teacher, dtype, reads_more=reads_more)
-
-    def _rendered(self, prompts: list[Prompt]) -> dict[str, list[str]]:
-        """Prompts as the models read them, by where they come from: at most `RENDERED_PROMPTS` each, evenly spaced."""
-        student, template = self.files.student.tokenizer, self.config.teacher.prompt
-        some = prompts[:: -(-len(prompts) // RENDERED_PROMPTS)]
-        found = {"data.train": [student.render(list(p.messages), True) for p in some]}
-        if self.reads != "ids":
-            teacher = self.files.teachers[0].tokenizer
-            texts = [teacher.render(list(p.teacher_messages(template)), True) for p in some]
-            found["data.train as the teacher reads it"] = texts
-        for name, problems in validation_problems(self.config).items():
-            some = problems[:RENDERED_PROMPTS]
-            found[f"data.validation.{name}"] = [student.render(list(p.messages), True) for p in some]
-        return found
+        """The checks of settings, tokenizers, templates, weights and prompt files; the first rank makes them."""
+        if self.report.speaks:
+            self.report.add(static_findings(self.run, self.files))
 
     def prepare(self) -> bool:
         """Makes the plan of the run and joins the process group; False if `train` would refuse the configuration."""
@@ -141,10 +100,13 @@ class Examination:
             self.prompts = prompts.training
             self.plan: RunPlan = make_plan(self.config, self.files)
             check_bridge_tokenizers(self.plan.objective, self.files, self.inputs)
+            if self.run.evaluation.teacher and self.run.rollout.replay is None:
+                check_same_architecture(self.files.student.spec, self.files.teachers[0].spec)
         except ValueError as error:
             known = self.report.is_wrong
             text = f"`train` refuses this run, so nothing can be sampled: {error}"
-            self.report.add(Finding("start", "skipped" if known else "wrong", text))
+            skipped = Finding("start", "skipped", text)
+            self.report.add(skipped if known else Finding("start", "wrong", text, code="train-refuses"))
             return False
         init_distributed()
         return True
@@ -197,18 +159,20 @@ class Examination:
             teacher.spec.check_tensor_parallel(self.config.rollout.tensor, "rollout.tensor")
         except ValueError as error:
             return Finding(check, "skipped", f"the teacher can't be sampled: {error}")
-        solved_by_student, cut = self._solved(self.engine, student.tokenizer, name, problems)
+        by_student = self._solved(self.engine, student.tokenizer, name, problems)
         layout, eos_ids = self.plan.student_layout, teacher.tokenizer.eos_ids
         engine = MegatronEngine(self.config, teacher.spec, layout, eos_ids)
         engine.load(teacher.read, str(teacher.directory))
-        solved_by_teacher, cut_too = self._solved(engine, reader.tokenizer, name, problems)
+        by_teacher = self._solved(engine, reader.tokenizer, name, problems)
         del engine
         gc.collect()
         limits = int(self.config.evaluation.max_new_tokens or 0), evaluation_limit(self.run)
-        return sample_checks.teacher_is_better(solved_by_student, solved_by_teacher, cut + cut_too, *limits)
+        return sample_checks.teacher_is_better(by_student, by_teacher, *limits)
 
     def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> tuple[str, list[Prompt]]:
         """(Name, problems) of the first validation set with answers; of several teachers, those of its data sources.
+
+        They are drawn with the run's seed, because the first ones of a file are often of one kind.
 
         Args:
             room: problems of as many tokens leave no room for a response, and are left out.
@@ -220,26 +184,30 @@ class Examination:
                 problems = [p for p in problems if p.data_source in named]
             fitting = [p for p in problems if all(len(t.encode_prompt(list(p.messages))) < room for t in tokenizers)]
             if fitting:
-                return name, fitting[: self.settings.problems]
+                drawn = prompt_order(len(fitting), self.config.seed, 0, min(self.settings.problems, len(fitting)))
+                return name, [fitting[i] for i in sorted(drawn)]
         return "", []
 
     def _solved(
         self, engine: MegatronEngine, tokenizer: Tokenizer, name: str, problems: list[Prompt]
-    ) -> tuple[list[bool], int]:
-        """(Which problems of a set one response solves, on the first rank; how many responses were cut off)."""
+    ) -> sample_checks.Answers:
+        """What one response to each problem of a set shows; grades count on the first rank only."""
         evaluation = self.config.evaluation
         requests = [Request(tokenizer.encode_prompt(list(p.messages)), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
         limit = int(evaluation.max_new_tokens or 0)
         rollouts = engine.generate(requests, SamplingParams(evaluation.temperature, evaluation.top_p, limit, key))
         texts = [tokenizer.decode(rollout.response_ids) for rollout in rollouts]
-        grades = [False] * len(problems)
+        solved, without_answer = [False] * len(problems), 0
         if dist.get_rank() == 0:
             choice = GraderChoice(evaluation.graders, evaluation.judge)
             graders = [choice.of(name, problem.data_source) for problem in problems]
             graded = zip(graders, texts, problems, strict=True)
-            grades = [grader(text, problem.answer or "").correct for grader, text, problem in graded]
-        return grades, sum(rollout.finish_reason == "length" for rollout in rollouts)
+            grades = [grader(text, problem.answer or "") for grader, text, problem in graded]
+            solved = [grade.correct for grade in grades]
+            without_answer = sum(grade.extracted is None for grade in grades)
+        cut = sum(rollout.finish_reason == "length" for rollout in rollouts)
+        return sample_checks.Answers(solved, without_answer, cut)
 
     def check_models(self) -> None:
         """The checks of forward passes, teacher by teacher."""
@@ -251,14 +219,15 @@ class Examination:
         try:
             rollouts = add_teacher_inputs(self.inputs, taught_by, self.rollouts, self.requests)
         except ValueError as error:
-            self.report.add(Finding("start", "wrong", f"`train` would end at its first step: {error}"))
+            text = f"`train` would end at its first step: {error}"
+            self.report.add(Finding("start", "wrong", text, code="train-refuses"))
             return
         for number, label in enumerate(self.labels):
             own = [rollout for rollout, teacher in zip(rollouts, taught_by, strict=True) if teacher == number]
-            for finding in self._check_teacher(distiller, own):
+            for finding in self._check_teacher(distiller, number, own):
                 self.report.add(finding.about(label))
 
-    def _check_teacher(self, distiller: Distiller, rollouts: list[Rollout]) -> Iterator[Finding]:
+    def _check_teacher(self, distiller: Distiller, number: int, rollouts: list[Rollout]) -> Iterator[Finding]:
         """The checks of one teacher on its own rollouts."""
         config, objective = self.config, distiller.objective
         batch = distiller.batch(rollouts, distiller.objective_of(0))
@@ -277,7 +246,12 @@ class Examination:
         elif metrics is not None:
             yield model_checks.distance(metrics, objective.vocab_limit, config.loss.output.k)
         if not compares_states:
-            yield Finding("massive activations", "skipped", "the run compares no hidden states")
+            for check in ("similar layers", "massive activations"):
+                yield Finding(check, "skipped", "the run compares no hidden states")
             return
+        if self.run.teacher.weights == "own":
+            yield layer_similarity(distiller, rollouts, number)
+        else:
+            yield Finding("similar layers", "ok", "the teacher has the student's layers")
         shares = {} if metrics is None else metrics.gradient_share_per_layer
         yield massive_activations(distiller, batch, loss, shares)

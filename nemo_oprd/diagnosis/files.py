@@ -8,15 +8,13 @@ prompt of its own, `teacher.prompt`) or `text`.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
-import torch
-
 from nemo_oprd.diagnosis.findings import Finding
-from nemo_oprd.models import FAMILIES, ModelSpec
+from nemo_oprd.diagnosis.instructions import SPECIAL
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.setup.models import ModelFiles
 from nemo_oprd.tokenization.identity import teacher_eos_id
 from nemo_oprd.tokenization.tokenizer import Tokenizer
@@ -27,13 +25,6 @@ Messages = Sequence[dict[str, str]]
 # a conversation without a system message: a template that adds one shows it here
 PROBE = ({"role": "user", "content": "What is 2 + 3?"},)
 EXCERPT_BEFORE, EXCERPT_AFTER = 16, 44
-# shorter repetitions ("Find the value.") occur in problems; instructions are longer
-SENTENCE_WORDS = 5
-# A problem may repeat a sentence of its own. An instruction is repeated in all prompts of a file, so in 1 % of them at
-# least, whatever the mixture of files.
-REPEATED_SHARE = 0.01
-BOX = "\\boxed{}"
-TWO_BOXES = f"two sentences ask for the answer in {BOX}"
 
 
 def stop_ids(student: Tokenizer, teacher: Tokenizer, reads: Reads) -> Finding:
@@ -60,9 +51,12 @@ def stop_ids(student: Tokenizer, teacher: Tokenizer, reads: Reads) -> Finding:
     fix = f"fix: set eos_token_id to {sorted({*ours, *theirs})} in {student.path}/generation_config.json"
     if end not in ours:
         why = f"the teacher ends its turn with {end}, at which sampling would go on, so responses grow to their limit"
-        return Finding("stop ids", "wrong", f"{both}: {why}; expected {end} among the student's; {fix}", numbers)
+        text = f"{both}: {why}; expected {end} among the student's; {fix}"
+        return Finding("stop ids", "wrong", text, numbers, code="stop-id-not-sampled")
     why = f"both end a turn with {end}, but where one of the other ids is written, only one of them stops"
-    return Finding("stop ids", "warning", f"{both}: {why}; expected the same ids; {fix}", numbers)
+    return Finding(
+        "stop ids", "warning", f"{both}: {why}; expected the same ids; {fix}", numbers, code="stop-ids-differ"
+    )
 
 
 def _named(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -94,8 +88,10 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: R
         leads = [text.partition(content)[0] for text in (ours, theirs)]
         added = [_inserted(leads[i], leads[1 - i]) for i in (0, 1)]
         where = f"{name} differs at character {at}: {shown[0]} for the student, {shown[1]} for the teacher"
+        code = "templates-differ"
         for role, text in zip(("student", "teacher"), added, strict=True):
             if len(text.split()) > 1:
+                code = "template-adds-system-prompt"
                 where = f"only the {role}'s template adds a system prompt, {text[:60]!r}; {where}"
         return Finding(
             "templates",
@@ -103,6 +99,7 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: R
             f"{where}; expected the same text, because the teacher reads the student's; fix: use one "
             f"chat_template.jinja for both, or give the teacher its own with teacher.prompt='{{prompt}}'",
             {"character": at, "student": ours, "teacher": theirs},
+            code=code,
         )
     return Finding("templates", "ok", "both templates render the same text, without and with a training prompt")
 
@@ -138,7 +135,8 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
         largest = max(tokens - 1, *model.tokenizer.eos_ids)
         if largest >= rows:
             text = f"the {role}'s tokenizer knows ids up to {largest}, its model has {rows} rows: expected ids below "
-            return Finding(check, "wrong", f"{text}{rows}; fix: copy the tokenizer of this model to {model.directory}")
+            text += f"{rows}; fix: copy the tokenizer of this model to {model.directory}"
+            return Finding(check, "wrong", text, code="tokenizer-beyond-model")
     sizes = {"student_rows": student.spec.vocab_size, "teacher_rows": teacher.spec.vocab_size}
     sizes |= {"student_tokens": student.tokenizer.vocab_size, "teacher_tokens": teacher.tokenizer.vocab_size}
     padding = (
@@ -154,7 +152,8 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
         first = other[0]
         text = f"{len(other)} ids mean other tokens to the teacher, the first one is {first}: {ours.get(first)!r} for "
         text += f"the student, {theirs.get(first)!r} for the teacher; expected the same tokenizer; fix: set "
-        return Finding(check, "wrong", f"{text}teacher.reads=text (with a bridge), or choose another teacher", sizes)
+        text += "teacher.reads=text (with a bridge), or choose another teacher"
+        return Finding(check, "wrong", text, sizes, code="tokenizers-differ")
     text = f"{padding}; all tokens agree, and only ids below {sizes['sampled_ids']} are sampled"
     return Finding(check, "ok", text, sizes)
 
@@ -180,104 +179,15 @@ def rope(student: ModelSpec, teacher: ModelSpec) -> Finding:
             text += (
                 f"max_position_embeddings is {spec.max_positions}; expected the same number; fix: correct either in "
             )
-            return Finding("RoPE", "warning", f"{text}the {role}'s config.json", numbers)
+            return Finding("RoPE", "warning", f"{text}the {role}'s config.json", numbers, code="yarn-length")
     alike = student.model_type == teacher.model_type and student.rope.theta == teacher.rope.theta
     if alike and (student.rope.kind, student.rope.settings) != (teacher.rope.kind, teacher.rope.settings):
         text = f"the models' positions are scaled differently: {', '.join(said)}; expected the same for two models of "
         text += "one family and base; fix: rope_scaling in the config.json of one of them, unless both were trained so"
-        return Finding("RoPE", "warning", text, numbers)
+        return Finding("RoPE", "warning", text, numbers, code="rope-scaling-differs")
     return Finding("RoPE", "ok", ", ".join(said), numbers)
 
 
 def _rope(spec: ModelSpec) -> str:
     factor = spec.rope.get("factor")
     return f"{spec.rope.kind}{'' if factor is None else f' (factor {factor:g})'} of {spec.max_positions} positions"
-
-
-def same_weights(student: ModelFiles, teacher: ModelFiles, dtype: torch.dtype, *, reads_more: bool) -> Finding:
-    """Whether student and teacher are the same model.
-
-    A path given twice, or a copy under another name, gives a loss of 0 and a run that learns nothing. Measured tensor
-    by tensor in the run's precision, up to the first difference; the vocabularies may be padded differently. Equal
-    weights are wrong unless the teacher reads more than the student (`reads_more`: there is a `teacher.prompt`).
-    """
-    check, one, other = "same weights", _tensor_names(student), _tensor_names(teacher)
-    if one != other or student.spec.hidden_size != teacher.spec.hidden_size:
-        return Finding(check, "ok", "student and teacher have different architectures")
-    read_student, read_teacher = student.open(), teacher.open()
-    for number, name in enumerate(one):
-        ours, theirs = read_student(name).to(dtype), read_teacher(name).to(dtype)
-        if ours.shape[1:] == theirs.shape[1:] and name.startswith(_VOCABULARY):
-            rows = min(len(ours), len(theirs))
-            ours, theirs = ours[:rows], theirs[:rows]
-        if ours.shape != theirs.shape or not torch.equal(ours, theirs):
-            return Finding(check, "ok", f"the models differ, first in {name}", {"equal_tensors": number})
-    numbers = {"equal_tensors": len(one)}
-    if reads_more:
-        text = "student and teacher are the same model, but the teacher reads more than the student (teacher.prompt)"
-        return Finding(check, "ok", text, numbers)
-    return Finding(
-        check,
-        "wrong",
-        f"{student.weights_directory} and {teacher.weights_directory} hold the same weights in all {len(one)} tensors, "
-        "so the loss is 0 and nothing is learned; expected another model; fix: correct teacher.hf_path or "
-        "student.hf_path, or give the teacher privileged information with teacher.prompt",
-        numbers,
-    )
-
-
-_VOCABULARY = ("model.embed_tokens.", "lm_head.")
-
-
-def _tensor_names(model: ModelFiles) -> list[str]:
-    """The model's HF tensors, those of the vocabulary last: they are large, and often untrained."""
-    mappings = FAMILIES[model.spec.model_type].param_mappings(model.spec)
-    names = [name for mapping in mappings for name in mapping.hf]
-    return sorted(names, key=lambda name: name.startswith(_VOCABULARY))
-
-
-# marks of chat templates, which stand between the sentences of a rendered prompt; DeepSeek's have a wide |
-SPECIAL = re.compile(r"<[|\uff5c][^<>]{1,40}[|\uff5c]>|\[/?INST\]|</?s>|<</?SYS>>")
-
-
-def repeated_instruction(prompts: dict[str, list[str]]) -> Finding:
-    """Whether prompts hold an instruction twice, as the models read them.
-
-    Prompt files often end with the instruction that somebody adds once more: by a template's system prompt, by
-    `teacher.prompt`, or in the file itself. The student then trains on prompts that no evaluation has. Measured on the
-    rendered prompts: a sentence of five words or more that occurs twice, or two sentences that ask for the answer in
-    an empty box. A warning if the same one is twice in 1 % of a source's prompts, and in two prompts at least: single
-    problems repeat sentences of their own.
-
-    Args:
-        prompts: where they come from -> prompts as a model reads them.
-    """
-    numbers = {}
-    worst: tuple[float, str, str, int] | None = None
-    for source, texts in prompts.items():
-        counts = Counter(sentence for text in texts for sentence in repeated_sentences(text))
-        sentence, count = max(counts.items(), key=lambda item: (item[1], item[0]), default=("", 0))
-        share = count / len(texts) if texts else 0.0
-        numbers[source] = {"prompts": len(texts), "share": share, "sentence": sentence}
-        if count and count >= min(2, len(texts)) and share >= REPEATED_SHARE and (worst is None or share > worst[0]):
-            worst = share, source, sentence, len(texts)
-    if worst is None:
-        read = ", ".join(f"{len(texts)} of {source}" for source, texts in prompts.items())
-        return Finding("suffix", "ok", f"no instruction stands twice in the prompts as they are read ({read})", numbers)
-    share, source, sentence, count = worst
-    return Finding(
-        "suffix",
-        "warning",
-        f"{share:.0%} of {count} prompts of {source} hold an instruction twice: {sentence[:90]!r}; expected it once; "
-        "fix: remove it from the prompt file, from teacher.prompt, or from the chat template's system prompt",
-        numbers,
-    )
-
-
-def repeated_sentences(text: str) -> set[str]:
-    """The sentences of five or more words that occur twice in a prompt; `TWO_BOXES` if two ask for an empty box."""
-    parts = re.split(r"(?<=[.!?])\s+|\n+", re.sub(SPECIAL, "\n", text))
-    sentences = Counter(" ".join(part.lower().split()) for part in parts if len(part.split()) >= SENTENCE_WORDS)
-    found = {sentence for sentence, count in sentences.items() if count > 1}
-    boxed = [sentence for sentence in sentences if BOX in sentence]
-    return found | ({TWO_BOXES} if len(boxed) > 1 else set())

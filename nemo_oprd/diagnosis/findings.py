@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_oprd.diagnosis.codes import CODES
 from nemo_oprd.fault_tolerance.files import write_atomically
 
 Verdict = Literal["ok", "warning", "wrong", "skipped"]
@@ -23,17 +24,24 @@ class Finding:
         verdict: `wrong` fails the command; a `warning` does not; `skipped` says why the check does not apply.
         text: one line: what was found, and for a warning or something wrong also what was expected and the fix.
         numbers: what was measured, by name; plain JSON values.
+        code: of a warning or something wrong, its name in `CODES`; else None.
     """
 
     check: str
     verdict: Verdict
     text: str
     numbers: dict[str, Any] = field(default_factory=dict)
+    code: str | None = None
+
+    def __post_init__(self) -> None:
+        """Every finding that asks for something to be done has a code, and no other one."""
+        assert self.code in CODES if self.verdict in ("warning", "wrong") else self.code is None, self
 
     @property
     def line(self) -> str:
         """The finding as one line for the terminal."""
-        return f"{self.verdict:<8} {self.check:<20} {' '.join(self.text.split())}"
+        named = "" if self.code is None else f"{self.code}: "
+        return f"{self.verdict:<8} {self.check:<20} {named}{' '.join(self.text.split())}"
 
     def about(self, teacher: str | None) -> Finding:
         """The same finding about one of several teachers; None: there is only one."""

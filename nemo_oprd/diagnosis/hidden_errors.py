@@ -108,7 +108,7 @@ def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_sha
         return Finding(check, "skipped", text, numbers)
     choice = "loss.representation.kind=normalized_mse or cosine, or " if loss.kind == "mse" else ""
     text = f"{said}; expected at most half of the loss there: little else is trained; fix: {choice}"
-    return Finding(check, "warning", f"{text}loss.representation.layers=last", numbers)
+    return Finding(check, "warning", f"{text}loss.representation.layers=last", numbers, code="massive-activations")
 
 
 def _most(errors: list[LayerError]) -> list[int]:

@@ -77,8 +77,9 @@ def positions(
     said += f"the {len(sequences)} first tokens"
     if share >= AGREES and first >= FIRST_TOKENS_AGREE:
         return Finding(check, "ok", said, numbers)
-    best = max(mean, key=mean.__getitem__)
+    best, code = max(mean, key=mean.__getitem__), "sampling-differs"
     if best:
+        code = "sampling-off-by-one"
         where = "before" if best < 0 else "after"
         reason = f"the states one position {where} explain the tokens better ({mean[best]:.2f} nats per token, not "
         reason += f"{mean[0]:.2f}), so sampling and scoring are off by one"
@@ -87,7 +88,7 @@ def positions(
     else:
         reason = "the engine and the trainer compute different models"
     text = f"{said}: {reason}; expected at least {AGREES:.0%} and {FIRST_TOKENS_AGREE:.0%}; fix: report this with the "
-    return Finding(check, "wrong", f"{text}student's config.json", numbers)
+    return Finding(check, "wrong", f"{text}student's config.json", numbers, code=code)
 
 
 def _shifted(table: TokenTable, rollouts: list[Rollout], shift: int) -> TokenTable:
@@ -125,7 +126,7 @@ def aligned_positions(rollouts: list[Rollout], table: TokenTable) -> Finding:
         return Finding("teacher's positions", "ok", text, numbers)
     text = f"student and teacher read different tokens in {wrong} of {len(rows)} supervised rows; expected none: the "
     text += "states of other tokens are compared; fix: report this with teacher.prompt and the models' tokenizers"
-    return Finding("teacher's positions", "wrong", text, numbers)
+    return Finding("teacher's positions", "wrong", text, numbers, code="teacher-positions-differ")
 
 
 def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
@@ -144,7 +145,7 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
     check = "KL and overlap"
     if metrics.nonfinite_reason:
         text = f"{metrics.nonfinite_reason}; expected finite numbers; fix: check both models' weights for NaN"
-        return Finding(check, "wrong", text)
+        return Finding(check, "wrong", text, code="not-finite")
     means, scale = metrics.output_means, math.log(vocabulary)
     kl, overlap = means["reverse_kl"], means["overlap"]
     numbers = {"reverse_kl": kl, "ln_vocabulary": scale, "overlap": overlap, "k": k}
@@ -153,14 +154,14 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
     if not (kl <= KL_WRONG * scale and overlap >= OVERLAP_WRONG):
         text = f"{said}; expected KL below {KL_WRONG * scale:.1f} and overlap above {OVERLAP_WRONG}: the models do not "
         text += "speak the same language; fix: compare tokenizers, templates and paths"
-        return Finding(check, "wrong", text, numbers)
+        return Finding(check, "wrong", text, numbers, code="distributions-unrelated")
     if kl < NOTHING_TO_LEARN:
         text = f"{said}; expected a difference: there is nothing to learn; fix: another teacher, or teacher.prompt"
-        return Finding(check, "warning", text, numbers)
+        return Finding(check, "warning", text, numbers, code="distributions-equal")
     if kl > KL_WARNING * scale or overlap < OVERLAP_WARNING:
         text = f"{said}; expected KL below {KL_WARNING * scale:.1f} and overlap above {OVERLAP_WARNING}: far apart for "
         text += "models of one origin; fix: compare templates and paths, unless the student is known to be damaged"
-        return Finding(check, "warning", text, numbers)
+        return Finding(check, "warning", text, numbers, code="distributions-far")
     return Finding(check, "ok", said, numbers)
 
 
@@ -195,9 +196,9 @@ def repeatability(distiller: Distiller, batch: StepBatch) -> Finding:
     said = f"the same input gives the teacher's targets with a relative difference of up to {largest:.1e} ({where})"
     if largest <= DIFFERS:
         text = f"{said}: not bit for bit; expected 0; fix: none needed, but such runs don't repeat exactly"
-        return Finding(check, "warning", text, numbers)
+        return Finding(check, "warning", text, numbers, code="targets-not-bitwise")
     text = f"{said}; expected at most {DIFFERS}; fix: dropout of 0 in the teacher's config.json, or other kernels"
-    return Finding(check, "wrong", text, numbers)
+    return Finding(check, "wrong", text, numbers, code="targets-noisy")
 
 
 def _output(targets: TeacherTargets) -> torch.Tensor | None:

@@ -33,7 +33,8 @@ def for_diagnosis(config: Config, settings: Settings) -> Config:
     """The configuration with a small sample of the in-process engine, and with both models' distributions measured.
 
     Recorded rollouts are not replayed, because what the current student samples is to be checked. A correction needs
-    log-probabilities of another engine, so there is none.
+    log-probabilities of another engine, so there is none. Whether the run's evaluations can sample the teacher is
+    checked after the files, whose findings say why not.
     """
     rollout = replace(
         config.rollout,
@@ -49,7 +50,7 @@ def for_diagnosis(config: Config, settings: Settings) -> Config:
     return replace(
         config,
         rollout=rollout,
-        evaluation=replace(config.evaluation, max_new_tokens=limit),
+        evaluation=replace(config.evaluation, max_new_tokens=limit, teacher=False),
         logging=replace(config.logging, output_metrics_every=watch),
     )
 

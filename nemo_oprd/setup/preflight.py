@@ -25,6 +25,7 @@ from nemo_oprd.losses.layer_mapping import (
 )
 from nemo_oprd.models import FAMILIES, ModelSpec, check_same_width, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.rope import Rope
 from nemo_oprd.providers import check_provider, know_family
 from nemo_oprd.rollout.vllm.launch import check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
@@ -287,15 +288,26 @@ def check_bridge_rank(config: Config, student: ModelSpec, teacher: ModelSpec) ->
 def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
     """Raises ValueError unless the student's engine can sample the teacher, which needs equal architectures."""
     differing = [
-        f.name
+        f"{f.name} {_shown(getattr(student, f.name))} and {_shown(getattr(teacher, f.name))}"
         for f in dataclasses.fields(ModelSpec)
         if f.compare and f.name != "dtype" and getattr(student, f.name) != getattr(teacher, f.name)
     ]
     if differing:
         raise ValueError(
-            f"evaluation.teacher=true samples the teacher in the student's engine, but they differ in {differing}; "
-            "set evaluation.teacher=false and evaluate the teacher with `nemo-oprd evaluate`"
+            "evaluation.teacher=true samples the teacher in the student's engine, but student and teacher differ in "
+            f"{', '.join(differing)}; expected equal architectures: correct a config.json that differs from its "
+            "model's source; if both are right, set evaluation.teacher=false and evaluate the teacher with "
+            "`nemo-oprd evaluate`"
         )
+
+
+def _shown(value: object) -> str:
+    """A value of a model's architecture, in few words."""
+    if isinstance(value, Rope):
+        return (
+            f"(theta {value.theta:g}, {value.kind}, {dict(value.settings)})" if value.settings else f"{value.theta:g}"
+        )
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_trains(config: Config) -> None:

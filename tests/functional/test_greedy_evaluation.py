@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import doctor_models
 import plain_evaluation
 import pytest
 from pool import Pools
 
+from benchmarks import known_sums as doctor_models
 from nemo_oprd.toy import task
 
 LIMIT = 13  # `\boxed{2007}` and the end-of-sequence token

@@ -15,11 +15,12 @@ from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import RepresentationLossConfig
-from nemo_oprd.diagnosis.files import TWO_BOXES, repeated_instruction, repeated_sentences, rope
+from nemo_oprd.diagnosis.files import rope
 from nemo_oprd.diagnosis.findings import Finding, Report
 from nemo_oprd.diagnosis.hidden_errors import judge, layer_errors
+from nemo_oprd.diagnosis.instructions import instructions, repeated_sentences
 from nemo_oprd.diagnosis.models import aligned_positions, distance
-from nemo_oprd.diagnosis.samples import repeats_itself, teacher_is_better, truncation
+from nemo_oprd.diagnosis.samples import Answers, repeats_itself, teacher_is_better, truncation
 from nemo_oprd.diagnosis.settings import Settings, for_diagnosis
 from nemo_oprd.models import parse_model_spec
 
@@ -30,17 +31,28 @@ OTHER = "Let's think step by step and output the final answer within \\boxed{}."
 def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(speaks=True)
     report.add(Finding("one", "ok", "fine", {"n": 1}))
-    report.add([Finding("two", "warning", "not\n so fine").about("math"), Finding("three", "skipped", "why")])
+    odd = Finding("two", "warning", "not\n so fine", code="stop-ids-differ")
+    report.add([odd.about("math"), Finding("three", "skipped", "why")])
     assert not report.is_wrong
-    report.add(Finding("four", "wrong", "bad"))
+    report.add(Finding("four", "wrong", "bad", code="same-weights"))
     assert report.is_wrong and report.summary() == "1 wrong, 1 warnings, 1 ok, 1 skipped"
     report.write(tmp_path / "found.json")
-    assert capsys.readouterr().out.splitlines()[1] == "warning  two                  teacher math: not so fine"
+    assert (
+        capsys.readouterr().out.splitlines()[1]
+        == "warning  two                  stop-ids-differ: teacher math: not so fine"
+    )
     written = json.loads((tmp_path / "found.json").read_text())
     assert written["summary"] == {"ok": 1, "warning": 1, "skipped": 1, "wrong": 1}
-    assert written["findings"][0] == {"check": "one", "verdict": "ok", "text": "fine", "numbers": {"n": 1}}
+    assert written["findings"][0] == {
+        "check": "one",
+        "verdict": "ok",
+        "text": "fine",
+        "numbers": {"n": 1},
+        "code": None,
+    }
+    assert written["findings"][1]["code"] == "stop-ids-differ"
     silent = Report(speaks=False)
-    silent.add(Finding("four", "wrong", "bad"))
+    silent.add(Finding("four", "wrong", "bad", code="same-weights"))
     assert not silent.findings and capsys.readouterr().out == ""
 
 
@@ -63,7 +75,7 @@ def test_the_sample_is_small_and_in_process() -> None:
         (f"What is 2+2? {SUFFIX}\n{SUFFIX}", {SUFFIX.lower()}),
         # Qwen2.5-Math's template has the suffix as its system prompt, and data sets have it at the end
         (f"<|im_start|>system\n{SUFFIX}<|im_end|>\n<|im_start|>user\nWhat? {SUFFIX}<|im_end|>\n", {SUFFIX.lower()}),
-        (f"<\uff5cUser\uff5c>What is it? {SUFFIX} {OTHER}<\uff5cAssistant\uff5c>", {TWO_BOXES}),
+        (f"<\uff5cUser\uff5c>What is it? {SUFFIX} {OTHER}<\uff5cAssistant\uff5c>", set()),
         ("Find x. Find x. Find x.", set()),
         ("Put \\boxed{} around it. The sum is in \\boxed{7} already, so don't.", set()),
     ],
@@ -74,6 +86,11 @@ def test_repeated_sentences(text: str, found: set[str]) -> None:
 
 def test_repeated_instruction() -> None:
     plain, twice = [f"What is 2+{i}? {SUFFIX}" for i in range(300)], f"{SUFFIX} What is 2+2? {SUFFIX}"
+
+    def repeated_instruction(prompts: dict[str, list[str]]) -> Finding:
+        (found,) = instructions(prompts)
+        return found
+
     assert repeated_instruction({"train": plain}).verdict == "ok"
     # a single problem that repeats itself among many, and one among few
     assert repeated_instruction({"train": [*plain, twice]}).verdict == "ok"
@@ -126,17 +143,34 @@ def test_truncation(counts: tuple[int, int, int], run_limit: int, verdict: str) 
 )
 def test_teacher_is_better(both: int, teacher: int, student: int, neither: int, verdict: str) -> None:
     pairs = [(True, True)] * both + [(False, True)] * teacher + [(True, False)] * student + [(False, False)] * neither
-    found = teacher_is_better([s for s, _ in pairs], [t for _, t in pairs], 0, 40, 40)
+    found = teacher_is_better(Answers([s for s, _ in pairs]), Answers([t for _, t in pairs]), 40, 40)
     assert found.verdict == verdict
     assert found.numbers["teacher"] == pytest.approx((both + teacher) / len(pairs))
 
 
 def test_cut_responses_are_not_compared() -> None:
-    student, teacher = [False] * 32, [True] * 32
-    assert teacher_is_better(student, teacher, 16, 512, 31744).verdict == "ok"
-    found = teacher_is_better(student, teacher, 17, 512, 31744)
+    student, teacher = Answers([False] * 32, cut=16), Answers([True] * 32)
+    assert teacher_is_better(student, teacher, 512, 31744).verdict == "ok"
+    student = Answers([False] * 32, cut=17)
+    found = teacher_is_better(student, teacher, 512, 31744)
     assert found.verdict == "skipped" and "--max-new-tokens 31744" in found.text
-    assert teacher_is_better(student, teacher, 17, 512, 512).verdict == "ok"
+    assert teacher_is_better(student, teacher, 512, 512).verdict == "ok"
+
+
+def test_nothing_is_solved() -> None:
+    """0 % against 0 %: the line says why, and what is written behind +- is a 95 % interval."""
+    found = teacher_is_better(Answers([False] * 16, 3, 1), Answers([False] * 16, 14, 2), 40, 40)
+    assert (
+        found.code == "teacher-solves-nothing"
+        and "of the teacher's responses 14 had no answer and 2 were cut" in found.text
+    )
+    assert "data.suffix" in found.text
+    found = teacher_is_better(Answers([False] * 16, 3, 16), Answers([False] * 16, 14, 12), 40, 40)
+    assert "fix: evaluation.max_new_tokens" in found.text
+    half = teacher_is_better(Answers([False] * 32), Answers([True] * 16 + [False] * 16), 40, 40)
+    assert "+50.0 +- 17.7 points" in half.text
+    alike = teacher_is_better(Answers([True] * 32), Answers([True] * 32), 40, 40)
+    assert "+0.0 +- 5.8 points" in alike.text
 
 
 @pytest.mark.parametrize(

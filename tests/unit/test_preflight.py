@@ -92,7 +92,7 @@ def test_the_config_of_a_checkpoint_is_read_without_torch(tmp_path: Path) -> Non
         (
             "train",
             [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", "bridge.path=x", "evaluation.teacher=true"],
-            "they differ in ['num_layers', 'hidden_size']",
+            "differ in num_layers 3 and 5, hidden_size 32 and 48",
         ),
         ("train", [PROMPTS, "student.parallel.tensor=2", "rollout.tensor=2"], None),
         (

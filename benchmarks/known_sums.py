@@ -1,7 +1,7 @@
-"""Trained models of seconds for the doctor's tests: a student that solves some problems, teachers that solve all.
+"""Trained models of seconds: a student that solves some problems, teachers that solve all.
 
-The problems are 36 sums such as 1002+1005, which the models learn by heart; responses are the boxed answer alone. All
-models but the one that reads text have the toy pair's tokenizer.
+For the doctor's tests and `planted_faults.py`. The problems are 36 sums such as 1002+1005, which the models learn by
+heart; responses are the boxed answer alone. All models but the one that reads text have the toy pair's tokenizer.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ def write(model: torch.nn.Module, path: Path) -> None:
 
 def make_pair(root: Path) -> None:
     """`student`, `teacher` and prompts."""
-    task_rows = np.array(PROBLEMS)
+    # the models know all problems, but no problem is in two files
+    drawn = np.random.default_rng(0).permutation(np.array(PROBLEMS))
     (root / "prompts").mkdir(parents=True)
-    task.write_prompts(root / "prompts" / "train.jsonl", task_rows)
-    task.write_prompts(root / "prompts" / "heldout.jsonl", task_rows)
-    rows = [json.loads(line) for line in (root / "prompts" / "train.jsonl").read_text().splitlines()]
-    other = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows]
-    (root / "prompts" / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    for name, rows in zip(("train", "code", "heldout"), np.split(drawn, [10, 20]), strict=True):
+        task.write_prompts(root / "prompts" / f"{name}.jsonl", rows)
+    code = root / "prompts" / "code.jsonl"
+    read = [json.loads(line) for line in code.read_text().splitlines()]
+    other = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in read]
+    code.write_text("".join(json.dumps(row) + "\n" for row in other))
     settings = recipe(2, 48)
     model = new_model(settings)
     (root / "tokenizer").mkdir()
