@@ -1,8 +1,8 @@
 """Lets Megatron write a checkpoint's shards in the rank's own process.
 
-Megatron-core starts two writer processes per rank and save, and a manager process that lives as long as the rank. These
-processes outlive a rank that is killed: the manager for ever, the writers until they have written into a directory that
-may by then belong to the restarted run. Nothing here saves in the background, so writing one file after the other only
+Megatron-core starts a manager process that lives as long as the rank, and up to 0.16 two writer processes per rank and
+save. These processes outlive a rank that is killed: the manager for ever, the writers until they have written into a
+directory that may by then belong to the restarted run. From 0.17 on the writers are threads. Nothing here saves in the background, so writing one file after the other only
 loses the overlap of a rank's two files, and an error of the disk arrives as it was raised.
 """
 
@@ -12,11 +12,12 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
+
+from nemo_oprd.megatron.versions import checkpoint_writer_names, quieten_checkpoints
 
 
 @contextmanager
@@ -26,6 +27,7 @@ def in_process_writer() -> Iterator[None]:
     Raises:
         OSError, RuntimeError: this rank could not write its part; on the other ranks, that another rank could not.
     """
+    quieten_checkpoints()
     results: queue.Queue[Any] = queue.Queue()
     failures: list[Exception] = []
 
@@ -36,9 +38,10 @@ def in_process_writer() -> Iterator[None]:
             failures.append(answer)
         results.put(answer)
 
+    queue_maker, writer = checkpoint_writer_names()
     with (
-        mock.patch.object(filesystem_async, "_get_write_results_queue", return_value=results),
-        mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(write)),
+        _replaced(filesystem_async, queue_maker, lambda *_: results),
+        _replaced(FileSystemWriterAsync, writer, staticmethod(write)),
     ):
         try:
             yield
@@ -46,6 +49,17 @@ def in_process_writer() -> Iterator[None]:
             if failures:
                 raise failures[0] from None
             raise RuntimeError(f"another rank could not write its part of the checkpoint: {error}") from error
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, `owner.name` is `value`. `owner` itself must have the name: a typing mistake is an error."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _write(transforms: list[Any], buckets: list[Any], use_msc: bool) -> dict[int, Any] | Exception:

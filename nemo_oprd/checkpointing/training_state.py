@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.checkpointing.directory import (
-    LATEST,
     commit_checkpoint,
     iteration_directory,
     partial_directory,
@@ -36,10 +35,11 @@ from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.watched_metrics import ModelNeeds
 from nemo_oprd.fault_tolerance.disk import naming
+from nemo_oprd.megatron.versions import quieten_checkpoints
 from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.models.bridge_config import write_run_config
 from nemo_oprd.models.checkpoint_directory import hf_directory
-from nemo_oprd.weights.torch_dist import CONTENT_METADATA, open_torch_dist
+from nemo_oprd.weights.torch_dist import CONTENT_METADATA, open_torch_dist, read_common_state
 
 
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
@@ -54,15 +54,8 @@ def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
             f"{getattr(spec, name)} in the student's config.json; expected a checkpoint of the same student: choose "
             "another output"
         )
-    open_torch_dist(directory)
-    try:
-        torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes can raise any exception
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{directory / 'common.pt'} can't be read ({reason}); expected plain values and tensors: copy the "
-            f"checkpoint again, or write the number of another one into {root / LATEST}"
-        ) from error
+    _, metadata = open_torch_dist(directory)
+    read_common_state(directory, metadata)
 
 
 def save_checkpoint(
@@ -184,6 +177,7 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     """Loads model and optimizer, at whatever layout the student has now; every rank of the world calls this."""
     from megatron.core import dist_checkpointing
 
+    quieten_checkpoints()
     directory = iteration_directory(root, step)
     if student.role.is_member:
         prepare_adam_for_loading(student.optimizer)

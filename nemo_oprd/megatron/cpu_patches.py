@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from nemo_oprd.megatron import versions
+
 MODULES_ASKING_FOR_CUDA = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
@@ -42,11 +44,11 @@ MODULES_ASKING_FOR_CUDA = (
     "megatron.core.tensor_parallel.mappings",
     "megatron.core.tensor_parallel.random",
     "megatron.core.tensor_parallel.utils",
-    "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.moe.router",
     "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.transformer.utils",
     "megatron.core.utils",
+    *versions.MODULES_ASKING_FOR_CUDA,
 )
 
 # (module, qualified name) of functions that compare `tensor.type()` with CUDA names or call `.cuda()`

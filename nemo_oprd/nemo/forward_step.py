@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
+from megatron.core.utils import get_model_config
 
 from nemo_oprd.config.loss_schema import RepresentationLossConfig
 from nemo_oprd.megatron.adopt import adopt, observed, unwrapped
 from nemo_oprd.megatron.pipeline_schedule import zero_loss
+from nemo_oprd.megatron.versions import batch_on_this_cp_rank
 from nemo_oprd.nemo.hidden_states import HiddenStateDistillation
 from nemo_oprd.nemo.teacher_beside import TeacherBeside, after_backward, build_teacher, local_hf_config
 
@@ -116,7 +117,7 @@ class OPRDForwardStep:
         batch = {name: batch[name].to(place, non_blocking=True) for name in ("tokens", "weight")}
         length = batch["tokens"].shape[1]
         if get_model_config(model).context_parallel_size > 1:
-            batch = get_batch_on_this_cp_rank(batch, unwrapped(model).pg_collection.cp)
+            batch = batch_on_this_cp_rank(batch, unwrapped(model).pg_collection.cp)
         tokens_BS, weight_BS = batch["tokens"], batch["weight"]
         capture = oprd.capture(weight_BS)
         assert self._teacher is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nemo_oprd.models.checkpoint_directory import check_torch_dist
+from nemo_oprd.megatron import versions
+from nemo_oprd.models.checkpoint_directory import LATEST, check_torch_dist
 from nemo_oprd.weights import safe_unpickling
 
 safe_unpickling.install()
@@ -43,6 +45,8 @@ CONTENT_METADATA: dict[str, Any] = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
+# the key under which Megatron-core 0.19 saves what all ranks share
+_COMMON_STATE = "common_state/shard_0_1"
 
 
 class TorchDistWriter(FileSystemWriter):
@@ -141,6 +145,39 @@ def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
     _check_files(path, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     return reader, metadata
+
+
+def read_common_state(path: Path, metadata: Metadata) -> Any:
+    """What Megatron saved of the values that all ranks share: the file common.pt, or from 0.19 on a part of the shards.
+
+    Args:
+        metadata: the index of the checkpoint in `path`, which `open_torch_dist` has checked.
+
+    Raises:
+        ValueError: it can't be read, or it is where the installed Megatron-core does not look for it.
+    """
+    file, stream = path / "common.pt", None
+    if not file.exists():
+        places = [info for index, info in metadata.storage_data.items() if index.fqn == _COMMON_STATE]
+        if places and not versions.reads_common_state_in_shards():
+            raise ValueError(
+                f"{path} was written by Megatron-core 0.19 or later, and this is {version('megatron-core')}, which can't "
+                "read it; expected an environment that is not older: resume with Python 3.12 and Megatron-core 0.19, or "
+                "convert the model with checkpoint_tools/megatron_to_hf.py"
+            )
+        if places:
+            file = path / str(places[0].relative_path)
+            with file.open("rb") as shard:
+                shard.seek(places[0].offset)
+                stream = io.BytesIO(shard.read(places[0].length))
+    try:
+        return torch.load(stream or file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes can raise any exception
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{file} can't be read ({reason}); expected plain values and tensors: copy the checkpoint again, or write "
+            f"the number of another one into {path.parent / LATEST}"
+        ) from error
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:

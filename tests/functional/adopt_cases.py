@@ -20,8 +20,9 @@ LENGTH = 28
 
 def golden_batches(layout: Layout, loss: Any, size: int, *, packed: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(Tokens, weights) of this rank's microbatches of `size` responses; packed ones are [1, size * S]."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.core import parallel_state
 
+    from nemo_oprd.megatron.versions import batch_on_this_cp_rank
     from nemo_oprd.nemo import row_weights
     from nemo_oprd.rollout.replay import read_rollouts
 
@@ -32,7 +33,7 @@ def golden_batches(layout: Layout, loss: Any, size: int, *, packed: bool) -> lis
         tokens[i, : rollout.length] = torch.tensor(rollout.prompt_ids + rollout.response_ids)
     data = layout.coordinates(dist.get_rank()).data
     batch = {"tokens": tokens[data :: layout.data], "weight": weight[data :: layout.data]}
-    batch = get_batch_on_this_cp_rank(batch)
+    batch = batch_on_this_cp_rank(batch, parallel_state.get_context_parallel_group())
     shape = (1, -1) if packed else (size, -1)
     return [
         (t.reshape(shape), w.reshape(shape))

@@ -166,6 +166,8 @@ def test_chunks_are_those_of_megatron(
     def contents(path: Path) -> dict[str, Any]:
         described: dict[str, Any] = {}
         for key, entry in open_torch_dist(path)[1].state_dict_metadata.items():
+            if key == "common_state/shard_0_1":  # from Megatron-core 0.19 on, the content of common.pt
+                continue
             if hasattr(entry, "chunks"):
                 chunks = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
                 described[key] = (tuple(entry.size), entry.properties.dtype, chunks)
