@@ -13,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 
+ATTENTION = ("attention/dot_product_attention/dot_product_attention.py", "DotProductAttention")
 SOURCES = {  # class in the stand-in -> its methods, each with the file and class where the real one is defined
     "Linear": {"__init__": ("module/linear.py", "Linear"), "forward": ("module/linear.py", "Linear")},
     "LayerNormLinear": {
@@ -20,10 +21,7 @@ SOURCES = {  # class in the stand-in -> its methods, each with the file and clas
         "forward": ("module/layernorm_linear.py", "LayerNormLinear"),
     },
     "RMSNorm": {"__init__": ("module/rmsnorm.py", "RMSNorm"), "forward": ("ops/op.py", "BasicOperation")},
-    "DotProductAttention": {
-        method: ("attention/dot_product_attention/dot_product_attention.py", "DotProductAttention")
-        for method in ("__init__", "set_context_parallel_group", "forward")
-    },
+    "DotProductAttention": dict.fromkeys(("__init__", "set_context_parallel_group", "forward"), ATTENTION),
 }
 
 

@@ -8,5 +8,6 @@ are refused, never ignored. Nothing of the real package's kernels, FP8 or CUDA i
 shapes, marks, arithmetic and communication, not that the real layers run.
 """
 
-from . import common, pytorch  # noqa: F401
-from .interfaces import VERSION as __version__  # noqa: F401
+from . import common, interfaces, pytorch  # noqa: F401
+
+__version__ = interfaces.VERSION

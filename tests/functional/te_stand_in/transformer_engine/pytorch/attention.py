@@ -11,7 +11,6 @@ from .constants import CPLoadBalancingStrategy
 from .distributed import Gather
 from .modules import WithExtraState, require
 
-
 # what each function's interface has since 2.20, and 2.11's lacks
 _INIT = ("bottom_right_diagonal", "softcap", "name")
 _SCORE_MOD = ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors")
