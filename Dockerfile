@@ -9,7 +9,7 @@
 # which the build checks. vLLM has an environment of its own in the image, where the project looks for it.
 #   --build-arg NEMO=3.0.0   adds nemo-toolkit[common] of this version
 #   --build-arg VLLM=        leaves vLLM out
-# cpu: Python 3.11 and the packages of the tests.
+# cpu: Python 3.12 and the packages of the tests.
 #   --build-arg TORCH_INDEX=URL   an index with CPU builds of torch; other indices may have CUDA builds only, of several GB
 #   --build-arg VLLM=1            adds vLLM's CPU build
 #
@@ -30,14 +30,14 @@ COPY tests/golden tests/golden
 FROM scratch AS vllm
 WORKDIR /opt/nemo_oprd
 COPY requirements-vllm-cpu.txt requirements-vllm-cuda.txt ./
-COPY scripts/setup_vllm.sh scripts/setup_vllm.sh
+COPY scripts/setup_vllm.sh scripts/interpreter.sh scripts/
 COPY nemo_oprd/rollout/vllm/worker nemo_oprd/rollout/vllm/worker
 
-FROM python:3.11-slim-bookworm AS cpu
+FROM python:3.12-slim-bookworm AS cpu
 WORKDIR /opt/nemo_oprd
 ARG VLLM=
 COPY --from=vllm /opt/nemo_oprd ./
-RUN if [ -n "$VLLM" ]; then VLLM_TARGET=cpu PYTHON_FOR_VLLM=python3.11 bash scripts/setup_vllm.sh; fi
+RUN if [ -n "$VLLM" ]; then VLLM_TARGET=cpu PYTHON_FOR_VLLM=python3.12 bash scripts/setup_vllm.sh; fi
 COPY requirements-cpu.txt ./
 ARG TORCH_INDEX=
 # the version of torch is in the file

@@ -28,7 +28,8 @@ def requirements() -> dict[str, str]:
     from packaging.requirements import Requirement
 
     lines = [*project["dependencies"], *project["optional-dependencies"]["te"]]
-    return {parsed.name: str(parsed.specifier) for parsed in map(Requirement, lines)}
+    parsed = [Requirement(line) for line in lines]
+    return {each.name: str(each.specifier) for each in parsed if each.marker is None or each.marker.evaluate()}
 
 
 def problem(without_gpu: bool) -> str | None:

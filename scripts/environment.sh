@@ -1,10 +1,20 @@
 # Sourced by the other scripts: creates .venv with the pinned CPU packages if it is missing or outdated, and activates it.
-# A new machine needs only Python 3.11 and access to a package index.
+# A new machine needs only Python 3.13, 3.12 or 3.11 and access to a package index. PYTHON names an interpreter; otherwise
+# the newest of these that runs is taken, and an environment that is there is kept, whichever of them made it.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/interpreter.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+if [ -f .venv/ready ] && [ -n "${PYTHON:-}" ]; then
+  if [ "$(minor_version .venv/bin/python)" != "$(minor_version "$(newest_python "$PYTHON")")" ]; then
+    echo ".venv was made by another Python than PYTHON=$PYTHON: it is made again" >&2
+    rm -f .venv/ready
+  fi
+fi
 if [ ! -f .venv/ready ] || [ requirements-cpu.txt -nt .venv/ready ] || [ pyproject.toml -nt .venv/ready ]; then
-  echo "installing into .venv (only once; takes some minutes)" >&2
-  python3.11 -m venv .venv
+  python=$(newest_python "${PYTHON:-}") || exit 1
+  echo "installing into .venv with Python $(minor_version "$python") (only once; takes some minutes)" >&2
+  echo "where the package index has no CPU build of torch for this Python, it is a CUDA build of 5 GB, which works, too" >&2
+  "$python" -m venv --clear .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-cpu.txt
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
   touch .venv/ready

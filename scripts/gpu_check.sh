@@ -7,9 +7,10 @@
 #   srun --nodes=1 --ntasks=1 --gpus=1 --cpus-per-task=16 $SRUN_ARGS $LAUNCH_PREFIX bash scripts/gpu_check.sh
 # --wheels DIR: installs the wheels in DIR for this run only, beside a torch and transformers that are there. Make them on
 # a machine with a package index and any Python, for the Python of the GPU machine, here 3.12:
-#   pip download --no-deps --only-binary=:all: --python-version 3.12 --constraint requirements-cpu.txt --dest DIR \
-#     megatron-core einops hydra-core omegaconf filelock pydantic pydantic-core annotated-types typing-inspection PyYAML
-#   pip wheel --no-deps --constraint requirements-cpu.txt --wheel-dir DIR antlr4-python3-runtime
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest DIR megatron-core==0.19.2 einops==0.8.2 \
+#     hydra-core==1.3.8 omegaconf==2.3.1 filelock==4.2.11 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 \
+#     typing-inspection==0.4.5 PyYAML==6.0.3
+#   pip wheel --no-deps --wheel-dir DIR antlr4-python3-runtime==4.9.3
 set -euo pipefail
 arguments=() wheels=
 while [ $# -gt 0 ]; do

@@ -4,7 +4,7 @@
 #
 #   bash scripts/pinned_environment.sh FOLDER REQUIREMENTS WHAT PYTHON_CODE
 #
-# Needs Python 3.11 (or PYTHON_FOR_NEMO) and access to a package index. An environment that is complete and up to date is
+# Needs Python 3.11 (PYTHON_FOR_NEMO names another one) and access to a package index. An environment that is complete and up to date is
 # kept. PYTHON_CODE must run in it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -5,8 +5,8 @@
 #
 #   bash scripts/setup_gpu.sh [--dry-run]     --dry-run prints the commands and runs none
 #
-#   PYTHON_FOR_GPU   interpreter that makes the environment (python3.12, otherwise python3)
-#   TORCH            requirement of torch (torch==2.11.*)
+#   PYTHON_FOR_GPU   interpreter that makes the environment (the newest of python3.13, python3.12 and python3.11)
+#   TORCH            requirement of torch (torch==2.14.*)
 #   APEX             a checkout of NVIDIA's Apex to build, too; the package "apex" of the index is another project
 #
 # Transformer Engine's part for torch is compiled against the torch that is installed: torch comes first, and the build
@@ -24,11 +24,8 @@ case "${1:-}" in
     exit 2
     ;;
 esac
-python=${PYTHON_FOR_GPU:-}
-if [ -z "$python" ]; then
-  python=python3
-  if python3.12 -c '' 2>/dev/null; then python=python3.12; fi
-fi
+. scripts/interpreter.sh
+python=${PYTHON_FOR_GPU:-$(newest_python)}
 here=.venv-gpu/bin/python
 constraints=.venv-gpu/constraints.txt
 # Transformer Engine would guess the toolkit from the place of nvcc, which may be a link
@@ -41,8 +38,9 @@ if [ -z "${CUDA_HOME:-}" ]; then
   fi
 fi
 # the versions of the tests, but for torch, which is the one that is installed first
-known=$(grep -E '^[A-Za-z0-9_.-]+==[^;]*$' requirements-cpu.txt | grep -v '^torch==')
-engine=$(sed -n 's/^te = \["\(.*\)"\]$/\1/p' pyproject.toml)
+known=$(grep -E '^[A-Za-z0-9_.-]+==' requirements-cpu.txt | grep -v '^torch==')
+# one line per range of Pythons; pip takes the one whose marker holds
+mapfile -t engine < <(sed -n '/^te = \[/,/^]/s/^ *"\(.*\)",$/\1/p' pyproject.toml)
 
 run() {
   echo "+ $*" >&2
@@ -52,7 +50,7 @@ pip_install=("$here" -m pip install --disable-pip-version-check --constraint "$c
 
 run "$python" -m venv --clear .venv-gpu
 if [ -z "$dry_run" ]; then echo "$known" >"$constraints"; fi
-run "${pip_install[@]}" "${TORCH:-torch==2.11.*}"
+run "${pip_install[@]}" "${TORCH:-torch==2.14.*}"
 if [ -z "$dry_run" ]; then
   "$here" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >>"$constraints"
   # headers of cuDNN and NCCL, which a toolkit does not have, come with torch's packages; those of a toolkit go first
@@ -62,7 +60,7 @@ if [ -z "$dry_run" ]; then
 fi
 # what builds Transformer Engine, Apex and this project
 run "${pip_install[@]}" 'setuptools>=61' wheel packaging ninja pybind11 cmake hatchling editables
-run "${pip_install[@]}" --no-build-isolation "$engine"
+run "${pip_install[@]}" --no-build-isolation "${engine[@]}"
 if [ -n "${APEX:-}" ]; then
   # core kernels only: fused layer norm, fused optimizer, accumulation of weight gradients
   run env APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "${pip_install[@]}" --no-build-isolation "$APEX"

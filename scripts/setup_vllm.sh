@@ -4,8 +4,8 @@
 #
 #   bash scripts/setup_vllm.sh
 #
-# Needs Python 3.11 (or PYTHON_FOR_VLLM) and access to a package index. An environment that is complete and up to date is
-# kept. CUDA is chosen if nvidia-smi lists a GPU; VLLM_TARGET=cpu or cuda decides otherwise.
+# Needs Python 3.11, 3.12 or 3.13 (PYTHON_FOR_VLLM names one) and access to a package index. An environment that is complete
+# and up to date is kept. CUDA is chosen if nvidia-smi lists a GPU; VLLM_TARGET=cpu or cuda decides otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 target=${VLLM_TARGET:-}
@@ -32,7 +32,12 @@ for there in ${VLLM_TARGET:-cuda cpu}; do
 done
 echo "installing vLLM ($target) into .venv-vllm (only once; takes some minutes)" >&2
 rm -rf .venv-vllm
-"${PYTHON_FOR_VLLM:-python3.11}" -m venv .venv-vllm
+. scripts/interpreter.sh
+python=${PYTHON_FOR_VLLM:-$(first_running python3.11 python3.12 python3.13)} || {
+  echo "no Python was found; expected one of python3.11, python3.12 and python3.13, or PYTHON_FOR_VLLM=" >&2
+  exit 1
+}
+"$python" -m venv .venv-vllm
 pip=(.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check)
 if [ "$target" = cpu ]; then
   # exactly these packages: vLLM also asks for torchvision, torchaudio and torchcodec, whose wheels are CUDA builds that

@@ -4,18 +4,18 @@
 #
 #   bash scripts/setup_wandb.sh
 #
-# Needs Python 3.11 and access to a package index. An environment that is up to date is kept.
+# Needs access to a package index; the Python is that of .venv. An environment that is up to date is kept.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 ready=.venv-wandb/ready
-wanted=$(cat requirements-wandb.txt requirements-cpu.txt | cksum)
+wanted="$(cat requirements-wandb.txt requirements-cpu.txt | cksum) $(minor_version .venv/bin/python)"
 if [ "$(cat "$ready" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
 echo "installing W&B into .venv-wandb (only once)" >&2
 rm -rf .venv-wandb
-python3.11 -m venv .venv-wandb
-packages=lib/python3.11/site-packages
+.venv/bin/python -m venv .venv-wandb
+packages=lib/python$(minor_version .venv/bin/python)/site-packages
 # later on Python's path than the environment's own packages
 realpath ".venv/$packages" >".venv-wandb/$packages/trainer.pth"
 .venv-wandb/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-wandb.txt

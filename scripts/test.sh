@@ -6,10 +6,11 @@
 #   bash scripts/test.sh tests/unit      ruff, mypy, and pytest with these arguments, whatever marks the tests have
 # Arguments after --all or --integration go to pytest, too. Without arguments, tests/functional, which computes, runs
 # beside the other tests, which wait more than they compute, and some files of its own; their output follows at the end.
-# In the same way the integration tests of vLLM run beside the others.
+# In the same way the integration tests of vLLM run beside the others, and after them the tests of the other supported Python
+# and Megatron-core (scripts/test_other_python.sh).
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
-services="slurm or vllm or nemo or smollm or wandb or chromium"
+services="slurm or vllm or nemo or smollm or wandb or chromium or npm"
 beside=(tests/functional/test_{bad_inputs,doctor,nemo_rl,prune_layers,safe_unpickling,vllm_engine}.py)
 if [ "${1:-}" = --integration ]; then
   shift
@@ -18,7 +19,14 @@ if [ "${1:-}" = --integration ]; then
   fi
   output=$(mktemp)
   # servers of vLLM start for half of their tests' time, on one core
-  python -m pytest -m "vllm and not slurm" >"$output" 2>&1 &
+  (
+    status=0
+    python -m pytest -m "vllm and not slurm" || status=$?
+    if [ "$status" = 0 ] || [ "$status" = 5 ]; then
+      bash scripts/test_other_python.sh || exit
+    fi
+    exit "$status"
+  ) >"$output" 2>&1 &
   others=$!
   trap 'kill "$others" 2>/dev/null || true; rm -f "$output"' EXIT
   status=0 status_of_others=0

@@ -2,8 +2,9 @@
 
 Megatron-core starts a manager process that lives as long as the rank, and up to 0.16 two writer processes per rank and
 save. These processes outlive a rank that is killed: the manager for ever, the writers until they have written into a
-directory that may by then belong to the restarted run. From 0.17 on the writers are threads. Nothing here saves in the background, so writing one file after the other only
-loses the overlap of a rank's two files, and an error of the disk arrives as it was raised.
+directory that may by then belong to the restarted run. From 0.17 on the writers are threads. Nothing here saves in the
+background, so writing one file after the other only loses the overlap of a rank's two files, and an error of the disk
+arrives as it was raised.
 """
 
 from __future__ import annotations

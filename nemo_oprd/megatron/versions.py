@@ -1,4 +1,4 @@
-"""What differs between the versions of Megatron-core that the project runs on: 0.16.1 (Python 3.11) to 0.19 (3.12, 3.13).
+"""What differs between the versions of Megatron-core that the project runs on, from 0.16.1 to 0.19.
 
 Everything else calls Megatron in one way, which all of these versions understand: by keywords, so that a parameter that
 moved is not taken for another one. `tests/unit/test_megatron_calls.py` compares all calls with the signatures of both
@@ -18,8 +18,8 @@ import torch.distributed as dist
 # major and minor version of the installed Megatron-core, such as (0, 19)
 CORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 
-# Modules that name CUDA devices in some versions only; `megatron/cpu_patches.py` changes them. Up to 0.16, `moe.experts` has
-# an implementation of experts that allocates its weights on CUDA; from 0.19 on, the gated delta net is a package, and says
+# Modules that name CUDA devices in some versions only; `megatron/cpu_patches.py` changes them. Up to 0.16, there are
+# experts whose weights are allocated on CUDA; from 0.19 on, the gated delta net is a package, and says
 # `torch.cuda.current_device()` where it makes parameters and indices.
 MODULES_ASKING_FOR_CUDA = (
     *(("megatron.core.transformer.moe.experts",) if CORE < (0, 17) else ()),
@@ -36,8 +36,8 @@ _SAID_AT_EVERY_CHECKPOINT = {
 def batch_on_this_cp_rank(batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
     """Megatron's function of nearly this name: the part of each sequence that belongs to this rank of `group`.
 
-    From 0.18 on, the second parameter is `is_hybrid_cp`. A group in its place would be taken for True, and the sequences
-    would be divided among the whole world, without an error.
+    From 0.18 on, the second parameter is `is_hybrid_cp`. A group in its place would be taken for True, and the
+    sequences would be divided among the whole world, without an error.
 
     Args:
         batch: tensors [B, S] by name.
@@ -74,7 +74,7 @@ def reads_common_state_in_shards() -> bool:
 
 
 def quieten_checkpoints() -> None:
-    """Drops the messages about deprecation that Megatron logs at every save and load; calling it again changes nothing."""
+    """Drops the messages about deprecation that Megatron logs at every save and load. Another call changes nothing."""
     for name, start in _SAID_AT_EVERY_CHECKPOINT.items():
         logger = logging.getLogger(name)
         if not any(isinstance(each, _NotStartingWith) for each in logger.filters):

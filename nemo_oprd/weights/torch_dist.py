@@ -161,9 +161,9 @@ def read_common_state(path: Path, metadata: Metadata) -> Any:
         places = [info for index, info in metadata.storage_data.items() if index.fqn == _COMMON_STATE]
         if places and not versions.reads_common_state_in_shards():
             raise ValueError(
-                f"{path} was written by Megatron-core 0.19 or later, and this is {version('megatron-core')}, which can't "
-                "read it; expected an environment that is not older: resume with Python 3.12 and Megatron-core 0.19, or "
-                "convert the model with checkpoint_tools/megatron_to_hf.py"
+                f"{path} was written by Megatron-core 0.19 or later, and this is {version('megatron-core')}, which "
+                "can't resume from it; expected a version that is not older: resume with Python 3.12 and Megatron-core "
+                "0.19, or convert the model with checkpoint_tools/megatron_to_hf.py"
             )
         if places:
             file = path / str(places[0].relative_path)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -83,17 +84,23 @@ def test_missing_packages_are_one_line() -> None:
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("not installed: torch==")
-    assert " -m pip install torch==" in line and " megatron-core==0.16.1 " in line
+    assert " -m pip install torch==" in line and f" megatron-core=={version('megatron-core')} " in line
 
 
 def test_the_wheels_to_bring_are_all_that_is_needed() -> None:
-    """The commands in the script's head name every package that does not come with torch and transformers."""
+    """The commands in the script's head name every package that does not come with torch and transformers, as pinned
+    for Python 3.12, whichever Python runs them."""
     head = (ROOT / "scripts" / "gpu_check.sh").read_text().replace("\\\n#", "")
     (download,) = re.findall(r"^# +pip download .*--dest DIR +(.*)$", head, flags=re.MULTILINE)
     (build,) = re.findall(r"^# +pip wheel .*--wheel-dir DIR +(.*)$", head, flags=re.MULTILINE)
     with_torch = {"torch", "numpy", "transformers", "safetensors", "packaging", "tqdm"}
     needed = {package.replace("_", "-") for package in gpu_check.REQUIRED.values()} - with_torch
-    assert {*download.split(), *build.split()} == needed
+    brought = dict(each.split("==") for each in (*download.split(), *build.split()))
+    assert set(brought) == needed
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    wanted = [line.partition(";") for line in lines if "==" in line and "python_version <" not in line]
+    pinned = dict(text.strip().split("==") for text, _, _ in wanted if not text.startswith("#"))
+    assert brought == {name: pinned.get(name) or pinned[name.replace("-", "_")] for name in brought}
 
 
 def test_a_phase_that_fails_or_hangs_is_a_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,15 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium"
+SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium or npm"
 
 
-def run(directory: Path, *arguments: str, pytest_status: int = 0, mypy_status: int = 0) -> tuple[int, list[str]]:
+def run(
+    directory: Path, *arguments: str, pytest_status: int = 0, mypy_status: int = 0, other_status: int = 0
+) -> tuple[int, list[str]]:
     """The script's exit status and the commands that it ran, in a copy where each command only writes itself down."""
     scripts, programs = directory / "scripts", directory / "programs"
     scripts.mkdir()
     programs.mkdir()
     shutil.copy(ROOT / "scripts" / "test.sh", scripts)
+    (scripts / "test_other_python.sh").write_text(f'echo other >>"{directory}/ran"\nexit {other_status}\n')
     (scripts / "environment.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
     for name, status in (("ruff", 0), ("mypy", mypy_status), ("python", pytest_status)):
         (programs / name).write_text(f'#!/bin/bash\n(IFS="|"; echo "{name}|$*") >>"{directory}/ran"\nexit {status}\n')
@@ -46,7 +50,7 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
     [
         ([], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
         (["--all"], [*CHECKS, "python|-m|pytest"]),
-        (["--integration"], [f"python|-m|pytest|-m|{lane}" for lane in INTEGRATION]),
+        (["--integration"], [*(f"python|-m|pytest|-m|{lane}" for lane in INTEGRATION), "other"]),
         (["--integration", "-x"], [f"python|-m|pytest|-m|{SERVICES}|-x"]),
         (["tests/unit", "-x"], [*CHECKS, "python|-m|pytest|tests/unit|-x"]),
         (["--all", "-k", "golden"], [*CHECKS, "python|-m|pytest|-k|golden"]),
@@ -86,6 +90,18 @@ def test_a_type_error_fails_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["--all"], ["--integration"], ["tests/unit"]])
 def test_a_failed_test_fails_the_script(tmp_path: Path, arguments: list[str]) -> None:
     assert run(tmp_path, *arguments, pytest_status=1)[0] == 1
+
+
+def test_a_failure_under_the_other_python_fails_the_script(tmp_path: Path) -> None:
+    assert run(tmp_path, "--integration", other_status=1)[0] == 1
+
+
+def test_tests_of_the_other_python_exist() -> None:
+    """All files that scripts/test_other_python.sh names; a mistake would be an error of the long run only."""
+    text = (ROOT / "scripts" / "test_other_python.sh").read_text()
+    groups = re.findall(r"tests/(\w+)/test_\{([\w,]+)\}\.py", text)
+    files = [ROOT / "tests" / folder / f"test_{name}.py" for folder, names in groups for name in names.split(",")]
+    assert len(files) > 10 and all(file.is_file() for file in files), files
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--integration"], 0), ([], 5), (["--all"], 5), (["-k", "x"], 5)])
