@@ -12,33 +12,25 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The interpreters to try, best first. A shim of pyenv on the path does not run where its version is not selected.
-candidates() {
-  if [ -n "${PYTHON_FOR_NEMO_BRIDGE:-}" ]; then
-    echo "$PYTHON_FOR_NEMO_BRIDGE"
-    return
+. scripts/interpreter.sh
+# best first; where a version of pyenv is not selected, its command on the path is a shim that does not run
+candidates=()
+for version in 3.12 3.11; do
+  candidates+=("python$version")
+  if command -v pyenv >/dev/null; then
+    candidates+=("$(pyenv root)"/versions/"$version".*/bin/"python$version")
   fi
-  local version
-  for version in 3.12 3.11; do
-    echo "python$version"
-    if command -v pyenv >/dev/null; then
-      printf '%s\n' "$(pyenv root)"/versions/"$version".*/bin/"python$version" | sort --reverse --version-sort
-    fi
-  done
+done
+python=$(first_running "${PYTHON_FOR_NEMO_BRIDGE:-${candidates[@]}}") || {
+  echo "no Python was found for Megatron-Bridge: none of '${PYTHON_FOR_NEMO_BRIDGE:-${candidates[*]}}' runs;" \
+    "expected Python 3.12 or 3.11: install one, or name it with PYTHON_FOR_NEMO_BRIDGE=" >&2
+  exit 1
 }
-python="" version=""
-while read -r candidate; do
-  if version=$("$candidate" -c 'import ensurepip, sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
-    python=$candidate
-    break
-  fi
-done < <(candidates)
-case "$version" in
+case "$(minor_version "$python")" in
 3.12) requirements=requirements-nemo-bridge-cpu.txt ;;
 3.11) requirements=requirements-nemo-bridge-cpu-3.11.txt ;;
 *)
-  echo "no Python for Megatron-Bridge: ${python:-none of $(candidates | paste -sd ' ')} is 3.12 or 3.11 with venv;" \
-    "install one, or name it: PYTHON_FOR_NEMO_BRIDGE=/path/to/python3.12" >&2
+  echo "PYTHON_FOR_NEMO_BRIDGE=$python is Python $(minor_version "$python"); expected 3.12 or 3.11: name another one" >&2
   exit 1
   ;;
 esac
@@ -52,7 +44,8 @@ echo "installing $requirements into .venv-nemo-bridge with $python (only once; t
 rm -rf .venv-nemo-bridge
 "$python" -m venv .venv-nemo-bridge
 install=(.venv-nemo-bridge/bin/python -m pip install --quiet --disable-pip-version-check)
-if [ "$version" != 3.11 ]; then # Python 3.11's pins were made for torch's CPU build, which needs no library of NVIDIA's
+if [ "$requirements" = requirements-nemo-bridge-cpu.txt ]; then
+  # for Python 3.12 the index may have torch's CUDA build only, which does not load without NVIDIA's libraries
   "${install[@]}" --constraint "$requirements" "$(grep '^torch==' "$requirements")"
 fi
 "${install[@]}" --no-deps --requirement "$requirements"

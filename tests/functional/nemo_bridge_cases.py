@@ -220,8 +220,12 @@ def load_pretrained(checkpoints: str, output: str) -> None:
         _export(model, Path(output))
 
 
-def example(output: str) -> None:
-    """What examples/nemo/bridge_finetune.py makes of a recipe, after Megatron-Bridge's own checks of it."""
+def example(pretrained: str, output: str) -> None:
+    """What examples/nemo/bridge_finetune.py makes of a recipe, after Megatron-Bridge's own checks of it.
+
+    Args:
+        pretrained: checkpoints, which are looked for and not read.
+    """
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.config import DatasetBuildContext, runtime_config_update
 
@@ -232,16 +236,14 @@ def example(output: str) -> None:
         if name.startswith(tuple(lacking))
     }
     with mock.patch.dict(sys.modules, absent):
-        from megatron.bridge import recipes
-
         from examples.nemo import bridge_finetune
     made = AutoBridge.from_hf_pretrained
     models = {"Qwen/Qwen3-1.7B": GOLDEN / "student", "TEACHER": GOLDEN / "teacher"}
-    names = ("qwen3_1p7b_sft_config", "qwen3_1p7b_sft_1gpu_h100_bf16_config")  # up to Megatron-Bridge 0.3, and later
-    (recipe,) = (name for name in names if hasattr(recipes, name))
-    given = f"--recipe {recipe} --teacher TEACHER --pretrained P --output O --updates 5 --length 32"
+    given = "--recipe qwen3_1p7b_sft_config --teacher TEACHER --output O --updates 5 --length 32"
     with mock.patch.object(AutoBridge, "from_hf_pretrained", lambda name: made(str(models[name]))):
-        options = bridge_finetune.parse([*given.split(), "--rollouts", str(GOLDEN / "rollouts.jsonl")])
+        options = bridge_finetune.parse(
+            [*given.split(), "--pretrained", pretrained, "--rollouts", str(GOLDEN / "rollouts.jsonl")]
+        )
         config, step = bridge_finetune.configure(options)
     runtime_config_update(config)
     samples = config.train.train_iters * config.train.global_batch_size
@@ -269,7 +271,7 @@ def one_rank(directory: str, ours: dict[str, str], run: str) -> None:
     for name, checkpoint in ours.items():
         load(checkpoint, str(root / f"{name}.safetensors"))
     load_pretrained(run, str(root / "pretrained.safetensors"))
-    example(str(root / "example.json"))
+    example(run, str(root / "example.json"))
 
 
 def _global_state(made: Any, layout: Layout, size: int) -> Any:
