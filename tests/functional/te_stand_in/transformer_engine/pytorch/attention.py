@@ -142,22 +142,27 @@ class DotProductAttention(WithExtraState):
         for padded in (cu_seqlens_q_padded, cu_seqlens_kv_padded):  # padding belongs to the sequence before it
             if padded is not None and not torch.equal(padded, cu_seqlens_q):
                 raise NotImplementedError(f"the stand-in reads padded bounds {cu_seqlens_q} only, not {padded}")
-        lengths = cu_seqlens_q.diff()
+        return self._attend(query_layer, key_layer, value_layer, cu_seqlens_q, (max_seqlen_q, max_seqlen_kv))
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: tuple
+    ) -> torch.Tensor:
+        lengths = bounds.diff()
         size, rank = (1, 0) if self.cp_group is None else (self.cp_group.size(), self.cp_group.rank())
-        assert isinstance(max_seqlen_q, int) and max_seqlen_q == max_seqlen_kv and max_seqlen_q >= int(lengths.max())
-        assert int(cu_seqlens_q[-1]) == len(query_layer) * size, "every token belongs to a sequence"
+        assert isinstance(longest[0], int) and longest[0] == longest[1] and longest[0] >= int(lengths.max())
+        assert int(bounds[-1]) == len(query) * size, "every token belongs to a sequence"
         if size > 1:
             assert not bool((lengths % (2 * size)).any()), "lengths must be multiples of 2 * context parallel size"
             order = torch.cat([_positions(lengths, size, other) for other in range(size)]).argsort()
-            key_layer, value_layer = (Gather.apply(part, self.cp_group)[order] for part in (key_layer, value_layer))
+            key, value = (Gather.apply(part, self.cp_group)[order] for part in (key, value))
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
         where = torch.arange(len(sequence))
         mine = _positions(lengths, size, rank)
         allowed = (sequence[mine][:, None] == sequence[None]) & (mine[:, None] >= where[None])
-        repeated = [part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key_layer, value_layer)]
-        scores = torch.einsum("qac,kac->aqk", query_layer, repeated[0]).float() * self.scale
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).to(query_layer.dtype)
-        return torch.einsum("aqk,kac->qac", weights, repeated[1]).flatten(1)
+        key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
+        scores = torch.einsum("qac,kac->aqk", query, key).float() * self.scale
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).to(query.dtype)
+        return torch.einsum("aqk,kac->qac", weights, value).flatten(1)
 
 
 def _positions(lengths: torch.Tensor, size: int, rank: int) -> torch.Tensor:
