@@ -9,19 +9,20 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+if importlib.util.find_spec("nemo_oprd") is None:  # not installed: use the checkout of this file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from nemo_oprd.cli import run_as_command
+from nemo_oprd.commands.parser import Parser
+
+__all__ = ["Parser", "add_provider", "run"]
+
 
 def run(command: Callable[[], int]) -> None:
-    """Exits with the return value of `command`; after a ValueError, prints `error: ...` on stderr and exits with 2."""
-    if importlib.util.find_spec("nemo_oprd") is None:  # not installed: use the checkout of this file
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    """Runs `command` and ends as `nemo-oprd` does: a user's mistake is one line on stderr and exit code 2."""
     # Megatron warns that Apex and Transformer Engine are missing; the commands do not use them
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    try:
-        code = command()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+    run_as_command(command)
 
 
 def add_provider(parser: argparse.ArgumentParser) -> None:

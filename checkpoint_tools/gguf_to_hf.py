@@ -5,22 +5,23 @@ python checkpoint_tools/gguf_to_hf.py --gguf FILE --output MODEL
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from _command import run
+from _command import Parser, run
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="GGUF file -> Hugging Face model.")
+    parser = Parser(description="GGUF file -> Hugging Face model.")
     parser.add_argument("--gguf", required=True, metavar="FILE", help="the model in GGUF format")
     parser.add_argument("--output", required=True, metavar="DIR", help="the model; an earlier one there is replaced")
     options = parser.parse_args()
 
     def convert() -> int:
+        from nemo_oprd.fault_tolerance.made_directories import check_directory
         from nemo_oprd.weights.gguf import gguf_to_hf
 
+        check_directory(Path(options.output), "export", "--output")
         spec = gguf_to_hf(Path(options.gguf), Path(options.output))
         print(f"{options.output}: {spec.num_layers} layers of width {spec.hidden_size}, from {options.gguf}")
         return 0

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 
-from _command import add_provider, run
+from _command import Parser, add_provider, run
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Hugging Face model -> Megatron torch_dist checkpoint.")
+    parser = Parser(description="Hugging Face model -> Megatron torch_dist checkpoint.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
     parser.add_argument("--output", required=True, metavar="DIR", help="the checkpoint; a missing or empty directory")
     parser.add_argument(

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from _command import run
+from _command import Parser, run
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="ps_bank.pt of the paper's code -> bridge directory (docs/bridge.md).")
+    parser = Parser(description="ps_bank.pt of the paper's code -> bridge directory (docs/bridge.md).")
     parser.add_argument("--ps-bank", required=True, metavar="FILE", help="the file; no code from it is run")
     for role in ("student", "teacher"):
         parser.add_argument(

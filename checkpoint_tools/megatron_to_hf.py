@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 
-from _command import add_provider, run
+from _command import Parser, add_provider, run
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Megatron torch_dist checkpoint -> Hugging Face model.")
+    parser = Parser(description="Megatron torch_dist checkpoint -> Hugging Face model.")
     parser.add_argument(
         "--megatron-path", required=True, metavar="DIR", help="the checkpoint, such as RUN/checkpoints/iter_0000050"
     )

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from _command import run
+from _command import Parser, run
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Hugging Face model -> the same with fewer layers.")
+    parser = Parser(description="Hugging Face model -> the same with fewer layers.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
     parser.add_argument("--output", required=True, metavar="DIR", help="the student; an earlier one there is replaced")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -31,12 +31,14 @@ def main() -> None:
     options = _parse()
 
     def prune() -> int:
+        from nemo_oprd.fault_tolerance.made_directories import check_directory
         from nemo_oprd.models import read_model_spec
         from nemo_oprd.weights.pruning import kept_map, prune_layers
 
         source, target = Path(options.hf_path), Path(options.output)
         if target.resolve() == source.resolve():
             raise ValueError(f"--output {target} is the model itself; expected another directory: choose one")
+        check_directory(target, "export", "--output")
         kept = _given(options.layers) if options.layers else _measured(source, options)
         spec = prune_layers(source, target, kept)
         print(f"{target}: {spec.num_layers} layers of {source}: {','.join(map(str, kept))}")

@@ -5,15 +5,14 @@ python checkpoint_tools/round_weights.py --hf-path MODEL --output STUDENT --bits
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from _command import run
+from _command import Parser, run
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Hugging Face model -> the same with rounded weights.")
+    parser = Parser(description="Hugging Face model -> the same with rounded weights.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
     parser.add_argument("--output", required=True, metavar="DIR", help="the student; an earlier one there is replaced")
     parser.add_argument("--bits", type=int, required=True, metavar="N", help="2^N values per group")
@@ -23,11 +22,13 @@ def main() -> None:
     options = parser.parse_args()
 
     def round_all() -> int:
+        from nemo_oprd.fault_tolerance.made_directories import check_directory
         from nemo_oprd.weights.rounding import round_layers
 
         source, target = Path(options.hf_path), Path(options.output)
         if target.resolve() == source.resolve():
             raise ValueError(f"--output {target} is the model itself; expected another directory: choose one")
+        check_directory(target, "export", "--output")
         spec = round_layers(source, target, options.bits, options.group)
         print(f"{target}: {spec.num_layers} layers rounded to {options.bits} bits in groups of {options.group}")
         return 0

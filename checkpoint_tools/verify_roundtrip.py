@@ -13,11 +13,11 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from _command import run
+from _command import Parser, run
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Hugging Face -> Megatron -> Hugging Face, compared bit for bit.")
+    parser = Parser(description="Hugging Face -> Megatron -> Hugging Face, compared bit for bit.")
     parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
     parser.add_argument(
         "--work-dir",

@@ -18,6 +18,7 @@ nemo-oprd compare --teacher DIR --prompts FILE --output DIR NAME=DIR ...   dista
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_oprd import __version__
+from nemo_oprd.commands.intermixed import IntermixedParser
+from nemo_oprd.commands.parser import Parser, positive
 
 if TYPE_CHECKING:
     from nemo_oprd.config.schema import Config
@@ -49,11 +52,9 @@ _CONFIGURED = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nemo-oprd", description="On-policy representation distillation on Megatron-core."
-    )
+    parser = Parser(prog="nemo-oprd", description="On-policy representation distillation on Megatron-core.")
     parser.add_argument("--version", action="version", version=f"nemo-oprd {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=IntermixedParser)
     for name, text in _CONFIGURED.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -144,14 +145,14 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--teacher", required=True, metavar="DIR", help="a Hugging Face model")
     command.add_argument("--prompts", required=True, metavar="FILE", help="prompts (.jsonl or .parquet)")
     command.add_argument("--output", required=True, metavar="DIR", help="measurements there are used again")
-    command.add_argument("--count", type=_positive, default=64, metavar="N", help="prompts (default: %(default)s)")
+    command.add_argument("--count", type=positive, default=64, metavar="N", help="prompts (default: %(default)s)")
     command.add_argument(
-        "--max-new-tokens", type=_positive, default=64, metavar="N", help="per response (default: %(default)s)"
+        "--max-new-tokens", type=positive, default=64, metavar="N", help="per response (default: %(default)s)"
     )
     command.add_argument("--temperature", type=float, default=1.0, help="0: most probable (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     command.add_argument(
-        "--batch", type=_positive, default=64, metavar="N", help="sampled at once (default: %(default)s)"
+        "--batch", type=positive, default=64, metavar="N", help="sampled at once (default: %(default)s)"
     )
     command.add_argument(
         "--teacher-responses", metavar="FILE", help="recorded responses of the teacher, in place of new samples"
@@ -162,26 +163,20 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
     from nemo_oprd.capacity.gpus import GPUS
 
-    command.add_argument("--ranks", type=_positive, required=True, metavar="N", help="ranks of the job, one GPU each")
-    command.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default: %(default)s")
+    command.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
+    command.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     command.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
     command.add_argument(
-        "--prompt-tokens", type=_positive, metavar="N", help="default: data.max_prompt_tokens, else 256"
+        "--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256"
     )
     command.add_argument(
         "--response-tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="tokens of an average response, for seconds; memory is that of the longest (default: the longest)",
     )
-    command.add_argument("--problems", type=_positive, metavar="N", help="problems of one evaluation")
+    command.add_argument("--problems", type=positive, metavar="N", help="problems of one evaluation")
     command.add_argument("--json", metavar="FILE", help="also write all numbers there")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
 
 
 def main(arguments: list[str] | None = None, *, alone: bool | None = None) -> None:
@@ -281,6 +276,10 @@ def _report(error: Exception) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
+    if getattr(options, "json", None) is not None:
+        from nemo_oprd.fault_tolerance.disk import check_file
+
+        check_file(options.json, "--json")
     if options.command == "toy":
         from nemo_oprd.toy.pair import make_pair
 
@@ -308,7 +307,7 @@ def _run_compare(options: argparse.Namespace) -> None:
     from nemo_oprd.commands.compare import CompareOptions, compare, parse_students
     from nemo_oprd.evaluation.agreement import Sampling
 
-    if options.temperature < 0:
+    if not 0 <= options.temperature < math.inf:
         raise ValueError(f"--temperature {options.temperature}: expected 0 or more; correct it")
     compare(
         CompareOptions(

@@ -133,7 +133,16 @@ class Layout:
 
     def owned_layers(self, pipeline: int, num_layers: int) -> list[int]:
         """The layers (1-based) of one pipeline rank, ascending."""
-        return [i for i in range(1, num_layers + 1) if self.stage_of_layer(i, num_layers)[0] == pipeline]
+        owned: list[int] = []
+        first = 1
+        counts = self.layers_per_stage(num_layers)
+        for _ in range(self.virtual_pipeline):
+            for stage, count in enumerate(counts):
+                size = count // self.virtual_pipeline
+                if stage == pipeline:
+                    owned.extend(range(first, first + size))
+                first += size
+        return owned
 
     def describe(self) -> str:
         """A short text such as "TP2 PP2 VPP2 DP1 +SP"."""

@@ -15,6 +15,7 @@ import torch
 from nemo_oprd.bridge.artifact import checked_pairs
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
+from nemo_oprd.fault_tolerance.files import why_no_file
 
 # optional settings of the file, each with the only value that gives frozen linear maps
 REQUIRED_SETTINGS = {"projector_type": "linear", "subspace_mode": "full"}
@@ -32,7 +33,7 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; expected the ps_bank.pt that the paper's code wrote")
+        raise ValueError(f"{path}: {why_no_file(path, '.pt')}; expected the ps_bank.pt that the paper's code wrote")
     try:
         bank = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make torch.load raise many types

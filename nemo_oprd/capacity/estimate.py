@@ -22,6 +22,7 @@ from nemo_oprd.capacity.seconds import bubble, training_seconds
 from nemo_oprd.capacity.workload import Workload, make_workload
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
+from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
 from nemo_oprd.setup.preflight import check_layouts
 
 
@@ -52,6 +53,7 @@ class Estimate:
         evaluation_seconds: seconds of one evaluation; None if the number of problems is unknown.
         seconds: phase -> seconds of a step.
         bubbles: role -> the share of its pipeline's time in which a rank waits.
+        idle: the ranks without a response; None: there are none.
         problems: what does not fit, one line each.
     """
 
@@ -68,6 +70,7 @@ class Estimate:
     bytes: StepBytes
     seconds: dict[str, float]
     bubbles: dict[str, float]
+    idle: IdleRanks | None
     problems: tuple[str, ...]
 
     @property
@@ -92,6 +95,14 @@ class Lengths:
     problems: int | None = None
 
 
+@dataclass(frozen=True)
+class Works:
+    """The work of a step with the longest responses, for memory, and with average ones, for operations and seconds."""
+
+    longest: Workload
+    mean: Workload
+
+
 UNKNOWN = Lengths()
 # `target_budget.CUDA_SHARE`
 TARGET_SHARE = 0.25
@@ -103,10 +114,24 @@ def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Es
     Raises:
         ValueError: the layouts do not fit the ranks or the models.
     """
+    return estimate_works(make_works(config, lengths), cluster, lengths)
+
+
+def make_works(config: Config, lengths: Lengths) -> Works:
+    """The work of a step of `config`.
+
+    Raises:
+        ValueError: a model or its layers do not fit the configuration.
+    """
+    longest = make_workload(config, prompt=lengths.prompt)
+    return Works(longest, make_workload(config, prompt=lengths.prompt, response=lengths.response))
+
+
+def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate:
+    """What a training run with this work needs on `cluster`; see `estimate`."""
     gpu, ranks = cluster.gpu, cluster.ranks
-    config = _with_waves(config, cluster, lengths)
-    work = make_workload(config, prompt=lengths.prompt)
-    mean = make_workload(config, prompt=lengths.prompt, response=lengths.response)
+    config = _with_waves(works.longest, cluster)
+    work, mean = replace(works.longest, config=config), replace(works.mean, config=config)
     student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], ranks)
     kinds = [
         _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)
@@ -143,18 +168,19 @@ def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Es
         step_bytes(mean, student),
         seconds,
         {"student": bubble(student, mean.on(student).count), "teacher": bubble(teacher, mean.on(teacher).count)},
+        idle_ranks(config, student, teacher),
         tuple(problems),
     )
 
 
-def _with_waves(config: Config, cluster: Cluster, lengths: Lengths) -> Config:
-    """`config` with the number of microbatches that `teacher.resident_microbatches=auto` allows, if that is set.
+def _with_waves(work: Workload, cluster: Cluster) -> Config:
+    """The configuration with the number of microbatches that `teacher.resident_microbatches=auto` allows, if it is set.
 
     As in `distillation/target_budget.py`: targets may take a quarter of what is left.
     """
+    config = work.config
     if config.teacher.resident_microbatches != "auto":
         return config
-    work = make_workload(config, prompt=lengths.prompt)
     student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], cluster.ranks)
     kinds = [
         _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)

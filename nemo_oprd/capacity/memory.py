@@ -178,8 +178,8 @@ def captured_bytes(work: Workload, student: Layout, teacher: Layout, pipeline: i
     for each in work.teachers:
         owned = set(teacher.owned_layers(pipeline, each.spec.num_layers))
         layers = sum(1 for layer in each.pairs.values() if layer in owned)
-        # a rank keeps the rows that it sends: an equal part of those that the tensor ranks hold
-        responses = _responses_of_wave(work, student) / teacher.data / teacher.context / teacher.tensor
+        # a rank keeps the rows that it sends: an equal part of those that the tensor ranks hold, of whole responses
+        responses = -(-_responses_of_wave(work, student) // teacher.data) / teacher.context / teacher.tensor
         held = responses * work.rows * layers * each.width * each.value_bytes
         if work.output_rows and pipeline == teacher.pipeline - 1:
             # final states, of which only two numbers per row are sent for sampled_token
@@ -188,7 +188,7 @@ def captured_bytes(work: Workload, student: Layout, teacher: Layout, pipeline: i
     return most
 
 
-def _responses_of_wave(work: Workload, student: Layout) -> float:
+def _responses_of_wave(work: Workload, student: Layout) -> int:
     """Responses, over all ranks, whose targets are in memory at the same time."""
     at_a_time = resident_microbatches(work, student) * work.on(student).per_pack
     return min(work.responses, at_a_time * student.data)

@@ -134,7 +134,9 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
             sum(spec.is_sparse(i) for i in student.owned_layers(p, spec.num_layers)) for p in range(student.pipeline)
         )
         visits = passes * 2 * most * tokens / t * spec.experts.per_token
-        experts = visits * spec.hidden_size * e * (student.expert - 1) / student.expert
+        # to other ranks; and where an expert is split, to all of its ranks
+        sent = (student.expert - 1) / student.expert + student.expert_tensor - 1
+        experts = visits * spec.hidden_size * e * sent
     pipeline = (2.0 + counting) * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0
     rows = batches.responses * work.rows / student.context
     owned = -(-len(work.layers) // student.pipeline)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
@@ -56,6 +59,13 @@ def expert_parameters(spec: ModelSpec, layer: int) -> int:
     return spec.experts.count * 3 * spec.experts.ffn_size * spec.hidden_size
 
 
+def _of_layers(spec: ModelSpec, layers: list[int], parameters: Callable[[ModelSpec, int], int]) -> int:
+    """The sum of `parameters` over some layers, which are of two kinds at most."""
+    kinds = Counter(spec.is_sparse(layer) for layer in layers)
+    examples = {spec.is_sparse(layer): layer for layer in layers}
+    return sum(count * parameters(spec, examples[sparse]) for sparse, count in kinds.items())
+
+
 def model_parameters(spec: ModelSpec) -> int:
     """Parameters of the whole model, without padding; a tied head counts once."""
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
@@ -86,11 +96,11 @@ def stage_parameters(
     layers = [i for i in layout.owned_layers(pipeline, spec.num_layers) if depth is None or i <= depth]
     reached = [i for i in layers if trained_depth is None or i <= trained_depth]
     embedding = spec.padded_vocab(layout.tensor) // layout.tensor * spec.hidden_size
-    held, trained = (sum(layer_parameters(spec, i, layout.tensor) for i in some) for some in (layers, reached))
-    parts = layout.expert * layout.expert_tensor
-    experts_held, experts_trained = (
-        sum(expert_parameters(spec, i) for i in some) // parts for some in (layers, reached)
+    held, trained = (
+        _of_layers(spec, some, partial(layer_parameters, tensor=layout.tensor)) for some in (layers, reached)
     )
+    parts = layout.expert * layout.expert_tensor
+    experts_held, experts_trained = (_of_layers(spec, some, expert_parameters) // parts for some in (layers, reached))
     first, last = pipeline == 0, pipeline == layout.pipeline - 1
     if first:
         held, trained = held + embedding, trained + embedding

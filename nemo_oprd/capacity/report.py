@@ -27,6 +27,8 @@ def lines(found: Estimate, near: list[Alternative], name: str) -> Iterator[str]:
     yield ""
     yield from _step(found)
     yield ""
+    if found.idle is not None:
+        yield found.idle.line
     if not found.problems:
         yield f"it fits: {found.kinds[0].memory.peak / 1e9:.1f} GB on the fullest GPU"
         return
@@ -66,7 +68,7 @@ def _roles(found: Estimate) -> Iterator[str]:
     yield (
         f"a step     {work.responses} responses of {work.response:,} tokens (at most "
         f"{config.rollout.max_new_tokens:,}) after prompts of {work.prompt:,}; {batches.count} microbatch(es) of "
-        f"{batches.tokens:,} tokens per data-parallel rank"
+        f"{batches.tokens:,} tokens, {batches.responses} response(s), on the fullest data-parallel rank"
     )
 
 
@@ -149,6 +151,7 @@ def as_json(found: Estimate, near: list[Alternative]) -> dict[str, Any]:
         "flops": vars(found.flops),
         "bytes": found.bytes.by_kind(),
         "bubbles": found.bubbles,
+        "findings": [] if found.idle is None else [found.idle.as_json()],
         "seconds": found.seconds,
         "step_seconds": found.step_seconds,
         "evaluation_seconds": found.evaluation_seconds,

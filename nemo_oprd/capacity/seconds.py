@@ -45,14 +45,18 @@ def sampling_seconds(
 def training_seconds(
     work: Workload, gpu: Gpu, student: Layout, teacher: Layout, *, gpus_per_node: int
 ) -> dict[str, float]:
-    """Phase -> seconds of a step's teacher, update and communication."""
+    """Phase -> seconds of a step's teacher, update and communication: those of the fullest data-parallel rank."""
     flops, moved = step_flops(work), step_bytes(work, student)
     rate = gpu.flops * ASSUMED.compute
     link = gpu.link * ASSUMED.bandwidth
     crosses = student.size > gpus_per_node
     network = (gpu.network if crosses else gpu.link) * ASSUMED.bandwidth
-    teacher_seconds = flops.teacher / teacher.size / rate / (1 - bubble(teacher, work.on(teacher).count))
-    update = flops.update / student.size / rate / (1 - bubble(student, work.on(student).count))
+    of_teacher, of_student = work.teacher_share(student, teacher), work.work_share(student)
+    # one data-parallel rank's responses, on the ranks that divide each of them
+    teacher_seconds = flops.teacher * of_teacher * teacher.data / teacher.size / rate
+    teacher_seconds /= 1 - bubble(teacher, work.on(teacher).count)
+    update = flops.update * of_student * student.data / student.size / rate
+    update /= 1 - bubble(student, work.on(student).count)
     between_experts = network if student.expert * student.expert_tensor > gpus_per_node else link
     exchange = (moved.tensor + moved.context) / link + moved.pipeline / network + moved.experts / between_experts
     updates = work.config.train.updates_per_rollout

@@ -11,6 +11,7 @@ from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.setup.idle_ranks import shares
 from nemo_oprd.setup.preflight import model_spec
 
 
@@ -76,10 +77,36 @@ class Workload:
         return self.config.loss.representation.final_norm and self.student.num_layers in self.layers
 
     def on(self, layout: Layout) -> Microbatches:
-        """The microbatches of one data-parallel rank of `layout`, the one with the most responses."""
-        per_rank = -(-self.responses // layout.data)
-        per_pack = min(per_rank, max(1, self.config.train.tokens_per_microbatch // self.needed))
-        return Microbatches(per_pack, -(-per_rank // per_pack), per_rank, self.needed)
+        """The microbatches of one data-parallel rank of `layout`, the one with the most responses.
+
+        It has whole responses; those of each teacher are divided over the ranks, and packed, on their own.
+        """
+        per_rank = [-(-share // layout.data) for share in self.shares]
+        per_pack = min(per_rank[0], max(1, self.config.train.tokens_per_microbatch // self.needed))
+        return Microbatches(per_pack, sum(-(-each // per_pack) for each in per_rank), sum(per_rank), self.needed)
+
+    @property
+    def shares(self) -> list[int]:
+        """The responses of each teacher, the largest number first."""
+        return shares(self.responses, len(self.teachers))
+
+    def work_share(self, layout: Layout) -> float:
+        """What the fullest data-parallel rank of `layout` computes of a step."""
+        return self.on(layout).responses / self.responses
+
+    def teacher_share(self, student: Layout, teacher: Layout) -> float:
+        """What the teachers' fullest data-parallel rank computes of a step: whole responses in every wave of targets.
+
+        A wave is `teacher.resident_microbatches` microbatches of the student's ranks.
+        """
+        batches, resident = self.on(student), self.config.teacher.resident_microbatches
+        at_a_time = resident if isinstance(resident, int) else batches.count
+        fullest = 0
+        for share in filter(None, self.shares):
+            wave = min(share, at_a_time * batches.per_pack * student.data)
+            waves, rest = divmod(share, wave)
+            fullest += waves * -(-wave // teacher.data) + -(-rest // teacher.data)
+        return fullest / self.responses
 
 
 @dataclass(frozen=True)

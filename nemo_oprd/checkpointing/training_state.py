@@ -222,6 +222,7 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
     with _counted_in_empty_parts(student.optimizer):
         optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
     _count_in_empty_parts(student.optimizer, optimizer)
+    _leave_out_ungathered_state(optimizer)
     return {**model, "optimizer": optimizer}
 
 
@@ -273,6 +274,19 @@ def _count_in_empty_parts(optimizer: Any, state: dict[Any, Any]) -> None:
         counted = [inner(j).get("common_step") for j in range(len(optimizer.chained_optimizers)) if j not in empty]
         if counted[0] is not None:
             inner(i)["common_step"] = counted[0]
+
+
+def _leave_out_ungathered_state(state: dict[Any, Any]) -> None:
+    """Marks the parts of the optimizer's state that another data-parallel rank has gathered as nothing to be saved.
+
+    Megatron gives those ranks a plain None there, which counts as a value that all ranks should share: every checkpoint
+    would come with a warning per rank that "common state dicts" differ.
+    """
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    for part in (state, *(part for part in state.values() if isinstance(part, dict))):
+        if part.get("param_state", ...) is None:
+            part["param_state"] = LocalNonpersistentObject(None)
 
 
 def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from nemo_oprd.evaluation.files import read_lines, write_lines
 from nemo_oprd.evaluation.generations import digest
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import read_json, write_atomically
+from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.report.comparison import TEACHER, markdown_table
 from nemo_oprd.tokenization.tokenizer import Tokenizer
@@ -83,6 +84,8 @@ def compare(options: CompareOptions) -> None:
         ValueError: a model or the prompts cannot be read, or the models do not share token ids.
     """
     check_output(str(options.output))
+    files = {f"{name}.{ending}" for name in options.students for ending in ("json", "jsonl")}
+    check_directory(options.output, "compare", "--output", writes=files)
     options.output.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(options)
     results = {name: comparison.student(name) for name in options.students}

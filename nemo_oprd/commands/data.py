@@ -12,6 +12,7 @@ from pathlib import Path
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, shortened
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.fault_tolerance.made_directories import check_file
 from nemo_oprd.setup.preflight import check_prompts_given
 from nemo_oprd.setup.prompt_files import FORMAT, prepare_prompts, say_shares
 
@@ -28,6 +29,8 @@ def show_data(config: Config, json_file: str | None = None) -> None:
     check_prompts_given(config)
     if json_file is not None and not Path(json_file).parent.is_dir():
         raise ValueError(f"--json {json_file}: {Path(json_file).parent} is no directory; expected one: make it")
+    if json_file is not None:
+        check_file(Path(json_file), "data", "--json", r'\{\s*"format":')
     report = DataReport()
     prepared = prepare_prompts(config, report)
     say_shares(config, [len(prompts) for prompts in prepared.files], report)

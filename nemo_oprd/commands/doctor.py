@@ -27,6 +27,7 @@ from nemo_oprd.diagnosis.settings import Settings, evaluation_limit, for_diagnos
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.evaluation.graders import GraderChoice
+from nemo_oprd.fault_tolerance.made_directories import check_file
 from nemo_oprd.fault_tolerance.signals import agree
 from nemo_oprd.megatron.parallel import device, init_distributed
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, SamplingParams
@@ -55,6 +56,8 @@ def doctor(run: Config, settings: Settings, json_file: str | None = None) -> boo
     """
     if json_file is not None and not Path(json_file).parent.is_dir():
         raise ValueError(f"--json {json_file}: {Path(json_file).parent} is no directory; expected one: make it")
+    if json_file is not None:
+        check_file(Path(json_file), "doctor", "--json", r'\{\s*"summary":')
     report = Report(speaks=is_first_rank())
     examination = Examination(run, settings, report)
     examination.check_files()

@@ -17,6 +17,7 @@ from nemo_oprd.evaluation.progress import say
 from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.evaluation.tables import details, table
 from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.layout import Layout
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
@@ -41,6 +42,7 @@ def evaluate(config: Config) -> None:
     model = student_files(config)
     tokenizer, spec = model.tokenizer, model.spec
     check_output(config.output)
+    check_directory(Path(config.output), "evaluate")
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
     spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")

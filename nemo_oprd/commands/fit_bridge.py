@@ -17,24 +17,23 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from nemo_oprd.bridge.artifact import MANIFEST, TENSORS, save_bridge
+from nemo_oprd.bridge.artifact import save_bridge
 from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.maps import Bridge, CapturePoint
 from nemo_oprd.bridge.sampling import assign_parts
-from nemo_oprd.commands.fit_bridge_rollouts import DIRECTORY, RecordedRollouts, SampledRollouts, rollout_source
+from nemo_oprd.commands.fit_bridge_rollouts import RecordedRollouts, SampledRollouts, rollout_source
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.gradient_injection import row_chunks
 from nemo_oprd.distillation.objective import model_identity
 from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_bridge_rank, check_one_teacher
 
-# what a directory may hold that fit-bridge writes to
-BRIDGE_FILES = {TENSORS, MANIFEST, DIRECTORY}
 RolloutSource = RecordedRollouts | SampledRollouts
 Say = Callable[[str], None]
 
@@ -72,9 +71,8 @@ def fit_bridge(config: Config) -> None:
 
 def _check_request(config: Config, output: Path) -> None:
     """Raises ValueError where `output` holds something else or the configuration has no single teacher."""
-    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= BRIDGE_FILES):
-        raise ValueError(f"output={output} exists and is not a bridge; choose another directory")
-    check_output(output)
+    check_output(config.output)
+    check_directory(output, "fit-bridge")
     check_one_teacher(config)
 
 

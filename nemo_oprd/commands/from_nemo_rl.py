@@ -13,6 +13,7 @@ from nemo_oprd.config.nemo_rl_keys import ranks, translate
 from nemo_oprd.config.nemo_rl_recipe import load_recipe
 from nemo_oprd.config.schema import Config
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.fault_tolerance.made_directories import check_file
 
 
 def from_nemo_rl(recipe: str, output: str | None, models: str, *, oprd: bool) -> None:
@@ -67,6 +68,7 @@ def _check_output(target: Path, recipe: Path) -> None:
         raise ValueError(
             f"--output {target}: is the recipe itself, which would be lost; expected another file: name a new one"
         )
+    check_file(target, "from-nemo-rl", "--output", "# Made of the recipe ")
 
 
 def _read_back(text: str) -> Config:

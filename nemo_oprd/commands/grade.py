@@ -33,6 +33,7 @@ from nemo_oprd.evaluation.responses import FIX, Response, read_responses
 from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 
 
@@ -107,7 +108,13 @@ def grade(options: GradeOptions) -> None:
             raise ValueError(
                 f"--output {options.output} with {len(evaluations)} evaluations, expected one; omit it, or name one"
             )
+        same = options.output.resolve() == evaluations[0].directory.resolve()
+        if not same:
+            check_directory(options.output, "grade", "--output")
         evaluations = [replace(evaluations[0], directory=options.output)]
+    for each in evaluations if options.output is None else ():
+        if any(file.parent.name != GENERATIONS for file in each.files.values()):  # results would go beside the file
+            check_directory(each.directory, "grade", "--output", others=("evaluate",))
     other = find(options.against) if options.against is not None else []
     if len(other) > 1:
         raise ValueError(
@@ -190,6 +197,8 @@ def _check_comparable(mine: Evaluation, loaded: Loaded, other: Evaluation, other
 def find(target: Path) -> list[Evaluation]:
     """The evaluations of a target; those of a run in the order of their steps, then the teacher's.
 
+    What `evaluate` of an earlier version wrote into a run comes last.
+
     Raises:
         ValueError: there are no responses.
     """
@@ -203,10 +212,10 @@ def find(target: Path) -> list[Evaluation]:
     if not directory.is_dir():
         raise ValueError(f"{target}: there is no such file or directory, expected responses to grade; {FIX}")
     files = {file.stem: file for file in sorted((directory / GENERATIONS).glob("[!.]*.jsonl"))}
-    if files:
-        return [Evaluation(_label(directory), directory, files)]
     inner = [path for path in sorted((directory / EVALUATIONS).glob("*")) if (path / GENERATIONS).is_dir()]
     found = [each for path in inner if any((path / GENERATIONS).glob("[!.]*.jsonl")) for each in find(path)]
+    if files:  # earlier versions let `evaluate` write into a run, whose own evaluations count all the same
+        found.append(Evaluation(_label(directory), directory, files))
     if not found:
         partly = [*directory.glob(f"{GENERATIONS}/.*.jsonl")]
         fix = "finish sampling with the command that began it" if partly else FIX

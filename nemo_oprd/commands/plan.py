@@ -11,6 +11,7 @@ from nemo_oprd.capacity.gpus import GPUS, Cluster
 from nemo_oprd.capacity.report import as_json, lines
 from nemo_oprd.config.schema import Config
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.fault_tolerance.made_directories import check_file
 from nemo_oprd.setup.preflight import check_layers, check_trains, model_spec
 
 
@@ -37,6 +38,8 @@ def plan(
         ValueError: the configuration, a model or the number of ranks is wrong.
     """
     check_trains(config)
+    if json_file is not None:
+        check_file(Path(json_file), "plan", "--json", r'\{\s*"ranks":')
     student = model_spec(config.student)
     for source in config.teacher_sources:
         check_layers(config, student, model_spec(source), source)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_oprd.fault_tolerance.made_directories import check_file
 from nemo_oprd.report.page import unfinished, write_report
 
 _LONGEST_S = 86_400
@@ -26,6 +27,7 @@ def report(runs: Sequence[str], output: str | None = None, follow: float | None 
         raise ValueError(f"--follow {follow}: expected seconds above 0, at most {_LONGEST_S}; choose e.g. 30")
     paths = [Path(run) for run in runs]
     file = Path(output) if output else paths[0] / "report.html"
+    check_file(file, "report", "--output", r"\s*<!doctype html>.*distillation report</title>")
     going_on = follow is not None and unfinished(paths)  # asked before the page is written, so that none is missed
     print(write_report(paths, file), flush=True)
     while follow is not None and going_on:

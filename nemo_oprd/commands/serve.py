@@ -20,15 +20,15 @@ def serve(config: Config, host: str, port: int) -> None:
     Raises:
         ValueError: the model or vLLM's environment is wrong.
     """
-    import torch
-
     directory = model_directory(config.student)
     spec = read_model_spec(directory)
     check_model(config, spec)
+    python = find_python(config)
+    import torch  # after the checks that need none of it
+
     cuda = torch.cuda.is_available()
     if not cuda:
         check_head_size(spec)
-    python = find_python(config)
     arguments = server_arguments(config, spec, directory, known_ids(config), cuda=cuda)
     devices = None
     if cuda:

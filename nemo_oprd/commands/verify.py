@@ -20,6 +20,7 @@ from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.fault_tolerance.disk import check_output
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.setup.data import recorded_rollouts
 from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_replays
@@ -38,10 +39,8 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     """
     check_replays(config, against_reference=against_reference)
     output = Path(config.output)
-    own_files = {"losses.json", "grads.safetensors"}
-    if output.exists() and not (output.is_dir() and {file.name for file in output.iterdir()} <= own_files):
-        raise ValueError(f"output={output} exists and is not a verify result; choose another directory")
-    check_output(output)
+    check_output(config.output)
+    check_directory(output, "verify")
     files = RunFiles(config)
     rollouts = recorded_rollouts(config, files)
     assert rollouts is not None

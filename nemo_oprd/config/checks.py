@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 
+from nemo_oprd.config.messages import check_key
 from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
 from nemo_oprd.config.weight_schedule import vanishes, weight_at
 
 
 def check(config: Config) -> None:
     """Raises ValueError for values that contradict each other, or that this version does not support."""
+    for key in config.train.allow_changes:
+        check_key(Config, key, "train.allow_changes")
     _check_source("student", config.student)
     _check_teachers(config)
     _check_self_distillation(config)

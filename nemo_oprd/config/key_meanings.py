@@ -136,6 +136,7 @@ MEANINGS = {
     "train.keep_best": "validation metric whose best checkpoint is kept, too",
     "train.stop_after_skipped": "steps in a row with a skipped update that end the run",
     "train.export_hf": "export the student to OUTPUT/hf at the end",
+    "train.allow_changes": "keys, or groups of them, with which a run may go on although they change what is learned",
     "evaluation.every": "steps between evaluations; 0: none",
     "evaluation.samples": "responses per problem",
     "evaluation.temperature": "of sampling",

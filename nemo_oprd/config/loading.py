@@ -11,11 +11,15 @@ import dataclasses
 import difflib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_oprd.config.messages import build, check_key
+from nemo_oprd.config.messages import build, check_key, takes
+from nemo_oprd.config.overrides import key_of, parse
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.secret_values import refuse_secrets
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 
 def default_config_dir() -> Path:
@@ -33,7 +37,6 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
             out of range, or values that contradict each other.
     """
     from hydra import compose, initialize_config_dir
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -43,33 +46,61 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     if not directory.is_dir():
         raise ValueError(f"--config-dir {config_dir}: no such directory; expected one with {name}.yaml in it")
     name = name.removesuffix(".yaml")
-    if not (directory / f"{name}.yaml").is_file():
+    if Path(name).is_absolute() or not (directory / f"{name}.yaml").is_file():
+        given = Path(f"{name}.yaml")
+        if given.is_file():
+            raise ValueError(
+                f"--config-name {name}: is a path, expected a name of a file in --config-dir ({directory}); write "
+                f"--config-dir {given.parent} --config-name {given.stem}"
+            )
         known = sorted(file.stem for file in directory.glob("*.yaml"))
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         raise ValueError(
             f"--config-name {name}: no {name}.yaml in {directory}, expected one of {known}"
             + (f"; did you mean {near[0]!r}?" if near else "; choose one, or name its directory with --config-dir")
         )
+    groups, settings = _parsed(list(overrides or []), directory)
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides or []))
-        groups = [o for o in parsed if (directory / str(o.key_or_group)).is_dir()]
         with initialize_config_dir(version_base=None, config_dir=str(directory)):
             composed = compose(name, overrides=[str(o.input_line) for o in groups])
         merged: Any = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
-        for override in parsed:
-            if override in groups:
-                continue
-            if override.is_delete() or override.is_sweep_override():
-                raise ValueError(
-                    f"{override.input_line}: expected key=value; deletions and sweeps are not supported: give one "
-                    "value, or null"
-                )
-            check_key(Config, override.key_or_group, "command line")
-            _check_number(override.key_or_group, merged)
-            OmegaConf.update(merged, override.key_or_group, override.value(), merge=False, force_add=True)
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise _not_composed(name, error) from error
-    return from_composed(merged, name, [str(override.key_or_group) for override in parsed])
+    for key, value in settings:
+        _check_number(key, merged)
+        try:
+            OmegaConf.update(merged, key, value, merge=False, force_add=True)
+        except OmegaConfBaseException as error:
+            raise ValueError(
+                f"command line: {key}={value} can't be set, because the key above it holds no group of keys; expected "
+                f"another value there: set {key.rpartition('.')[0]} as a whole"
+            ) from error
+    return from_composed(merged, name, [key for key, _ in settings])
+
+
+def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list[tuple[str, Any]]]:
+    """(Choices of files in folders of `directory`, key and value of all other overrides).
+
+    Raises:
+        ValueError: an override is not KEY=VALUE, its key is unknown, or there is no such file.
+    """
+    groups: list[Override] = []
+    settings: list[tuple[str, Any]] = []
+    for text in overrides:
+        key = key_of(text)
+        folder = directory / key
+        if folder.is_dir():
+            groups.append(parse(text, may_be_text=False, may_be_list=True))
+            chosen = groups[-1].value()
+            known = sorted(file.stem for file in folder.glob("*.yaml"))
+            for name in chosen if isinstance(chosen, list) else [chosen]:
+                if name is not None and not (folder / f"{str(name).removesuffix('.yaml')}.yaml").is_file():
+                    raise ValueError(f"{key}={name}: no {name}.yaml in {folder}, expected one of {known}; choose one")
+            continue
+        check_key(Config, key, "command line")
+        may_be_text, may_be_list = takes(Config, key)
+        settings.append((key, parse(text, may_be_text=may_be_text, may_be_list=may_be_list).value()))
+    return groups, settings
 
 
 def from_composed(composed: Any, name: str, overridden: Collection[str] = (), sections: Collection[str] = ()) -> Config:
@@ -85,7 +116,7 @@ def from_composed(composed: Any, name: str, overridden: Collection[str] = (), se
         ValueError: as `load_config`, and for an interpolation that leads nowhere.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
     from nemo_oprd.config.checks import check
 
@@ -93,6 +124,13 @@ def from_composed(composed: Any, name: str, overridden: Collection[str] = (), se
         merged: Any = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
         _replace_model_sources(merged, set(overridden))
         plain = OmegaConf.to_container(merged, resolve=True)
+    except InterpolationResolutionError as error:
+        key = str(getattr(error, "full_key", ""))
+        where = "command line" if key in overridden else f"configuration {name}"
+        raise ValueError(
+            f"{where}: {key} holds an interpolation that leads nowhere ({str(error).splitlines()[0]}); expected "
+            "${KEY} with a key of the configuration, or ${oc.env:NAME} for a variable of the environment: correct it"
+        ) from error
     except OmegaConfBaseException as error:
         raise _not_composed(name, error) from error
     assert isinstance(plain, dict)
@@ -103,10 +141,13 @@ def from_composed(composed: Any, name: str, overridden: Collection[str] = (), se
 
 
 def _not_composed(name: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"configuration {name}: {' '.join(str(error).split())}; expected YAML in {name}.yaml and KEY=VALUE on the "
-        "command line: correct it"
-    )
+    missing = getattr(error, "missing_cfg_file", None)
+    if missing:
+        return ValueError(
+            f"configuration {name}: its list `defaults` names {missing}, and there is no {missing}.yaml; expected a "
+            "file beside it, or in a folder there: correct the list"
+        )
+    return ValueError(f"configuration {name}: {' '.join(str(error).split())}; expected YAML in {name}.yaml: correct it")
 
 
 def _check_number(key: str, merged: Any) -> None:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_oprd.config.secret_values import SECRET_KEY
+from nemo_oprd.config.usual_names import USUAL_NAMES
 
 _UNKNOWN = "unexpected_keyword_argument"
 # groups whose keys are the user's
@@ -43,6 +44,22 @@ def check_key(root: type, key: str, where: str) -> None:
     known = _all_keys(root)
     if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] not in _OPEN_GROUPS:
         raise ValueError(_unknown_key(root, key, where))
+
+
+def takes(root: type, key: str) -> tuple[bool, bool]:
+    """Whether a key of the schema (`check_key`) takes a text, and whether it takes a list."""
+    hint: Any = root
+    for name in key.split("."):
+        options = _options(hint)
+        group = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        inner = next((option for option in options if typing.get_origin(option) in (list, dict)), None)
+        if group is not None and name in _fields(typing.cast(type, group)):
+            hint = _fields(typing.cast(type, group))[name]
+        else:  # an item of a list, or a name of the user's own
+            hint = typing.get_args(inner)[-1] if inner is not None else Any
+    options = _options(hint)
+    plain = [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in options]
+    return str in plain, any(typing.get_origin(each) in (list, tuple) for each in plain)
 
 
 class _Place(NamedTuple):
@@ -120,9 +137,25 @@ def _unknown_key(root: type, key: str, where: str) -> str:
             f"{where}: unknown key {key!r}; expected no secrets in a configuration, because it is saved with the run: "
             "set the environment variable that the program reads (WANDB_API_KEY, HF_TOKEN)"
         )
-    near = difflib.get_close_matches(key, _all_keys(root), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(_fields(root))}, or a key in them"
+    near = " or ".join(map(repr, _meant(key, _all_keys(root))))
+    hint = f"; did you mean {near}?" if near else f"; expected one of {', '.join(_fields(root))}, or a key in them"
     return f"{where}: unknown key {key!r}{hint}"
+
+
+def _meant(key: str, known: list[str]) -> list[str]:
+    """The keys that may have been meant: by the last part of the name, then by spelling; at most three, maybe none."""
+    group, _, name = key.replace("-", "_").rpartition(".")
+    usual = USUAL_NAMES.get(name, "")
+    of_teacher = usual.replace("student.", "teacher.", 1) if group.startswith("teacher") else usual
+    if usual:
+        return [of_teacher if of_teacher in known else usual]
+    spelt = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    elsewhere = [each for each in known if each.rpartition(".")[2] == name]
+    same_group = [each for each in elsewhere if each.split(".")[0] == group.split(".")[0]]
+    if elsewhere and not spelt:
+        return (same_group or elsewhere)[:3]
+    in_group = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
+    return spelt or [in_group[each] for each in difflib.get_close_matches(name, in_group, n=1, cutoff=0.6)]
 
 
 def _refuse_object(value: Any) -> Any:

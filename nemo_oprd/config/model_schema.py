@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_oprd.config.types import STRICT, NonNegativeFloat, PositiveInt, Size
+from nemo_oprd.config.types import STRICT, FilePath, NonNegativeFloat, PositiveInt, Size
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.import_path import is_import_path
 
@@ -85,8 +85,8 @@ class ModelSource:
     MODULE:FUNCTION a recipe of Megatron-Bridge, or a function of yours that returns one or its model provider.
     """
 
-    hf_path: str | None = None
-    checkpoint: str | None = None
+    hf_path: FilePath | None = None
+    checkpoint: FilePath | None = None
     provider: str = "own"
 
     @field_validator("provider")

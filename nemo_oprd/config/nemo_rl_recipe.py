@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_oprd.fault_tolerance.files import why_no_file
+
 # longer values are cut off in messages
 _LONGEST = 80
 _RESOLVERS = {
@@ -56,7 +58,7 @@ def _inherited(path: Path, above: tuple[Path, ...]) -> Any:
         )
     if not file.is_file():
         named = f", which {above[-1]} names in its defaults" if above else ""
-        raise ValueError(f"{path}: no such file{named}; expected a recipe of NeMo-RL: correct the path")
+        raise ValueError(f"{path}: {why_no_file(file, '.yaml')}{named}; expected a recipe of NeMo-RL: correct the path")
     own = OmegaConf.load(file)
     if not isinstance(own, DictConfig):
         raise ValueError(f"{path}: holds a {type(own).__name__}; expected a mapping of keys: name a recipe of NeMo-RL")

@@ -19,7 +19,9 @@ HEADER = """# Configuration keys
 
 Every key of a configuration: its type, its default, its meaning, and the files in `conf/` that set it. This page is
 made from the schema (`nemo_oprd/config/schema.py`) by `python -m nemo_oprd.config.reference_page`, and a test compares
-the two. A key is set in a YAML file or on the command line (`train.lr=1e-4`). Rules between keys are in the class
+the two. A key is set in a YAML file or on the command line (`train.lr=1e-4`), where a key of text takes any text as it
+stands, and lists and groups follow Hydra's syntax (`"data.train=['a b.jsonl',c.jsonl]"`). In paths, `~` is the user's
+home directory. Rules between keys are in the class
 docstrings of the schema; a violated one is an error that names the keys ([errors.md](errors.md))."""
 
 

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from nemo_oprd.config.types import (
     STRICT,
     CorrectionMode,
+    FilePath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -39,7 +40,7 @@ class VllmConfig:
     `repeat: step` all responses of the step, so that nothing of a batch depends on when the server died.
     """
 
-    python: str | None = None
+    python: FilePath | None = None
     endpoints: list[str] = field(default_factory=list)
     placement: Literal["colocated", "dedicated"] = "colocated"
     replicas: Size | None = None
@@ -84,7 +85,7 @@ class RolloutConfig:
     top_p: ProbabilityMass = 1.0
     max_new_tokens: PositiveInt = 1024
     per_prompt: PositiveInt = 1
-    replay: str | None = None
+    replay: FilePath | None = None
     save: bool = False
     tensor: PositiveInt = 1
     expert: PositiveInt = 1

@@ -19,6 +19,7 @@ from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.types import (
     STRICT,
     Decay,
+    FilePath,
     Fraction,
     HeldOut,
     NonNegativeFloat,
@@ -111,7 +112,7 @@ class TeacherSource(ModelSource):
 
     data_sources: list[str] | None = None
     weight: PositiveFloat = 1.0
-    bridge: str | None = None
+    bridge: FilePath | None = None
     name: str | None = None
 
     @property
@@ -134,7 +135,7 @@ class BridgeConfig:
     baselines to the report in bridge.json.
     """
 
-    path: str = "none"
+    path: FilePath = "none"
     train: bool = False
     rank: Literal["auto"] | PositiveInt = 8
     fit: Literal["ridge", "adamw"] = "ridge"
@@ -188,7 +189,7 @@ class DataConfig:
     out, refused, or cut at the beginning of their last message.
     """
 
-    train: str | list[str] | dict[str, PositiveFloat] | None = None
+    train: FilePath | list[FilePath] | dict[FilePath, PositiveFloat] | None = None
     suffix: str | None = None
     chat_template: str | None = None
     chat_template_args: dict[str, Any] = field(default_factory=dict)
@@ -197,7 +198,7 @@ class DataConfig:
     deduplicate: bool = False
     held_out: SetAside = 0.0
     contamination: Literal["warn", "drop", "refuse"] = "warn"
-    validation: dict[str, str] = field(default_factory=dict)
+    validation: dict[str, FilePath] = field(default_factory=dict)
 
     @property
     def train_files(self) -> tuple[str, ...]:
@@ -242,6 +243,9 @@ class TrainConfig:
     skipped; `stop_after_skipped` steps in a row with a skipped update end the run. A step makes `updates_per_rollout`
     updates on the same rollouts; with sampled_token every update after the first weights a token by the ratio of its
     probability to that under the student that sampled it (`losses/divergences.py`).
+
+    `allow_changes` names the keys, or groups of keys such as loss.output, with which a run may go on although they
+    change what is learned (docs/runs.md, "Changed settings").
     """
 
     steps: PositiveInt = 500
@@ -263,6 +267,7 @@ class TrainConfig:
     keep_best: str | None = None
     stop_after_skipped: PositiveInt = 3
     export_hf: bool = True
+    allow_changes: list[str] = field(default_factory=list)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -298,7 +303,7 @@ class Config:
     of them. With `teacher.offload` one teacher at a time is in device memory, without it all of them are.
     """
 
-    output: str = "runs/run"
+    output: FilePath = "runs/run"
     precision: Literal["fp32", "bf16"] = "bf16"
     seed: NonNegativeInt = 0
     student: StudentConfig = field(default_factory=StudentConfig)

@@ -5,9 +5,10 @@ The `description` of a type completes "KEY=VALUE: expected ..."; `config/message
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 # No unknown keys; no "1" for 1 and no true for 1, but an integer for a number; neither NaN nor infinity.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -19,6 +20,16 @@ PositiveInt = Annotated[int, _MORE_THAN_ZERO]
 PositiveFloat = Annotated[float, _MORE_THAN_ZERO]
 NonNegativeInt = Annotated[int, _ZERO_OR_MORE]
 NonNegativeFloat = Annotated[float, _ZERO_OR_MORE]
+
+
+def _as_path(text: str) -> str:
+    if not text:
+        raise ValueError("{key}='': expected a path; give one, or leave the key out")
+    return os.path.expanduser(text)
+
+
+# of a file or a directory; `~` is the user's home directory, as in a shell, which does not replace it within a word
+FilePath = Annotated[str, AfterValidator(_as_path)]
 
 # ranks, stages and layers of a parallel layout
 Size = Annotated[int, Field(ge=1, description="at least 1; choose 1 or more")]

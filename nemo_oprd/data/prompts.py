@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.fault_tolerance.files import parse_json
+from nemo_oprd.fault_tolerance.files import parse_json, why_no_file
 
 # the name of the validation set that `data.held_out` makes
 HELD_OUT = "held_out"
@@ -96,7 +96,10 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; give the path of a .parquet or .jsonl file with prompts")
+        raise ValueError(
+            f"{path}: {why_no_file(path, '.parquet', '.jsonl')}; expected a .parquet or .jsonl file with prompts: "
+            "give its path"
+        )
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if path.suffix not in readers:
         raise ValueError(f"{path}: extension {path.suffix!r}, expected .parquet or .jsonl; convert or rename the file")

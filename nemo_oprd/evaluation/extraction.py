@@ -11,25 +11,42 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from nemo_oprd.evaluation import numerals
 from nemo_oprd.evaluation.spelling import UNITS
 
 _THINK = re.compile(r"<(/?)think>")
 _ANSWER = re.compile(r"\banswer\s*(?:[*_]{1,3}\s*)?(?:is\s*)?:", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"\banswer\s+is\b(?!\s*:)", re.IGNORECASE)
+_STATED_NUMBER = re.compile(r"[\s*_$(\\]*[-+\N{MINUS SIGN}]?\s*[\\$]*(?:\(\s*)?(?:[dtc]?frac\s*\{?\s*-?)?\.?\d")
+_STATEMENT = 500  # characters of what follows `answer is`, or a number in prose
+_CONDITION_LENGTH = 30  # characters before `answer` in which one may stand
+_CONDITION = re.compile(r"\b(?:if|whether|assume|suppose|say)\s+(?:that\s+)?(?:the|your|my|our)?\s*\Z", re.IGNORECASE)
 # `####` before an answer, as GSM8K writes it; at the start of a line it also begins a heading of Markdown
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*")
-_HASHED_NUMBER = re.compile(r"[-+$\\*_\N{MINUS SIGN}]*\.?\d")
-# a line with nothing but arithmetic, a unit and a remark in brackets: no "2. Add the prices"
+_HASHED_NUMBER = re.compile(r"[-+$\\*_\N{MINUS SIGN}]*(?:[dtc]?frac\s*\{?\s*-?)?\.?\d")
+# a line with nothing but arithmetic, a unit, other numbers and a remark in brackets: no "2. Add the prices"
 _NUMBER_LINE = re.compile(
-    r"(?!\d++[.)][ \t]+\S)(?=[-+$\\* \N{MINUS SIGN}]*\.?\d)[\d\s.,+*/^=$\\%{}\N{MINUS SIGN}-]*+"
+    r"(?!\d++[.)][ \t]+\S)(?=[-+$\\* \N{MINUS SIGN}]*(?:[dtc]?frac\s*\{?\s*-?)?\.?\d)"
+    r"(?:[\d\s.,+*/^=$\\%{}\N{MINUS SIGN}\N{MULTIPLICATION SIGN}-]|(?<=\\)[a-z]++|(?<=\d)e(?=[-+]?\d)"
+    r"|(?:or|and|to|of)[ \t]++(?=[-$\\{ ]*\.?\d))*+"
     r"(?:(?:[a-z][\w/]*+|[A-Z]{3}\b)[ \t]*+){0,4}+(?:\([^()]*+\))?[.*!\s]*+"
 )
+# a line that begins with a number and holds LaTeX is no heading
+_FORMULA_LINE = re.compile(r"[-+$\\* \N{MINUS SIGN}]*(?:[dtc]?frac\s*\{?\s*-?)?\.?\d[^\n]*\\[A-Za-z]")
 _HASHED_LETTER = re.compile(r"(?<!#)####[ \t]*(?=[(\[*_$]*[A-Za-z][)\]*_$.]*\s*$)", re.MULTILINE)
 # a number as people write it: sign, thousands separators, decimals, a unit; not the digits inside a word or a number
 _NUMBER = re.compile(
     r"(?<![\w.,])[-+\N{MINUS SIGN}]?\s?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
     rf"(?:(?![\w]|,\d|\.\d)|(?<=\d)(?=(?:{UNITS})\b))"
 )
+# of a formula in prose, without the punctuation of its sentence
+_ATOM = (
+    r"(?:\\[a-zA-Z]++|\\[^a-zA-Z\s]|[-+*/^=$%{}()|!<>\d\N{MINUS SIGN}\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}]"
+    r"|[.,:](?=\.?\d)|(?<=\d)[eE](?=[-+]?\d))"
+)
+_RUN = re.compile(rf"{_ATOM}(?:[ \t]*+{_ATOM})*+")
+_CELL = re.compile(r"^\|\s+|\s+\|.*$")  # of a table
+_GLUED = re.compile(rf"(?!(?:{UNITS})\b)[A-Za-z_]")
 _BULLET = re.compile(r"^[ \t]*[-+*][ \t]+", re.MULTILINE)
 _OPERATOR = re.compile(
     r"[-+*/^\N{MINUS SIGN}\N{MULTIPLICATION SIGN}\N{DIVISION SIGN}\N{MIDDLE DOT}]|\\(?:times|cdot|div)"
@@ -135,27 +152,55 @@ def extract_answer_line_or_boxed(text: str) -> str | None:
 
 
 def extract_number(text: str) -> str | None:
-    """The final number: in the last box, `Answer:` line or `####` line, whichever is last; without any, the last one.
+    r"""The final number: in the last box, `Answer:`, `answer is` or `####` line, whichever is last; else the last one.
 
-    A heading of Markdown that begins with `####` is no such line. Of an equation that is marked as the answer, the
-    number behind its last equals sign counts.
+    It is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number, and what is marked as the
+    answer and is no number, such as `3\sqrt{2}`, is none. A heading of Markdown that begins with `####` is no mark. Of
+    an equation that is marked as the answer, the number behind its last equals sign counts.
 
     Example: `extract_number("12 + 5 = 17, so $1,017 in all.") == "1,017"`.
     """
     marked = marked_number(text)
     if marked is None:
-        numbers = numbers_in(_BULLET.sub("", text))
-        return numbers[-1] if numbers else None
+        return _last_number(_BULLET.sub("", text))
     left, _, right = marked.rpartition("=")
     is_calculation = not _CLAUSE.search(left) and (_OPERATOR.search(left) or not numbers_in(left))
-    # "Answer: 5 (of 12)": what was marked as the answer begins with it; prose ends with it
-    numbers = (numbers_in(right) if is_calculation else []) or numbers_in(marked)
-    return numbers[0] if numbers else None
+    return _spelling(right if is_calculation else marked)
+
+
+def _spelling(text: str) -> str | None:
+    found = numerals.read(text)
+    return None if found is None else found.spelling
+
+
+def _last_number(text: str) -> str | None:
+    """The last number of a prose text, with the whole formula in which it stands; digits inside words do not count."""
+    for run in reversed(list(_RUN.finditer(text))):
+        start = run.start()
+        rest = text[run.end() : run.end() + _STATEMENT].partition("\n")[0]
+        glued = re.match(r"\w", text[start - 1 : start]) is not None and run.group()[0] not in "=:<>$|"
+        glued = glued or _GLUED.match(rest) is not None
+        if not glued and re.search(r"\d", run.group()):
+            return _spelling(_CELL.sub("", run.group().rpartition("=")[2] + rest))
+    return None
 
 
 def marked_number(text: str) -> str | None:
-    """What is marked as the answer by a box, `Answer:` or `####` before a number; None without such a mark."""
-    return _last_marked(text, (_ends_of(_ANSWER), _ends_of_hashes))
+    """What is marked as the answer by a box, `Answer:`, or by `####` or `answer is` before a number; None without."""
+    return _last_marked(text, (_ends_of(_ANSWER), _ends_of_hashes, _ends_of_statements))
+
+
+def _ends_of_statements(text: str) -> Iterator[int]:
+    """The ends of each `answer is` that a number follows, and that is no condition ("if the answer is 5")."""
+    for found in _ANSWER_IS.finditer(text):
+        line_end = text.find("\n", found.end())
+        line = text[found.end() : min(found.end() + _STATEMENT, len(text) if line_end < 0 else line_end)]
+        if (
+            _STATED_NUMBER.match(line)
+            and _spelling(line)
+            and not _CONDITION.search(text, max(0, found.start() - _CONDITION_LENGTH), found.start())
+        ):
+            yield found.end()
 
 
 def _ends_of_hashes(text: str) -> Iterator[int]:
@@ -166,7 +211,8 @@ def _ends_of_hashes(text: str) -> Iterator[int]:
             marks = _HASHED_NUMBER.match(text, end)
         else:
             line_end = text.find("\n", end)
-            marks = _NUMBER_LINE.fullmatch(text, end, len(text) if line_end < 0 else line_end)
+            line_end = len(text) if line_end < 0 else line_end
+            marks = _NUMBER_LINE.fullmatch(text, end, line_end) or _FORMULA_LINE.match(text, end, line_end)
         if marks:
             yield end
 

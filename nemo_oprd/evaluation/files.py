@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.fault_tolerance.files import parse_json, replacing
+from nemo_oprd.fault_tolerance.files import parse_json, replacing, why_no_file
 
 GENERATIONS, GRADES, DISAGREEMENTS, ABOUT, METRICS, DIFFERENCES = (
     "generations",
@@ -42,7 +42,7 @@ def read_lines(path: Path, expected: str, fix: str) -> Iterator[tuple[str, dict[
         ValueError: there is no such file, or a line is not a JSON object.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: no such file, expected {expected}; {fix}")
+        raise ValueError(f"{path}: {why_no_file(path, '.jsonl')}, expected {expected}; {fix}")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"

@@ -30,16 +30,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from nemo_oprd.evaluation.extraction import extract_boxed, final_part
-from nemo_oprd.evaluation.spelling import (
-    as_interval,
-    canonical,
-    clean,
-    is_interval,
-    is_number,
-    is_percentage,
-    is_words,
-    same_in_base,
-)
+from nemo_oprd.evaluation.readings import pairs, settle, unlabelled
+from nemo_oprd.evaluation.spelling import canonical, is_number, is_percentage, is_words, same_in_base
 
 # the signals that a scheduler or a user sends to all processes of a job
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -84,6 +76,10 @@ def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False)
     """
     if not given or len(given) > MAX_CHARACTERS:
         return Judgement(False, False)
+    given, answer = unlabelled(given, answer)
+    settled = settle(given, answer)
+    if settled is not None:
+        return Judgement(settled, settled)
     plain_given, plain_answer = canonical(given), canonical(answer)
     numbers = is_number(plain_given) and is_number(plain_answer)
     text = plain_given == plain_answer
@@ -95,26 +91,14 @@ def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False)
         return Judgement(based or text, based or text)  # a numeral with a digit that its base lacks equals itself
     if numbers or is_words(answer) or by_text or (text and not both):
         return Judgement(text, text)
-    verdict = _ask(_pairs(given, answer))
+    verdict = _ask(pairs(given, answer))
     return Judgement(text or bool(verdict), text, verdict, undecided=verdict is None)
 
 
-def _pairs(given: str, answer: str) -> Iterator[tuple[str, str]]:
-    """The (reference, given) for math-verify, one of which must be equal: what was written, and what it may mean."""
-    wanted, found = clean(answer), clean(given)
-    yield wanted, found
-    if is_percentage(given) != is_percentage(answer):
-        value = r"\frac{%s}{100}"
-        yield (value % wanted, found) if is_percentage(answer) else (wanted, value % found)
-    for wanted_interval, found_interval in ((wanted, as_interval(found)), (as_interval(wanted), found)):
-        if wanted_interval and found_interval and is_interval(wanted_interval) and is_interval(found_interval):
-            yield wanted_interval, found_interval
-
-
-def _ask(pairs: Iterator[tuple[str, str]]) -> bool | None:
+def _ask(readings: Iterator[tuple[str, str]]) -> bool | None:
     """Whether a pair is equal by math-verify; None if none is, and it did not decide one."""
     undecided = False
-    for pair in pairs:
+    for pair in readings:
         verdict = _VERIFIER.equivalent(*pair)
         if verdict:
             return True

@@ -19,13 +19,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_oprd.evaluation import extraction
+from nemo_oprd.evaluation import extraction, numerals
 from nemo_oprd.evaluation.grade import Judgement, judge
-from nemo_oprd.evaluation.spelling import canonical, is_number
+from nemo_oprd.evaluation.spelling import canonical, is_number, is_percentage
 from nemo_oprd.losses.import_path import import_function, is_import_path
 
 # increase when a built-in grader gives another grade for the same response: kept partial grades are then not used
-VERSION = 2
+VERSION = 3
 DEFAULT = "boxed"
 JUDGES = ("math_verify", "text")
 
@@ -68,12 +68,14 @@ class _Builtin:
         summary: for messages.
         extract: finds the answer in the final part of a response.
         mathematical: compared by value with math-verify; else by `compare`.
+        decide: decides about an answer and a reference without math-verify; None where it can't.
         reference: what answers are compared with by value, from the reference answer; None: with nothing.
     """
 
     summary: str
     extract: Callable[[str], str | None]
     mathematical: bool = True
+    decide: Callable[[str, str], Judgement | None] = lambda given, answer: None
     reference: Callable[[str], str | None] = lambda answer: answer
     compare: Callable[[str, str], bool] = lambda given, answer: given == answer
     accepts: Callable[[str], bool] = lambda answer: True
@@ -101,14 +103,24 @@ def _letter(answer: str) -> str | None:
 @lru_cache(maxsize=100_000)
 def _number(answer: str) -> str | None:
     """The number of a reference answer: an expression itself, and what a text marks, or the only number in a text."""
-    numbers = extraction.numbers_in(answer)
     if is_number(canonical(answer)):  # also with a unit; a percentage must stay one
         return answer
     if extraction.marked_number(answer) is not None:
         return extraction.extract_number(answer)
     if re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)) is None:
-        return answer if numbers else None
-    return numbers[0] if len(numbers) == 1 else None
+        return answer if extraction.numbers_in(answer) else None
+    found = numerals.read(answer)
+    return found.spelling if found is not None and not re.search(r"\d", found.outside) else None
+
+
+@lru_cache(maxsize=100_000)
+def _same_number(given: str, answer: str) -> Judgement | None:
+    """Whether two numbers are equal, exactly; None if the reference is an expression that is no plain number."""
+    found, wanted = numerals.read(given), numerals.read(answer)
+    if found is None or wanted is None:
+        return None
+    equal = found.value == wanted.value or (is_percentage(answer) and 100 * found.value == wanted.value)
+    return Judgement(equal, equal)
 
 
 def _one_space(text: str) -> str:
@@ -122,8 +134,9 @@ BUILTIN: dict[str, _Builtin] = {
         r'the last "Answer:" line, without one the last \boxed{...}', extraction.extract_answer_line_or_boxed
     ),
     "number": _Builtin(
-        r'the number in the last \boxed{...}, "Answer:" or "####", without any the last number',
+        r'the number in the last \boxed{...}, "Answer:", "answer is" or "####", without any the last number',
         extraction.extract_number,
+        decide=_same_number,
         reference=_number,
         accepts=lambda answer: _number(answer) is not None,
         expected="a number, or a text that marks one number as GSM8K does (#### 72)",
@@ -186,7 +199,7 @@ class BuiltinGrader:
         reference = entry.reference(answer)
         if reference is None:
             return Grade(extracted, correct=False)
-        judgement = _judged(extracted, reference, self.judge == "text")
+        judgement = entry.decide(extracted, reference) or _judged(extracted, reference, self.judge == "text")
         return Grade(extracted, judgement.correct, judgement)
 
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from nemo_oprd.evaluation.metrics import Sample, check_samples, distinct_ratio, summarize
+from nemo_oprd.evaluation.metrics import DIVERSITY, Sample, check_samples, distinct_ratio, summarize
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -82,14 +82,18 @@ def ks_of(samples: int) -> list[int]:
 
 
 def per_problem(samples: Sequence[GradedSample], k: int) -> Values:
-    """Metric -> float [P], one value per problem in the order of their numbers; NaN where a problem has none."""
+    """Metric -> float [P], one value per problem in the order of their numbers; NaN where a problem has none.
+
+    A metric for which no problem has a value is left out.
+    """
     groups = _by_problem(samples)
     correct = np.array([sum(s.correct for s in group) for group in groups])
     values = {f"avg@{k}": correct / k, f"best@{k}": (correct > 0).astype(float)}
     values |= {f"pass@{each}": pass_at_k(correct, k, each) for each in ks_of(k)}
     values[f"maj@{k}"] = np.array([majority(group) for group in groups])
     ratios = [distinct_ratio(s.response for s in group) for group in groups]
-    values["dist_4g"] = np.array([math.nan if ratio is None else ratio for ratio in ratios])
+    if any(ratio is not None for ratio in ratios):
+        values[DIVERSITY] = np.array([math.nan if ratio is None else ratio for ratio in ratios])
     values["avg_len"] = np.array([sum(s.num_tokens for s in group) / k for group in groups])
     if all(s.truncated is not None for s in samples):
         values["truncated"] = np.array([sum(bool(s.truncated) for s in group) / k for group in groups])
@@ -118,7 +122,7 @@ def measure(samples: Sequence[GradedSample], k: int, values: Values | None = Non
     """
     check_samples(samples, k)
     values = per_problem(samples, k) if values is None else values
-    diversity = values["dist_4g"]
+    diversity = values.get(DIVERSITY, np.array([]))
     found: Metrics = dict(summarize(samples, k, diversity[np.isfinite(diversity)].tolist()))
     found |= {name: float(np.mean(value)) for name, value in values.items() if name not in found}
     found |= {name + CI: list(interval) for name, interval in bootstrap(values).items()}
@@ -151,7 +155,7 @@ def bootstrap(values: Values, resamples: int = RESAMPLES, seed: int = SEED) -> d
 
     Every resample draws P problems with replacement, the same for all metrics. The result is a pure function of the
     arguments in all versions of numpy, which guarantees the raw draws of its generators. A NaN does not count in its
-    metric's mean; a metric of NaNs alone has the interval (0, 0), as its value is 0.
+    metric's mean; a metric of NaNs alone has no mean and is left out.
 
     Args:
         values: metric -> float [P], the same P for all.
@@ -175,8 +179,9 @@ def bootstrap(values: Values, resamples: int = RESAMPLES, seed: int = SEED) -> d
     for number, name in enumerate(names):
         column = means_RM[:, number]
         column = column[np.isfinite(column)]
-        low, high = np.percentile(column, [tail, 100 - tail]) if len(column) else (0.0, 0.0)
-        found[name] = (float(low), float(high))
+        if len(column):
+            low, high = np.percentile(column, [tail, 100 - tail])
+            found[name] = (float(low), float(high))
     return found
 
 
@@ -199,7 +204,7 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
 
     Pairing removes what the two share: some problems are hard for both. Metrics that only one of them has, such as
     pass@8 of 4 samples, are left out, and so is `dist_4g` of other numbers of samples, because more samples repeat more
-    4-grams. Problems that lack a value in either are left out, too.
+    4-grams. Problems that lack a value in either are left out, too, and a metric that has none in common.
 
     Raises:
         ValueError: the number of problems differs.
@@ -214,12 +219,8 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
     others = {_unified(name): value for name, value in before.items()}
     gaps = {name: gaps[name] - others[name] for name in gaps if name in others}
     if len({name for name in (*after, *before) if name.startswith("avg@")}) > 1:
-        gaps.pop("dist_4g", None)
-    intervals = bootstrap(gaps)
-    return {
-        name: Difference(float(np.nanmean(gap)) if np.isfinite(gap).any() else 0.0, *intervals[name])
-        for name, gap in gaps.items()
-    }
+        gaps.pop(DIVERSITY, None)
+    return {name: Difference(float(np.nanmean(gaps[name])), *bounds) for name, bounds in bootstrap(gaps).items()}
 
 
 def _unified(name: str) -> str:

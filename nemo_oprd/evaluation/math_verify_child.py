@@ -21,6 +21,8 @@ def serve(time_limit_s: int, memory_limit_bytes: int) -> None:
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the parent handles a scheduler's signals to the job
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
+    # if the parent was killed while this process worked on a pair, its verdict ends the process without a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off

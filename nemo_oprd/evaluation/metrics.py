@@ -10,6 +10,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 N_GRAM = 4
+DIVERSITY = "dist_4g"
+# What every metric of an evaluation set means, by its name without a number of samples: `avg` stands for avg@4. n is
+# the number of responses to a problem, k that of a subset of them. The report shows it, and docs/evaluation.md has it.
+MEANINGS = {
+    "avg": "mean share of right responses among a problem's n",
+    "best": "share of problems with at least one right response among the n",
+    "pass": "probability that k responses to a problem hold a right one, estimated from all n without bias",
+    "maj": "share of problems whose most frequent answer is right; where answers tie, the share of right ones",
+    "avg_len": "mean length of a response in the student's tokens, the end-of-sequence token included",
+    "truncated": "share of responses that were cut off at the limit of tokens",
+    "no_answer": "share of responses in which the grader finds no answer",
+    DIVERSITY: "different / all sequences of 4 words in a problem's responses, mean over problems: 1 is no repetition",
+}
+# why a metric may have no value: it is then absent from files and logs
+UNDEFINED = {DIVERSITY: "no response has 4 words"}
+
+
+def kind_of(metric: str) -> str:
+    """The key of `MEANINGS` for a metric. Example: `val/aime24/avg@16` -> `avg`."""
+    return metric.rsplit("/", 1)[-1].partition("@")[0]
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,7 @@ def summarize(samples: Sequence[Sample], k: int, diversity: Sequence[float] | No
         `avg@{k}`: mean over problems of the mean grade of their k samples, in [0, 1].
         `best@{k}`: fraction of problems with at least one correct sample, in [0, 1].
         `dist_4g`: distinct / all whitespace-token 4-grams, pooled over a problem's samples (no 4-gram spans two
-            samples), averaged over the problems that have any; 0.0 if none has.
+            samples), averaged over the problems that have any; absent if none has.
         `avg_len`: mean response length in tokens.
 
     Example: two problems, k = 2, grades (1, 0) and (0, 0): avg@2 is 0.25, best@2 is 0.5.
@@ -65,13 +85,14 @@ def summarize(samples: Sequence[Sample], k: int, diversity: Sequence[float] | No
     groups = list(by_problem.values())
     if diversity is None:
         diversity = [ratio for group in groups if (ratio := distinct_ratio(s.response for s in group)) is not None]
-    return {
+    metrics = {
         f"avg@{k}": sum(s.correct for s in samples)
         / len(samples),  # k samples per problem: also the mean over problems
         f"best@{k}": sum(any(s.correct for s in group) for group in groups) / len(groups),
-        "dist_4g": sum(diversity) / len(diversity) if diversity else 0.0,
-        "avg_len": sum(s.num_tokens for s in samples) / len(samples),
     }
+    if diversity:
+        metrics[DIVERSITY] = sum(diversity) / len(diversity)
+    return {**metrics, "avg_len": sum(s.num_tokens for s in samples) / len(samples)}
 
 
 def distinct_ratio(responses: Iterable[str]) -> float | None:

@@ -34,6 +34,15 @@ def check_output(output: str | Path, key: str = "output") -> None:
         raise ValueError(f"{key}={output}: {describe(error, existing)}") from error
 
 
+def check_file(path: str | Path, option: str) -> None:
+    """Raises ValueError, naming the command's `option`, unless a file can be written at `path`. Writes nothing."""
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{option} {path}: is a directory, expected a file to write; add a name such as report.json")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no directory {file.parent}, expected one; create it first")
+
+
 def describe(error: OSError, path: str | Path | None = None) -> str:
     """One line that says what went wrong with which path, and what to do about it."""
     where = error.filename if path is None and error.filename else path

@@ -107,6 +107,21 @@ def flush_tree(directory: Path) -> None:
         flush(path)
 
 
+def why_no_file(path: str | Path, *extensions: str) -> str:
+    """What is at `path` in place of a file, for messages: nothing, or a directory with or without such files.
+
+    Args:
+        extensions: of the files that were expected. Example: ".jsonl".
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return "no such file"
+    found = sorted(each.name for each in path.iterdir() if each.is_file() and each.suffix in extensions)
+    if not found:
+        return f"is a directory, and has no {' or '.join(extensions) or 'such'} file in it"
+    return f"is a directory, with {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''} in it"
+
+
 def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
     """The JSON object in a file.
 

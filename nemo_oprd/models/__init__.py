@@ -65,6 +65,8 @@ def read_hf_config(path: str | Path) -> dict:
         ValueError: there is no readable config.json.
     """
     file = Path(path) / "config.json"
+    if Path(path).is_file():
+        raise ValueError(f"{path}: is a file; expected the directory of a Hugging Face model: name the directory")
     if not Path(path).is_dir():
         raise ValueError(f"{path}: no such directory; expected that of a Hugging Face model: download it first")
     if not file.is_file():

@@ -5,26 +5,36 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nemo_oprd import __version__
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.observability.config_history import STARTS, starts
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex", "numpy", "safetensors")
 
 
-def record_environment(directory: Path, ranks: int, layouts: dict[str, str], kernels: dict[str, str]) -> None:
+def record_environment(
+    directory: Path,
+    ranks: int,
+    layouts: dict[str, str],
+    kernels: dict[str, str],
+    start: Mapping[str, Any] | None = None,
+) -> None:
     """Adds an entry to `directory`/environment.json.
 
     Args:
         ranks: ranks of the job.
         layouts: role -> its parallel layout in words.
         kernels: purpose -> implementation.
+        start: what `config_history.py` reads: "config", "after_step" and "models".
     """
-    file = directory / "environment.json"
+    file = directory / STARTS
     entry = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "nemo_oprd": __version__,
@@ -35,13 +45,9 @@ def record_environment(directory: Path, ranks: int, layouts: dict[str, str], ker
         "ranks": ranks,
         "layouts": layouts,
         "kernels": kernels,
+        **(start or {}),
     }
-    try:
-        earlier = json.loads(file.read_text())
-        entries = earlier if isinstance(earlier, list) else []
-    except (OSError, ValueError):  # none yet, or cut off: it only informs
-        entries = []
-    write_atomically(file, json.dumps([*entries, entry], indent=1) + "\n")
+    write_atomically(file, json.dumps([*starts(directory), entry], indent=1) + "\n")
 
 
 def _version(name: str) -> str | None:

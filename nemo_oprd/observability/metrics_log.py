@@ -21,6 +21,7 @@ from nemo_oprd.config.loading import to_yaml
 from nemo_oprd.config.schema import Config
 from nemo_oprd.fault_tolerance.disk import naming
 from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.observability.config_history import record_config
 
 # the progress line, in order: (metric, label, format)
 _PROGRESS_METRICS = (
@@ -39,7 +40,12 @@ class MetricsLog:
 
     Args:
         first_step: completed updates of the checkpoint from which the run resumes; 0 for a new run.
+
+    Attributes:
+        config_file: name of the file that holds the settings of this start; "" on other ranks than the first.
     """
+
+    config_file = ""
 
     def __init__(self, config: Config, first_step: int) -> None:
         self.writes = dist.get_rank() == 0
@@ -51,7 +57,7 @@ class MetricsLog:
         if not self.writes:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.directory / "config.yaml", to_yaml(config))
+        self.config_file = record_config(self.directory, config)
         self.path = self.directory / "metrics.jsonl"
         if not first_step and self.path.exists():
             self.say(f"no checkpoint in {self.directory}: starting over, {self.path.name} is overwritten")

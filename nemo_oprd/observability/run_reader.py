@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.fault_tolerance.files import parse_json
+from nemo_oprd.observability.config_history import current_config, read_config, spans
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory's config.yaml and metrics.jsonl.
+    """A run directory's configurations and metrics.jsonl.
 
     Attributes:
         name: tells the run apart from the other runs of a report.
         path: the directory.
-        config: the configuration as nested mappings.
+        config: the configuration of the last start as nested mappings.
         metrics: name -> {step: value}, steps ascending, never empty.
         seconds: wall-clock time between the first and the last logged line, including the pauses before restarts.
         cut_line: number, from 1, of an incomplete last line that was left out; None if the file is complete.
+        history: (steps before it, file, its content) of each configuration that steps ran with, ascending.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Run:
     metrics: dict[str, dict[int, float]]
     seconds: float
     cut_line: int | None
+    history: tuple[tuple[int, str, dict[str, Any]], ...] = ()
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -71,7 +74,8 @@ def read_run(path: Path, name: str) -> Run:
     Raises:
         ValueError: a file is missing or malformed (the message names file and line), or no metrics are logged yet.
     """
-    for file in (path / "config.yaml", path / "metrics.jsonl"):
+    config = current_config(path)
+    for file in (config, path / "metrics.jsonl"):
         if not file.is_file():
             raise ValueError(f"{file}: there is no such file; give the `output` directory of a training run")
     metrics: dict[str, dict[int, float]] = {}
@@ -93,7 +97,8 @@ def read_run(path: Path, name: str) -> Run:
     if not metrics:
         raise ValueError(f"{path / 'metrics.jsonl'}: holds no metrics, expected a step; wait for the run's first step")
     metrics = {metric: dict(sorted(series.items())) for metric, series in metrics.items()}
-    return Run(name, path, _config(path / "config.yaml"), metrics, max(times) - min(times), cut_line)
+    history = tuple((span.after, span.file, _kept_config(path / span.file)) for span in spans(path))
+    return Run(name, path, read_config(config), metrics, max(times) - min(times), cut_line, history)
 
 
 def short_names(paths: list[Path]) -> list[str]:
@@ -106,16 +111,9 @@ def short_names(paths: list[Path]) -> list[str]:
     raise ValueError(f"runs are {', '.join(map(str, paths))}, expected different directories; name each run once")
 
 
-def _config(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid YAML ({error}); restore the file that the run wrote") from error
-    if not (config and isinstance(config, dict)):
-        raise ValueError(f"{file}: holds {config!r:.80}, expected a mapping; restore the file that the run wrote")
-    return config
+def _kept_config(file: Path) -> dict[str, Any]:
+    """As `read_config`; {} if the user has removed the file."""
+    return read_config(file) if file.is_file() else {}
 
 
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
+
+from nemo_oprd.config.overrides import quoted
 
 
 def as_overrides(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -19,9 +20,7 @@ def as_overrides(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def _literal(value: Any) -> str:
     """A value in Hydra's syntax. Launchers leave true, false and null on their command line as text."""
     if isinstance(value, str) and value.lower() not in ("true", "false", "null"):
-        # in quotes Hydra reads backslashes as they are, except before a quote
-        escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", value)
-        return "'" + re.sub(r"\\+$", lambda found: found[0] * 2, escaped) + "'"
+        return quoted(value)
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_literal, value)) + "]"
     if isinstance(value, dict):

@@ -46,7 +46,7 @@ def _cost(index: int, run: Run) -> Cost:
         for phase, value in seconds.items()
     ]
     if rest:
-        parts.append(Part("between steps", "line", duration(rest), rest / whole))
+        parts.append(Part("between steps", "phase-rest", duration(rest), rest / whole))
     facts = [
         ("Peak memory", _largest(run, "perf/peak_memory_gb", "GB")),
         ("Teacher states held at a time", _largest(run, "perf/targets_gb", "GB")),

@@ -6,7 +6,7 @@ evaluation without files (of an earlier version, or not yet graded) has values w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from nemo_oprd.evaluation.files import GRADES, METRICS
 from nemo_oprd.evaluation.grading import GradedSet, compare, read_graded
 from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference
+from nemo_oprd.evaluation.metrics import MEANINGS, UNDEFINED, kind_of
 from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
 from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.observability.run_reader import Run
@@ -83,6 +84,26 @@ def _read(run: Path, place: str, label: str) -> Evaluation | None:
     if not (directory / METRICS).is_file() or not (directory / GRADES).is_dir():
         return None
     return Evaluation(label, directory, read_json(directory / METRICS, "metrics", FIX))
+
+
+# --- what metrics mean ------------------------------------------------------------------------------------------------
+
+
+def meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
+    """(Name, meaning) for each kind of metric among the columns of the tables, in the order of `MEANINGS`.
+
+    Example: of `avg@2` and `avg`, the name is "avg, avg@2".
+    """
+    names: dict[str, list[str]] = {}
+    for metric in dict.fromkeys(metrics):
+        names.setdefault(kind_of(metric), []).append(metric)
+    return [(", ".join(sorted(names[kind], key=_k)), meaning) for kind, meaning in MEANINGS.items() if kind in names]
+
+
+def undefined(metric: str) -> str:
+    """What a table shows instead of the value of a metric that an evaluation has not; "" if it should have one."""
+    reason = UNDEFINED.get(kind_of(metric))
+    return "" if reason is None else f"- ({reason})"
 
 
 # --- paired differences ----------------------------------------------------------------------------------------------

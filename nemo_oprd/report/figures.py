@@ -25,19 +25,21 @@ COLORS = {
     "page": ("#fbfbfa", "#14181d"),
     "card": ("#ffffff", "#1b2127"),
     "series-0": ("#2166ac", "#6cb0f2"),
-    "series-1": ("#d6604d", "#f58f7c"),
-    "series-2": ("#1b8a6b", "#4fc9a4"),
+    "series-1": ("#bf4937", "#f58f7c"),
+    "series-2": ("#167a5e", "#4fc9a4"),
     "series-3": ("#8c5fa8", "#c39ae0"),
-    "series-4": ("#b8860b", "#e3b94f"),
+    "series-4": ("#8a6508", "#e3b94f"),
     "series-5": ("#5f6b2e", "#b3c267"),
     "phase-0": ("#3d405b", "#8389b5"),
-    "phase-1": ("#81b29a", "#6fa389"),
-    "phase-2": ("#f2cc8f", "#d9b274"),
-    "phase-3": ("#e07a5f", "#cf6a50"),
-    "phase-4": ("#9c89b8", "#a795c4"),
+    "phase-1": ("#4f8a70", "#6fa389"),
+    "phase-2": ("#b98235", "#d9b274"),
+    "phase-3": ("#d9694d", "#cf6a50"),
+    "phase-4": ("#8a74ab", "#a795c4"),
     "phase-5": ("#577590", "#7d9db8"),
+    "phase-rest": ("#868f99", "#7c8793"),
     "right": ("#1a7f4b", "#58c98c"),
     "wrong": ("#b3372b", "#f28b7d"),
+    "heat": ("#b4382c", "#c8564a"),  # behind tokens, whose text stays in ink
 }
 NUM_COLORS = 6
 LINE_STYLES = ("solid", "dotted")  # names that CSS and matplotlib share

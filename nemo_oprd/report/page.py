@@ -20,13 +20,14 @@ from nemo_oprd.observability.run_reader import Run, read_run, short_names
 from nemo_oprd.report.cards import cards
 from nemo_oprd.report.comparison import COLUMNS, DIRECTORY, Comparison, read_comparison
 from nemo_oprd.report.costs import costs
-from nemo_oprd.report.evaluations import groups, paired, read_evaluations
+from nemo_oprd.report.evaluations import groups, meanings, paired, read_evaluations
 from nemo_oprd.report.figures import COLORS, Key, Panel, run_key, svg
 from nemo_oprd.report.panels import panels
 from nemo_oprd.report.responses import prompt_decoder, responses
-from nemo_oprd.report.settings import differing_settings
+from nemo_oprd.report.settings import changed_settings, differing_settings
 from nemo_oprd.report.tables import first_and_last, validation_metrics, validation_rows
 from nemo_oprd.report.tokens import HEAD, LEVELS, MEASURES, token_panel
+from nemo_oprd.report.visible import in_attribute, in_text
 
 TEMPLATE = "page.html.jinja"
 REFRESH_S = 30
@@ -79,19 +80,23 @@ def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
     environment = Environment(
         loader=FunctionLoader(_template),
         autoescape=True,
+        finalize=in_text,
         trim_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
+    environment.filters["in_attribute"] = in_attribute
     steps = min(run.steps[0] for run in runs), max(run.steps[1] for run in runs)
     kept = [read_evaluations(index, run) for index, run in enumerate(runs)]
+    metrics, differences = validation_metrics(runs), paired(kept)
     return environment.get_template(TEMPLATE).render(
         title=", ".join(run.name for run in runs),
         refresh=REFRESH_S if any(run.unfinished for run in runs) else None,
         colors=COLORS,
         cards=cards(runs),
-        validation={"metrics": validation_metrics(runs), "rows": validation_rows(runs, kept)},
-        differences=paired(kept),
+        validation={"metrics": metrics, "rows": validation_rows(runs, kept)},
+        differences=differences,
+        meanings=meanings([*metrics, *differences.metrics]),
         groups=groups(kept),
         columns=COLUMNS,
         comparisons=[
@@ -102,6 +107,7 @@ def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
         figures=[_figure(panel, steps, f"f{index}") for index, panel in enumerate(panels(runs))],
         costs=costs(runs),
         settings=differing_settings(runs),
+        changed=changed_settings(runs),
         samples=[each for run, own in zip(runs, kept, strict=True) for each in responses(own, prompt_decoder(run))],
         measures=MEASURES,
         levels=LEVELS,
@@ -118,7 +124,7 @@ def _template(name: str) -> str:
 def _figure(panel: Panel, steps: tuple[int, int], ident: str) -> Figure:
     """Draws the plots of a panel; `ident` keeps their ids apart from the ids of other panels."""
     plots = [
-        (caption, Markup(svg(draw, steps, f"{panel.title} {caption}".strip(), f"{ident}-{index}")))
+        (caption, Markup(svg(draw, steps, in_attribute(f"{panel.title} {caption}".strip()), f"{ident}-{index}")))
         for index, (caption, draw) in enumerate(panel.plots)
     ]
     return Figure(panel.title, panel.note, panel.keys, plots)

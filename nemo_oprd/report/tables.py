@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_oprd.observability.run_reader import Run
-from nemo_oprd.report.evaluations import Evaluation, RunEvaluations
+from nemo_oprd.report.evaluations import Evaluation, RunEvaluations, undefined
 from nemo_oprd.report.figures import Key, last, run_key
 from nemo_oprd.report.numbers import number
 from nemo_oprd.report.panels import PHASES, validation_names
@@ -63,16 +63,19 @@ def validation_rows(runs: list[Run], evaluations: Sequence[RunEvaluations]) -> l
         for index, run in enumerate(runs):
             columns = [f"val/{name}/{metric}" for metric in metrics]
             references = [f"val/{name}/teacher/{metric}" for metric in metrics]
-            cells = [
-                _with_intervals(_before_after(run, student, teacher), evaluations[index], student)
-                for student, teacher in zip(columns, references, strict=True)
-            ]
             evaluated = [step for column in columns for step in run.metrics.get(column, {})]
             if evaluated:
-                steps = f"{min(evaluated):,}", f"{max(evaluated):,}"
+                ends = min(evaluated), max(evaluated)
+                cells = [
+                    _with_intervals(_before_after(run, student, teacher, ends), evaluations[index], student)
+                    for student, teacher in zip(columns, references, strict=True)
+                ]
+                steps = f"{ends[0]:,}", f"{ends[1]:,}"
                 of_set.append(ValidationRow("" if of_set else name, cells, run_key(index, run), steps))
-            values = tuple(number(key, last(run, key)) if key in run.metrics else "" for key in references)
-            if any(values):
+            if any(key in run.metrics for key in references):
+                values = tuple(
+                    number(key, last(run, key)) if key in run.metrics else undefined(key) for key in references
+                )
                 teachers.setdefault(values, (run.name, evaluations[index].teacher))
         for values, (owner, kept) in teachers.items():
             label = "teacher" if len(teachers) == 1 else f"teacher of {owner}"
@@ -83,18 +86,21 @@ def validation_rows(runs: list[Run], evaluations: Sequence[RunEvaluations]) -> l
     return rows
 
 
-def _before_after(run: Run, student: str, teacher: str) -> Cell:
-    """First and last value of the metric `student`, and how much of the teacher's lead in accuracy was made up."""
-    if student not in run.metrics:
-        return Cell("")
-    values = list(run.metrics[student].values())
-    final = number(student, values[-1])
-    if len(values) == 1:
+def _before_after(run: Run, student: str, teacher: str, ends: tuple[int, int]) -> Cell:
+    """The metric `student` at the first and the last evaluation, and how much of the teacher's lead was made up.
+
+    Args:
+        ends: steps of the two evaluations. One that has no value shows why, if the metric may lack one.
+    """
+    series = run.metrics.get(student, {})
+    first, final = (number(student, series[step]) if step in series else undefined(student) for step in ends)
+    if ends[0] == ends[1]:
         return Cell(final)
     closed = ""
-    if "@" in student and teacher in run.metrics and (lead := last(run, teacher) - values[0]) > 0:
-        closed = f"{100 * (values[-1] - values[0]) / lead:.0f}"
-    return Cell(final, number(student, values[0]), closed)
+    if "@" in student and teacher in run.metrics and set(ends) <= set(series):
+        lead = last(run, teacher) - series[ends[0]]
+        closed = f"{100 * (series[ends[1]] - series[ends[0]]) / lead:.0f}" if lead > 0 else ""
+    return Cell(final, first, closed)
 
 
 def _with_intervals(cell: Cell, kept: RunEvaluations, metric: str) -> Cell:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
-from nemo_oprd.fault_tolerance.files import parse_json, replacing
+from nemo_oprd.fault_tolerance.files import parse_json, replacing, why_no_file
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine import Keep, Request, SamplingParams, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
@@ -102,7 +102,8 @@ def read_rollouts(
     file = Path(path)
     if not file.is_file():
         raise ValueError(
-            f"rollout.replay={path}: no such file; expected a JSONL of rollouts (rollout.save writes them)"
+            f"rollout.replay={path}: {why_no_file(path, '.jsonl')}; expected a JSONL of rollouts (rollout.save writes "
+            "them): give its path"
         )
     rollouts = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):

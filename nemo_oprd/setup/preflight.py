@@ -44,6 +44,7 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
     if command == "train":
         check_trains(config)
         check_sources_stay(config)
+        check_logging(config)
     elif command == "verify":
         check_replays(config, against_reference=against_reference)
     elif command == "fit-bridge":
@@ -318,6 +319,30 @@ def check_sources_stay(config: Config) -> None:
                 f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
                 "expected different directories: choose another output"
             )
+
+
+def check_logging(config: Config) -> None:
+    """Raises ValueError if metrics are to go to a program that is not installed."""
+    logging = config.logging
+    if logging.tensorboard and not _is_installed("tensorboard"):
+        raise ValueError(
+            "logging.tensorboard=true needs the package tensorboard, which is not installed here; expected false "
+            "without it: pip install tensorboard, or set logging.tensorboard=false"
+        )
+    if logging.wandb and not _is_installed("wandb"):
+        raise ValueError(
+            f"logging.wandb={logging.wandb} needs the package wandb, which is not installed here; expected null "
+            "without it: pip install 'nemo-oprd[wandb]', or leave out logging.wandb"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether the package can be imported. A folder without code in the working directory does not count.
+
+    W&B and TensorBoard are used with folders `wandb` and `tensorboard`, which Python finds as namespace packages.
+    """
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def check_prompts_given(config: Config) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from nemo_oprd.bridge.artifact import save_bridge
@@ -24,6 +25,7 @@ from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
 from nemo_oprd.fault_tolerance.disk import check_output
+from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.fault_tolerance.signals import Signals
 from nemo_oprd.megatron.parallel import init_distributed
@@ -40,9 +42,11 @@ from nemo_oprd.setup.data import (
     check_bridge_tokenizers,
     read_training_data,
 )
+from nemo_oprd.setup.idle_ranks import idle_ranks
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.setup.prompt_files import write_report
+from nemo_oprd.setup.resume import check_resume, compare_settings, models_of
 from nemo_oprd.weights.hf_export import export_hf
 
 
@@ -93,6 +97,7 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
         ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
     check_output(config.output)
+    check_directory(Path(config.output), "train")
     check_trains(config)
     files = RunFiles(config)
     check_sources_stay(config)
@@ -103,6 +108,7 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
     if data.recorded is None:
         check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
     _find_checkpoint(config, plan)
+    check_resume(config)
     # the checkpoint is looked up again under the lock, because another run may have replaced it until here
     lock = RunLock(Path(config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
@@ -138,6 +144,7 @@ def _make_engine(config: Config, plan: RunPlan, data: TrainingData) -> RolloutEn
 
 def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
     latest, notes = _find_checkpoint(config, plan)
+    changed = check_resume(config)
     distiller = build_distiller(config, plan)
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
@@ -184,6 +191,13 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
         log.say(note)
     if first_step:
         log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
+    for change in changed:
+        log.say(f"changed: {change}")
+    recorded = None if data.recorded is None else len(data.recorded)
+    layouts = plan.student_layout, plan.teacher_layout
+    idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
+    if idle is not None:
+        log.say(idle.line)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)
@@ -202,7 +216,11 @@ def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[st
     latest, notes = find_checkpoint(root)
     if latest is not None:
         check_checkpoint(root, latest, plan.files.student.spec)
-        check_resume_signature(root, latest, config, plan.objective, plan.needs)
+        try:
+            check_resume_signature(root, latest, config, plan.objective, plan.needs)
+        except ValueError as error:  # one setting that no run can go on with; the others should be known, too
+            refused = ", ".join(map(str, compare_settings(config).refused))
+            raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
     return latest, notes
 
 
@@ -226,7 +244,8 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
     run.log.say("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
     if dist.get_rank() == 0:
         layouts = {"student": plan.student_layout.describe(), "teacher": plan.teacher_layout.describe()}
-        record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels)
+        start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
+        record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
 
 
 def _record_prompts(run: TrainingRun, report: DataReport) -> None:

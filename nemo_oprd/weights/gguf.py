@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_oprd.fault_tolerance.files import replacing_directory
+from nemo_oprd.fault_tolerance.files import replacing_directory, why_no_file
 from nemo_oprd.models import ModelSpec, read_model_spec
 
 _PACKAGES = ("gguf", "accelerate")
@@ -25,7 +25,9 @@ def gguf_to_hf(gguf_file: Path, target: Path) -> ModelSpec:
         ValueError: the file is missing or no GGUF file, its model belongs to no known family, or a package is missing.
     """
     if not gguf_file.is_file():
-        raise ValueError(f"{gguf_file}: no such file; expected a model in GGUF format: correct the path")
+        raise ValueError(
+            f"{gguf_file}: {why_no_file(gguf_file, '.gguf')}; expected a model in GGUF format: correct the path"
+        )
     with gguf_file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ValueError(f"{gguf_file}: not a GGUF file; expected one that begins with 'GGUF': copy it again")

@@ -19,6 +19,7 @@ from unittest import mock
 from benchmarks.forked_run import metrics
 from benchmarks.sigkill import PHASES, Attempt, Bench, Target
 from nemo_oprd.fault_tolerance.signals import Signals
+from nemo_oprd.report.page import write_report
 
 enter = Signals.__enter__
 PHASE = {phase.name: phase for phase in PHASES}
@@ -139,7 +140,10 @@ class Driver:
         }  # fmt: skip
 
     def pending(self) -> dict[str, Any]:
-        """Killed with the rollouts of step 3 kept; gone on with from copies of the run, as it was and changed."""
+        """Killed with the rollouts of step 3 kept; gone on with from copies of the run, as it was and changed.
+
+        The rate follows a cosine over all steps, so fewer steps need leave, like another temperature and other prompts.
+        """
         attempt = self.start("kept", "rollouts kept", 2)
         attempt.wait_for_target()
         attempt.kill()
@@ -148,11 +152,32 @@ class Driver:
         short = ("train.steps=3", "evaluation.every=0", "train.keep_best=null", "train.export_hf=false")
         found: dict[str, Any] = {}
         for name, change in changes.items():
-            shutil.copytree(self.bench.directory / "kept", self.bench.directory / name)
-            attempt = self.start(name, extra=(*short, *change))
+            run = self.bench.directory / name
+            shutil.copytree(self.bench.directory / "kept", run)
+            if name == "temperature":
+                found["refused"] = self.refused(run, (*short, *change, "student.parallel.tensor=1"))
+            leave = ",".join(["train.steps", *(key.split("=")[0] for key in change)])
+            attempt = self.start(name, extra=(*short, *change, f"train.allow_changes=[{leave}]"))
             code = attempt.wait()
             found[name] = {"code": code, "said": self.said(), "sampled": len(attempt.durations.get("rollout", []))}
+        run = self.bench.directory / "temperature"
+        found["files"] = {file.name: file.read_text() for file in run.glob("config*.yaml")}
+        found["first"] = (self.bench.directory / "kept" / "config.yaml").read_text()
+        found["page"] = write_report([run], self.bench.directory / "page.html").read_text()
         return found
+
+    def refused(self, run: Path, extra: tuple[str, ...]) -> dict[str, Any]:
+        """A start without leave: it ends before models are built, and leaves everything as it was."""
+
+        def files() -> dict[str, int]:
+            return {str(file): file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+
+        before = files()
+        attempt = self.start(run.name, extra=extra)
+        code = os.waitstatus_to_exitcode(os.waitpid(attempt.ranks[0], 0)[1])
+        os.kill(attempt.ranks[1], signal.SIGKILL)  # what a launcher does; it waits for its first rank
+        os.waitpid(attempt.ranks[1], 0)
+        return {"code": code, "said": self.said(), "touched": files() != before}
 
     def full_disk(self, disk: Path) -> dict[str, Any]:
         """All checkpoints kept on a small disk until it is full; then space is made, and the same command again."""
@@ -167,6 +192,7 @@ class Driver:
         free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
         # what is left at a start must do for the check at its beginning, and not for all that is saved
         filler.write_bytes(bytes(free - (1 << 20) - checkpoint // 2))
+        extra = (*extra, "train.allow_changes=[train.steps]")  # the rate follows a cosine over all steps
         attempt = self.start(str(output), extra=extra)
         stopped = {"codes": attempt.codes(), "said": self.said(), "orphans": attempt.orphans()}
         stopped["done"] = self.bench.done(output)

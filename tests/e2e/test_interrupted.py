@@ -125,6 +125,25 @@ def test_rollouts_of_an_interrupted_step_are_taken_up(results: dict[str, Any]) -
     assert [(found["code"], found["sampled"], found["said"].count(line)) for found in changed] == [(0, 1, 0)] * 2
 
 
+def test_changed_settings_need_leave_and_are_kept(results: dict[str, Any]) -> None:
+    """Refused once and before anything is written; with leave, both configurations stay, and the report shows both."""
+    found = results["pending"]
+    refused = found["refused"]
+    assert refused["code"] == 2 and not refused["touched"]
+    (line,) = errors(refused["said"])
+    assert "rollout.temperature: 1.0 -> 0.9, train.steps: 6 -> 3; expected the same" in line
+    assert "parallel" not in line and "allow_changes=[rollout.temperature,train.steps]" in line
+    assert "changed: rollout.temperature: 1.0 -> 0.9" in found["temperature"]["said"]
+    assert not any(line.startswith("changed: train.lr") for line in found["temperature"]["said"])
+    assert set(found["files"]) == {"config.yaml", "config.1.yaml"}
+    assert found["files"]["config.yaml"] == found["first"]
+    assert "temperature: 0.9" in found["files"]["config.1.yaml"]
+    section = found["page"].split('<section id="changed">')[1].split("</section>")[0]
+    assert "<td>1 to 2</td><td><code>config.yaml</code>" in section
+    assert "<td>3</td><td><code>config.1.yaml</code>" in section
+    assert "<code>rollout.temperature</code>: <code>1.0</code> → <code>0.9</code>" in section
+
+
 def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(results: dict[str, Any]) -> None:
     if "full_disk" not in results:
         pytest.skip("no tmpfs could be mounted (needs root)")

@@ -4,6 +4,8 @@ and what --dry-run plans. tests/e2e/test_slurm.py runs the same scripts on a rea
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +14,16 @@ import cluster_stand_ins
 import pytest
 from cluster_stand_ins import CPUS_ON_NODE, Call, calls
 
+from benchmarks.plan_table import SHAPES
+from nemo_oprd.capacity.estimate import estimate
+from nemo_oprd.capacity.gpus import GPUS, Cluster
+from nemo_oprd.config.loading import load_config
+
 ROOT = Path(__file__).parent.parent.parent
+# configuration -> the command of docs/cluster.md that starts it
+LAUNCHED = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)`", (ROOT / "docs" / "cluster.md").read_text(), flags=re.MULTILINE))
+SUBMITTED = {name: command for name, command in LAUNCHED.items() if "sbatch" in command}
+CONFIGURATIONS = {file.stem for file in (ROOT / "conf").glob("*.yaml")}
 OPRD = "scripts/oprd_1p5b.sh"
 BRIDGES = ("bridge_qwen3_4b_to_1p7b", "bridge_phi4mini_to_qwen3_1p7b", "bridge_then_opd")
 MOUNTS = "--container-mounts=/a:/b,/c:/d"
@@ -225,3 +236,43 @@ def test_every_sbatch_script_leaves_it_to_one_file() -> None:
         if file.name != "slurm_job.sh":
             assert "srun" not in text and "python" not in text.replace("PYTHON", "")
             assert ". scripts/slurm_job.sh" in text or "exec bash scripts/bridge_qwen3_4b_to_1p7b.sh" in text
+
+
+def test_the_page_has_every_configuration() -> None:
+    """docs/cluster.md starts each file of conf/, and the table of the README names each that is a run."""
+    assert {name for name in LAUNCHED if "scripts/" in LAUNCHED[name] or "srun" in LAUNCHED[name]} == CONFIGURATIONS
+    assert len(SUBMITTED) == len(CONFIGURATIONS) - len(("quickstart", "real_model", "verify"))
+    table = (ROOT / "README.md").read_text().partition("| configuration | objective |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])]
+    assert sorted(named) == sorted(CONFIGURATIONS - {"verify"})
+
+
+@pytest.mark.parametrize("name", SUBMITTED)
+def test_a_command_of_the_page_starts_its_configuration(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every rank is given the configuration, and settings with which it loads and fits the nodes of the script; a dry
+    run plans the very same."""
+    site.run(SUBMITTED[name])
+    *_, rank = site.ranks()
+    assert rank.arguments[:5] == ["-m", "nemo_oprd", "train", "--config-name", name]
+    settings = rank.arguments[5:]
+    config = load_config(name, settings)
+    assert config.output == f"runs/{name}", "each configuration has a directory of its own"
+    monkeypatch.chdir(site.project)
+    for model in {str(source.hf_path) for source in (config.student, *config.teacher_sources)}:
+        shape = SHAPES.get(Path(model).name, SHAPES["DeepSeek-R1-Distill-Qwen-1.5B"])  # of which the others are made
+        Path(model).mkdir(parents=True)
+        (Path(model) / "config.json").write_text(json.dumps({"rope_theta": 10000, **shape}))
+    ranks = int(rank.environment["WORLD_SIZE"])
+    assert not estimate(config, Cluster(ranks, GPUS["h100"])).problems
+    site.run(SUBMITTED[name].replace("sbatch", "bash") + " --dry-run")
+    plan = site.ranks()[-1]
+    assert planned(plan)["--config-name"] == name and planned(plan)["--ranks"] == str(ranks)
+    assert plan.arguments[-len(settings) :] == settings
+
+
+@pytest.mark.parametrize("name", ["quickstart", "real_model"])
+def test_the_scripts_without_slurm_start_their_configuration(name: str) -> None:
+    (_, script) = LAUNCHED[name].split()
+    text = (ROOT / script).read_text()
+    assert re.findall(r"-m nemo_oprd train --config-name (\w+)", text) == [name]
+    assert load_config(name).output.startswith(f"runs/{name}")

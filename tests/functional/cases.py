@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,15 @@ def run_train(overrides: list[str], config: str = "verify") -> None:
     from nemo_oprd.train import train
 
     train(load_config(config, overrides))
+
+
+def said_by_train(overrides: list[str]) -> list[str]:
+    """What each rank writes to stderr in a training run."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        run_train(overrides)
+    everywhere = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, said.getvalue())
+    return everywhere
 
 
 def run_evaluate(overrides: list[str], config: str = "verify") -> None:

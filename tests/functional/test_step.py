@@ -145,3 +145,21 @@ def test_resume_with_tied_embeddings(pools: Pools, tmp_path: Path, layout: str) 
         again = weights(run / "hf")
         for name, value in got.items():
             torch.testing.assert_close(again[name], value, rtol=1e-5, atol=2e-6 * (again_at is not sizes), msg=name)
+
+
+def test_idle_ranks_are_said_once(pools: Pools, tmp_path: Path) -> None:
+    """By the first rank alone, before the first of two steps; with work for all ranks nothing is said."""
+    lines = (GOLDEN / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    recorded = tmp_path / "one.jsonl"
+    recorded.write_text(lines[0])
+    run = [*BASE, "train.steps=2", "train.export_hf=false"]
+    first, second = pools[2].run(
+        "cases:said_by_train", overrides=[*run, f"rollout.replay={recorded}", f"output={tmp_path / 'idle'}"]
+    )
+    warnings = [line for line in first.splitlines() if "idle_ranks" in line]
+    assert len(warnings) == 1 and first.index(warnings[0]) < first.index("step 1/2")
+    assert warnings[0].startswith("warning (idle_ranks): 1 of 2 student ranks have no response in a step of 1,")
+    assert "idle" not in second
+    sizes = ["student.parallel.tensor=2", "teacher.parallel.tensor=2"]
+    busy = [*run, *sizes, f"rollout.replay={recorded}", f"output={tmp_path / 'busy'}"]
+    assert all("idle_ranks" not in said for said in pools[2].run("cases:said_by_train", overrides=busy))

@@ -57,3 +57,19 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "sliding_window": None,
 }
+# DeepSeek-R1-Distill-Qwen-1.5B
+QWEN_1P5B = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}

@@ -7,11 +7,13 @@ that a user expects, and the reason.
 from __future__ import annotations
 
 import pytest
+from answer_readings import READINGS
 
 from nemo_oprd.evaluation.grade import judge
 
 Y, N = True, False
 PAIRS: dict[str, list[tuple[str, str, bool]]] = {
+    **READINGS,
     "whole numbers": [
         ("34", "34", Y),
         ("34", "43", N),
@@ -100,7 +102,7 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         (r"\frac{1}{2}", "2", N),
         (r"\frac{14}{3}", "14/3", Y),
         (r"\frac{14}{3}", r"4\frac{2}{3}", Y),
-        (r"\frac{14}{3}", "4 2/3", N),
+        (r"\frac{14}{3}", "4 2/3", Y),
         (r"1\frac{4}{5}", r"\frac{9}{5}", Y),
         (r"1\frac{4}{5}", "1.8", Y),
         (r"1\frac{4}{5}", r"\frac{4}{5}", N),
@@ -132,7 +134,7 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         (r"18+2\pi", r"2\pi + 18", Y),
         (r"18+2\pi", r"2(\pi+9)", Y),
         (r"-\frac{\pi}{6}", r"\frac{-\pi}{6}", Y),
-        (r"\frac{\pi}{2}", r"90^\circ", N),
+        (r"\frac{\pi}{2}", r"90^\circ", Y),
         ("e^2", "e^{2}", Y),
         (r"\ln 4", r"2\ln 2", Y),
         (r"1+2\sqrt{3}", r"2\sqrt{3}+1", Y),
@@ -346,7 +348,7 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         (r"\sqrt{2}", "1.41421356", Y),
         (r"\sqrt{2}", "1.4", N),
         (r"\pi", "3.14159265", Y),
-        ("100", "1 hundred", N),
+        ("100", "1 hundred", Y),
         ("5", r"5\text{ (the sum)}", Y),
         ("m/n", "m / n", Y),
         (r"x \neq 3", r"x\ne 3", Y),
@@ -365,7 +367,7 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         ("a_1", "a_{1}", Y),
         ("x_1=3,x_2=4", "3,4", Y),
         (r"2\pi r", r"2r\pi", Y),
-        (r"30^\circ", r"\frac{\pi}{6}", N),
+        (r"30^\circ", r"\frac{\pi}{6}", Y),
         ("0,1", "1,0", Y),
         ("(0,1)", "[0,1]", N),
         (r"\frac{1}{2}, \frac{1}{3}", "0.5, 1/3", Y),

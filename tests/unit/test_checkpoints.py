@@ -274,3 +274,22 @@ def test_killed_at_any_call_of_a_save(tmp_path: Path) -> None:
         assert steps(root) == [4, 6]
         assert json.loads((root / checkpoints.BEST).read_text())["step"] == 6
         assert {p.name for p in root.iterdir() if p.name.startswith(".")} <= set(), number
+
+
+def test_state_that_another_rank_gathered_is_no_common_state() -> None:
+    """Megatron compares what is left after sharded and non-persistent values with rank 0's, and warns of a None."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+    from nemo_oprd.checkpointing.training_state import _leave_out_ungathered_state
+
+    groups = {"param_groups": [{"step": 3}]}
+    alone = {"optimizer": dict(groups), "param_state_sharding_type": "fully_reshardable", "param_state": None}
+    chained = {0: {**alone}, 1: {**alone, "param_state": {0: "kept"}}}
+    for state in (alone, chained):
+        _leave_out_ungathered_state(state)
+    assert isinstance(alone["param_state"], LocalNonpersistentObject)
+    assert isinstance(chained[0]["param_state"], LocalNonpersistentObject)
+    assert chained[1]["param_state"] == {0: "kept"}
+    _, common = save_preprocess({"optimizer": alone}, validate_access_integrity=False)
+    assert common == {"optimizer": {"optimizer": groups, "param_state_sharding_type": "fully_reshardable"}}

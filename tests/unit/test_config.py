@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from nemo_oprd.config.loading import default_config_dir, load_config, to_yaml
+from nemo_oprd.config.messages import _all_keys
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.usual_names import USUAL_NAMES
 
 MODELS = ["student.hf_path=a", "teacher.hf_path=b"]
 SHIPPED = sorted(file.stem for file in default_config_dir().glob("*.yaml"))
@@ -126,8 +130,8 @@ def test_saved_configuration_loads_again(tmp_path: Path) -> None:
         ("teacher.ranks=2", "placement=dedicated"),
         ("evaluation.every=5", "data.validation"),
         ("train=3", "expected a group of keys"),
-        ("~train.lr", "not supported"),
-        ("train.lr=1,2", "not supported"),
+        ("~train.lr", "deletes a key"),
+        ("train.lr=1,2", "several values"),
         ("rollout.engine=vllm2", "expected megatron | vllm"),
         ("rollout.vllm.repeat=none", "rollout.vllm.repeat='none': expected responses | step"),
         ("rollout.vllm.gpu_memory_utilization=2", "rollout.vllm.gpu_memory_utilization=2.0: expected"),
@@ -208,3 +212,53 @@ def test_prompt_files_with_weights_in_a_file_and_on_the_command_line(tmp_path: P
     assert load_config("verify", MODELS).data.train_files == ()
     best = ["evaluation.every=5", "evaluation.samples=2", "train.keep_best=val/held_out/avg@2"]
     assert load_config("own", [*MODELS, *best, "evaluation.graders.held_out=number"], tmp_path).train.keep_best
+
+
+def test_the_users_home_directory_in_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["student.hf_path=~/models/a", "teacher.hf_path=/b", "output=~/runs/x", "rollout.replay=~/r.jsonl"]
+    config = load_config("verify", [*given, "data.validation.aime=~/v.jsonl", "data.train=['~/a.jsonl',b.jsonl]"])
+    assert config.student.hf_path == "/home/me/models/a"
+    assert (config.output, config.rollout.replay) == ("/home/me/runs/x", "/home/me/r.jsonl")
+    assert config.data.validation == {"aime": "/home/me/v.jsonl"}
+    assert config.data.train == ["/home/me/a.jsonl", "b.jsonl"]
+    file = {"student": {"hf_path": "~/a"}, "teacher": {"hf_path": "b"}, "data": {"train": {"~/c.jsonl": 1.0}}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(file))
+    config = load_config("own", config_dir=tmp_path)
+    assert config.student.hf_path == "/home/me/a"
+    assert config.data.train == {"/home/me/c.jsonl": 1.0}
+
+
+@pytest.mark.parametrize("text", ["a#b", "é", "a=b", "It's", "a(b)", "run 1", "a,b", "x]", "100 %", "C:\\x"])
+def test_a_key_of_text_takes_every_text(text: str) -> None:
+    assert load_config("verify", [*MODELS, f"output={text}"]).output == text
+    assert load_config("verify", [*MODELS, f"+output={text}"]).output == text
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.learning_rate", "'train.lr'"),
+        ("learning-rate", "'train.lr'"),
+        ("train.batch_size", "'train.prompts_per_step'"),
+        ("max_steps", "'train.steps'"),
+        ("tp", "'student.parallel.tensor'"),
+        ("teacher.pp", "'teacher.parallel.pipeline'"),
+        ("model", "'student.hf_path'"),
+        ("train.betaz", "'train.betas'"),
+        ("student.tensor", "'student.parallel.tensor'"),
+    ],
+)
+def test_what_was_meant(key: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"command line: unknown key {key!r}; did you mean {meant}?")):
+        load_config("verify", [*MODELS, f"{key}=1"])
+
+
+def test_nothing_is_suggested_for_a_key_like_no_other() -> None:
+    with pytest.raises(ValueError, match="unknown key 'optimizer'; expected one of output, precision"):
+        load_config("verify", [*MODELS, "optimizer=adam"])
+
+
+def test_other_programs_names_lead_to_keys() -> None:
+    assert set(USUAL_NAMES.values()) <= set(_all_keys(Config))
+    assert not set(USUAL_NAMES) & set(_all_keys(Config))

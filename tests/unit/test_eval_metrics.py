@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
-from nemo_oprd.evaluation.metrics import Sample, summarize
+from nemo_oprd.evaluation.metrics import MEANINGS, UNDEFINED, Sample, kind_of, summarize
 
 
 def samples(grades: list[list[int]], text: str = "", length: int = 1) -> list[Sample]:
@@ -14,7 +16,7 @@ def samples(grades: list[list[int]], text: str = "", length: int = 1) -> list[Sa
 
 
 def test_avg_and_best():
-    summary = summarize(samples([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]), k=4)
+    summary = summarize(samples([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], text="one two three four"), k=4)
     assert list(summary) == ["avg@4", "best@4", "dist_4g", "avg_len"]
     assert summary["avg@4"] == pytest.approx(4 / 12)
     assert summary["best@4"] == pytest.approx(2 / 3)
@@ -35,8 +37,19 @@ def test_diversity_pools_a_problems_samples_and_averages_over_problems():
     assert summary["avg_len"] == pytest.approx(25.0)
 
 
-def test_no_four_grams_at_all():
-    assert summarize(samples([[1]], text="a b c"), k=1)["dist_4g"] == 0.0
+@pytest.mark.parametrize("text", ["", "a b c", " a\tb\n"])
+def test_diversity_without_any_four_gram_is_absent(text):
+    """A 0 would say that the responses repeat themselves."""
+    assert summarize(samples([[1, 0], [0, 0]], text=text), k=2) == {"avg@2": 0.25, "best@2": 0.5, "avg_len": 1.0}
+
+
+def test_every_metric_has_its_meaning_in_the_docs():
+    """The table of docs/evaluation.md has the words of `MEANINGS`, and all of them."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text()
+    table = re.findall(r"^\| `([a-z_0-9]+)(?:@[nk])?`.*? \| (.*?) \|.*\|$", text.partition("## Metrics")[2], re.M)
+    assert dict(table[: len(MEANINGS)]) == MEANINGS
+    assert all(kind_of(name) == kind for kind in MEANINGS for name in (kind, f"{kind}@8", f"val/a set/teacher/{kind}"))
+    assert set(UNDEFINED) <= set(MEANINGS)
 
 
 def test_order_does_not_matter():

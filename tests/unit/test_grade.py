@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.evaluation import grade
 from nemo_oprd.evaluation.grade import extract_boxed, is_correct
+from nemo_oprd.evaluation.readings import pairs, settle
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
 
@@ -196,3 +198,62 @@ def test_real_answers_equal_themselves(name):
         for given, answer in itertools.pairwise(answers):
             values = {float(text.removesuffix(r"^\circ")) for text in (given, answer)}
             assert is_correct(boxed(given), answer) == (len(values) == 1)
+
+
+def other_spellings(answer: str) -> list[str]:
+    """The same value, written as a model may write it."""
+    powers = re.sub(r"(?<=\d)( ?)\\sqrt", r" \\cdot\\sqrt", answer)
+    powers = re.sub(r"\\sqrt\{?(\d+)\}?", r"{\1}^{0.5}", powers)
+    found = [f"{answer}.", answer.replace(r"\frac", r"\tfrac"), powers]
+    if "=" not in answer and r"\in" not in answer and "text" not in answer:
+        found.append(f"x = {answer}")
+    if re.fullmatch(r"\d{4,6}", answer):
+        found.append(rf"{answer[:-3]}\!,{answer[-3:]}")
+    if degrees := re.fullmatch(r"(\d+)\^\\circ", answer):
+        found += [rf"\frac{{{degrees[1]}\pi}}{{180}}", rf"{degrees[1]}\text{{ degrees}}"]
+    if union := re.fullmatch(r"\((.*?),(.*?)\) \\cup \((.*?),(.*?)\)", answer):
+        sides = [f"{low} < x < {high}" for low, high in (union.groups()[:2], union.groups()[2:])]
+        found.append(r" \text{ or } ".join(sides).replace(r"-\infty < ", "").replace(r"3 < x <  \infty", "x > 3"))
+    if signs := re.fullmatch(r"(\d) \\pm (.*)", answer):
+        whole, rest = signs.groups()
+        found += [f"{whole}-{rest}, {whole}+{rest}", rf"\frac{{{2 * int(whole)} \pm 2({rest})}}{{2}}"]
+    return found
+
+
+def close_wrong_answers(answer: str) -> list[str]:
+    found = [re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), answer, count=1)]
+    if "=" not in answer:
+        found.append(rf"{answer}\text{{ million}}")
+    if re.fullmatch(r"\([^()]*,[^()]*\)", answer):
+        found.append(rf"\{{{answer[1:-1]}\}}")
+    if degrees := re.fullmatch(r"(\d+)\^\\circ", answer):
+        found.append(rf"\frac{{{degrees[1]}\pi}}{{90}}")
+    return [each.replace("\\pm", "+") for each in found if re.search(r"\d", answer) and answer not in ("0", "0.0")]
+
+
+def test_real_answers_in_other_spellings_and_close_wrong_ones():
+    pytest.importorskip("math_verify")
+    path = DATA / "math_500.parquet"
+    if not path.exists():
+        pytest.skip("needs ../shared/data/math_500.parquet beside the repository")
+    answers = list(dict.fromkeys(prompt.answer or "" for prompt in load_prompts(path)))
+    right = {(answer, given) for answer in answers for given in other_spellings(answer)}
+    wrong = {(answer, given) for answer in answers for given in close_wrong_answers(answer)}
+    assert {pair for pair in right if not grade.judge(pair[1], pair[0]).correct} == set()
+    assert {pair for pair in wrong if grade.judge(pair[1], pair[0]).correct} == set()
+    assert len(right) > 1000 and len(wrong) > 400
+    following = [(a, b) for a, b in itertools.pairwise(answers)]
+    assert {pair for pair in following if grade.judge(pair[1], pair[0]).correct} <= {("336", r"336^\circ")}
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [r"\pm ", r"\mp1", "x<", r"\text{ or }", "1,", "(", r"\{", "^\\circ", r"k\in Z", "1:", r"1\text{ cm}", "a.m."],
+)
+def test_readings_of_degenerate_answers_are_quick_and_short(unit):
+    text, start = unit * (grade.MAX_CHARACTERS // len(unit)), time.process_time()
+    for given, answer in ((text, "5"), (text, r"\pi"), (text, "(1,2)"), (f"1 {text}", rf"1\pm{text}")):
+        settle(given, answer)
+        found = list(pairs(given, answer))
+        assert len(found) <= 4 and max(len(each) for pair in found for each in pair) < 20_000
+    assert time.process_time() - start < 2

@@ -285,7 +285,7 @@ def test_no_model_and_no_torch(tmp_path: Path) -> None:
         (["RUN", "--grader", "boxd"], "--grader='boxd': expected one of boxed"),
         (["RUN", "--grader", "plus=boxed"], "--grader plus=boxed: there is no such set, expected one of sums"),
         (["RUN", "--data", "plus=x.jsonl"], "--data plus=x.jsonl: there is no such set"),
-        (["RUN", "--data", "missing.jsonl"], "missing.jsonl: there is no such file"),
+        (["RUN", "--data", "missing.jsonl"], "missing.jsonl: no such file"),
         (["RUN", "--judge", "maths"], "--judge='maths': expected one of math_verify, text"),
         (["RUN", "RUN2", "--output", "OUT"], "with 2 evaluations, expected one; omit it"),
         (["RUN", "--grader", "number", "--grader", "boxed"], "expected one value for each set"),

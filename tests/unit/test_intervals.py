@@ -106,8 +106,21 @@ def test_intervals_hold_what_they_promise() -> None:
     assert 180 <= held <= 199, held
 
 
-def test_all_nan_has_an_interval_of_zero() -> None:
-    assert bootstrap({"dist_4g": np.array([np.nan, np.nan])}, resamples=10)["dist_4g"] == (0.0, 0.0)
+def test_a_metric_without_any_value_is_left_out() -> None:
+    """Of short responses there is no diversity: not 0, no interval, no difference, not even from a value."""
+    nothing = np.array([np.nan, np.nan])
+    assert list(bootstrap({"dist_4g": nothing, "avg": np.ones(2)}, resamples=10)) == ["avg"]
+    short = [GradedSample(problem, "a b", True, 2, vote="1") for problem in range(3)]
+    long = [GradedSample(problem, "a b c d", True, 2, vote="1") for problem in range(3)]
+    found = measure(short, 1)
+    assert not any("dist_4g" in name for name in found) and found["avg@1"] == 1.0 and found["avg_len/ci"] == [2.0, 2.0]
+    assert "dist_4g" not in scalars(found) and scalars(measure(long, 1))["dist_4g"] == 1.0
+    for after, before in ((short, long), (long, short), (short, short)):
+        gaps = paired_differences(per_problem(after, 1), per_problem(before, 1))
+        assert "dist_4g" not in gaps and gaps["avg"].value == 0
+    one = [GradedSample(0, "a b c d", True, 2), GradedSample(1, "a", True, 2)]
+    other = [GradedSample(0, "a", True, 2), GradedSample(1, "a b c d", True, 2)]
+    assert "dist_4g" not in paired_differences(per_problem(one, 1), per_problem(other, 1)), "no problem in common"
 
 
 def test_pairing_finds_a_small_difference_that_the_intervals_hide() -> None:

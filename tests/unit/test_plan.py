@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_configs import LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE
+from family_configs import LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE, QWEN_1P5B
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_oprd.capacity.activations import layer_bytes, microbatches_in_flight
@@ -27,21 +27,6 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import parse_model_spec
 
 FAMILY_CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "phi3": PHI3}
-QWEN_1P5B = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 28,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture
@@ -147,7 +132,7 @@ def test_what_does_not_fit_has_alternatives_that_do(pair: list[str]) -> None:
     cluster = Cluster(8, GPUS["h100"])
     near = alternatives(config, cluster, Lengths())
     assert near
-    assert near[0].changes == {"student.recompute": "full"}
+    assert {"student.recompute": "full"} in [each.changes for each in near]
     for each in near:
         assert not estimate(changed(config, each.changes), cluster).problems
         written = load_config("oprd_1p5b", [*pair, *settings, *each.arguments.split()])

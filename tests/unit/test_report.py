@@ -113,7 +113,7 @@ def test_several_runs_overlay(tmp_path):
     other = [{name: value for name, value in row.items() if not name.startswith("rep/")} for row in rows(4)]
     page = report(run(tmp_path / "a"), run(tmp_path / "b"), run(tmp_path / "c", other))
     figures = dict(re.findall(r"<figure[^>]*><figcaption><h3>(.*?)</h3>(.*?)</figure>", page, flags=re.DOTALL))
-    legends = {title: re.findall(r"</i>(.*?)</span>", body) for title, body in figures.items()}
+    legends = {title: re.findall(r"</i><bdi>(.*?)</bdi></span>", body) for title, body in figures.items()}
     assert legends["Accuracy on toy"] == ["a", "b", "c", "teacher"]
     assert legends["Representation loss"] == ["a", "b"]
     assert figures["Representation loss"].count("<svg") == 1

@@ -12,6 +12,7 @@ from report_runs import PROBLEMS, TOKENS, make_run
 
 from nemo_oprd.cli import main
 from nemo_oprd.commands import report as command
+from nemo_oprd.evaluation.metrics import MEANINGS
 from nemo_oprd.observability.run_reader import read_run
 from nemo_oprd.report import page as pages
 from nemo_oprd.report.numbers import interval, number, signed
@@ -282,7 +283,7 @@ def test_accuracy_over_time_and_entropies(page: str) -> None:
     figures = dict(re.findall(r"<figcaption><h3>(.*?)</h3><p>(.*?)</p>", page))
     assert figures["Accuracy on sums over time"].endswith("circle area: peak memory (3.6 GB, 3.6 GB)")
     legend = re.search(r"<h3>Entropies</h3>.*?</figcaption>", page, flags=re.DOTALL)
-    assert legend and re.findall(r"</i>(.*?)</span>", legend[0]) == [
+    assert legend and re.findall(r"</i><bdi>(.*?)</bdi></span>", legend[0]) == [
         "a, student",
         "a, teacher",
         "b, student",
@@ -307,3 +308,25 @@ def test_numbers() -> None:
     assert interval("val/x/maj@4", [0.1, 0.25]) == "[10.0, 25.0]" and interval("x", None) == ""
     assert signed("avg", -0.125) == f"{MINUS}12.5" and signed("avg_len", 3.25) == "+3.25"
     assert pages.REFRESH_S > 0
+
+
+def test_every_column_has_its_meaning_in_plain_sight(page: str) -> None:
+    """Beside the tables, not behind a pointer that hovers; one line for the names of one metric."""
+    validation = section(page, "Validation")
+    listed = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html.unescape(validation)))
+    columns = set(re.findall(r'<th class="number">(.*?)</th>', validation + section(page, "Paired differences")))
+    assert {name for names in listed for name in names.split(", ")} == columns
+    assert listed["avg, avg@2"] == MEANINGS["avg"]
+    assert set(listed.values()) <= set(MEANINGS.values())
+
+
+def test_a_metric_without_a_value_is_no_zero_and_no_earlier_value(tmp_path: Path) -> None:
+    """Responses of fewer than four words have no diversity: the table says so at the evaluation that has none."""
+    run = make_run(tmp_path / "a")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[0] |= {"val/sums/dist_4g": 0.5}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+    student, teacher = rows(section(page, "Validation"))[1:]
+    assert student[-1] == "0.500 → - (no response has 4 words)" and teacher[-1] == "- (no response has 4 words)"
+    assert student[3] == "9 → 8" and teacher[3] == "", "only diversity may lack a value"

@@ -28,9 +28,10 @@ def find_python(config: Config) -> Path:
     given = config.rollout.vllm.python
     python = DEFAULT_PYTHON if given is None else Path(given)
     if not python.is_file():
+        found = "is a directory" if python.is_dir() else "does not exist"
         raise ValueError(
-            f"rollout.vllm.python={given}: {python} does not exist; expected the Python interpreter of an environment "
-            f"with vLLM: {SETUP}"
+            f"rollout.vllm.python={given}: {python} {found}; expected the Python interpreter of an environment with "
+            f"vLLM: {SETUP}"
         )
     return python
 

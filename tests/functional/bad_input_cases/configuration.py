@@ -4,17 +4,46 @@
 # fmt: off
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 from bad_input_case import Category
 
 CATEGORIES: list[Category] = []
+
+
+def nothing_installed() -> contextlib.AbstractContextManager:
+    return mock.patch("nemo_oprd.setup.preflight.find_spec", return_value=None)
+
 
 case = Category("Configuration")
 CATEGORIES.append(case)
 case("unknown key", "a key that does not exist", "'train.lrr' | did you mean 'train.lr'", "train.lrr=1")
 case("unknown group", "a group that does not exist", "'studnet.hf_path' | did you mean 'student.hf_path'", "studnet.hf_path=x")
 case("unlike any key", "a key like no other", "'zzz' | expected one of output, precision", "zzz=1")
-case("no value", "an override without a value", "'train.lr' | expected | KEY=VALUE", "train.lr", library=r"verify: (.*); expected")
+case("no value", "an override without a value", "command line: 'train.lr' has no '=' | expected KEY=VALUE | write train.lr=VALUE", "train.lr")
+case("colon", "a colon where an equals sign belongs", "'train.lr:1e-4' has no '=' | write train.lr=1e-4", "train.lr:1e-4")
+case("space before the equals sign", "a space before the equals sign", "'train.lr ' is not a key | without spaces | write train.lr=VALUE", "train.lr =1")
+case("no key", "an override without a key", "'=1' has no key | expected KEY=VALUE | name a key", "=1")
+case("two equals signs", "two equals signs", "'train.lr==1' has '=' twice | write one", "train.lr==1")
+case("empty path", "an empty path", "student.hf_path='': expected a path | give one", "student.hf_path=")
+case("comma at the end", "a comma after a value", "train.lr=5e-4,: ends with a comma | write train.lr=5e-4", "train.lr=5e-4,")
+case("parentheses", "parentheses around a list", "begins with a parenthesis | write \"train.betas=[0.9,0.95]\"", "train.betas=(0.9,0.95)")
+case("open bracket", "a bracket that is not closed", "loss.representation.layers=[1,2: has '[' and ']' that are no pairs | correct it", "loss.representation.layers=[1,2")
+case("open quote", "a quote that is not closed", "begins with the quote ' alone | one pair of quotes", "student.hf_path='a")
+case("text after a quote", "text after a closing quote", "has more text after the closing quote | one pair of quotes", "data.suffix='It''s'")
+case("list of unquoted texts", "a list with texts that need quotes", "data.train=[~/a,~/b]: is not a value that can be read | in quotes", "data.train=[~/a,~/b]")
+case("no such variable", "an interpolation of what is no key", "command line: student.hf_path holds an interpolation that leads nowhere | expected ${{KEY}} | ${{oc.env:NAME}} | correct it", "student.hf_path=${NOWHERE}/x")
+case("key of other programs", "a key that other programs have", "unknown key 'train.learning_rate'; did you mean 'train.lr'?", "train.learning_rate=1e-4")
+case("key without its group", "a key without its group", "unknown key 'lr'; did you mean 'train.lr'?", "lr=1e-4")
+case("no W&B", "W&B where it is not installed", "logging.wandb=mine needs the package wandb | expected null | pip install 'nemo-oprd[wandb]'", "logging.wandb=mine", "logging.tensorboard=false", wrap=nothing_installed)
+case("no TensorBoard", "TensorBoard where it is not installed", "logging.tensorboard=true needs the package tensorboard | expected false | pip install tensorboard", "logging.tensorboard=true", wrap=nothing_installed)
+case("defaults of nothing", "a list of defaults that names no file", "its list `defaults` names nowhere | expected a file beside it | correct the list", prepare=lambda p: (p.root / "other.yaml").write_text("defaults: [nowhere, _self_]\n"), arguments=("--config-dir", "{root}", "--config-name", "other"))
+case("no such file of a group", "a group's file that does not exist", "loss=mine: no mine.yaml in {root}/loss | expected one of ['entry'] | choose one", "loss=mine", prepare=lambda p: [(p.root / "loss").mkdir(), (p.root / "loss" / "entry.yaml").write_text("{{}}"), (p.root / "other.yaml").write_text("seed: 1\n")], arguments=("--config-dir", "{root}", "--config-name", "other"))
 case("no such configuration", "a configuration that does not exist", "quikstart | expected one of | did you mean 'quickstart'", arguments=("--config-name", "quikstart"))
+case("path of a configuration", "a path where a configuration's name belongs", "own: is a path, expected a name | write --config-dir {root} --config-name own", prepare=lambda p: (p.root / "own.yaml").write_text("seed: 1\n"), arguments=("--config-name", "{root}/own.yaml"))
+case("file for numbers that is a directory", "a directory where `doctor` is to write its findings", "--json {root}: is a directory, expected a file | add a name", command="doctor", arguments=("--json", "{root}"))
+case("file for numbers in no directory", "a file in a directory that does not exist", "--json {root}/no/x.json: there is no directory {root}/no | create it", command="doctor", arguments=("--json", "{root}/no/x.json"))
 case("no such directory", "a configuration directory that does not exist", "{root}/nowhere | no such directory | expected one with verify.yaml", arguments=("--config-dir", "{root}/nowhere"))
 case(
     "broken YAML", "a YAML file with a mistake", "configuration broken | expected YAML | correct it",
@@ -53,6 +82,7 @@ case("replay of another engine's routes", "replay of routes that the engine does
 case("endpoints and replicas", "servers that are there, and servers to start", "rollout.vllm.endpoints=['http://127.0.0.1:8000'] with replicas=2 | expected either servers that are there or servers that this run starts | leave one of the two out", "rollout.vllm.endpoints=['http://127.0.0.1:8000']", "rollout.vllm.replicas=2")
 case("no server's address", "an endpoint that is no address", "rollout.vllm.endpoints: 'node7:8000' is not the address of a server | expected e.g. http://", "rollout.engine=vllm", "rollout.vllm.endpoints=['node7:8000']")
 case("no interpreter of vLLM", "an interpreter of vLLM's environment that does not exist", "rollout.vllm.python={root}/nowhere | does not exist | scripts/setup_vllm.sh", "rollout.engine=vllm", "rollout.vllm.python={root}/nowhere")
+case("directory for an interpreter", "a directory where an interpreter belongs", "rollout.vllm.python={root}: {root} is a directory | expected the Python interpreter", "rollout.engine=vllm", "rollout.vllm.python={root}")
 case("weight without a kind", "a weight for an output-space term that there is none of", "loss.output.weight=1.0 with loss.output.kind=none | choose a kind, or weight 0", "loss.output.weight=1")
 case("misspelt distance", "a distance that does not exist", "loss.representation.kind='mes': expected one of mse, normalized_mse, cosine, or MODULE:FUNCTION | did you mean 'mse'", "loss.representation.kind=mes")
 case("misspelt divergence", "a divergence that does not exist", "loss.output.kind='full_vocabulary': expected one of none, sampled_token | did you mean 'full_vocab'", "loss.output.kind=full_vocabulary")
@@ -101,7 +131,7 @@ case("projectors without a loss", "projectors to train and a schedule that leave
 case("no bridge to train", "a bridge to train where there is none", "bridge.train=true with bridge.path=none | expected a bridge to train | set bridge.path", "bridge.train=true")
 case("a bridge without a loss", "a trained bridge that no loss reaches", "bridge.train=true with loss.representation.weight=0.0 | no loss reaches | expected a weight above 0", "bridge.train=true", "bridge.path=full_width", "loss.representation.weight=0")
 case("trained bridge and bf16", "a trained bridge with Megatron's plain bf16 optimizer", "precision=bf16 and train.distributed_optimizer=false | expected the distributed optimizer | set train.distributed_optimizer=true", "bridge.train=true", "bridge.path=full_width", "precision=bf16", "train.distributed_optimizer=false")
-case("deletion", "a deletion", "~train.lr | expected key=value | give one value", "~train.lr")
-case("sweep", "a sweep over values", "train.lr=1,2 | expected key=value | not supported", "train.lr=1,2")
+case("deletion", "a deletion", "'~train.lr' deletes a key | expected KEY=VALUE | give another value", "~train.lr")
+case("sweep", "a sweep over values", "train.lr=1,2: several values | expected one value | give one", "train.lr=1,2")
 case("empty sample", "`doctor` with a sample of nothing", "--problems=0 | expected at least 1 | choose", command="doctor", arguments=("--problems", "0"))
 case("verify without rollouts", "`verify` without rollouts", "rollout.replay | set rollout.replay=FILE", command="verify", arguments=("no replay",))

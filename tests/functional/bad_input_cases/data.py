@@ -34,7 +34,10 @@ def parquet(place: Place, content: dict[str, list] | bytes) -> None:
 
 PARQUET = "data.train={root}/prompts.parquet"
 case("no prompts set", "no prompt file at all", "data.train=null | expected a file of prompts | set data.train=FILE", "data.train=null")
-case("no prompt file", "a prompt file that does not exist", "nowhere.jsonl: there is no such file | give the path", "data.train={root}/nowhere.jsonl")
+case("no prompt file", "a prompt file that does not exist", "nowhere.jsonl: no such file | give its path", "data.train={root}/nowhere.jsonl")
+case("prompt directory", "a directory where a prompt file belongs", "{root}: is a directory, with prompts.jsonl, rollouts.jsonl in it | expected a .parquet or .jsonl file | give its path", "data.train={root}")
+case("directory without prompts", "a directory without prompt files", "student: is a directory, and has no .parquet or .jsonl file in it | give its path", "data.train={root}/student")
+case("validation directory", "a directory where a validation file belongs", "{root}: is a directory, with prompts.jsonl", "data.validation.held={root}", command="evaluate")
 case("ending", "a prompt file of another kind", "extension '.csv' | expected .parquet or .jsonl | convert", "data.train={root}/prompts.csv", prepare=lambda p: (p.root / "prompts.csv").write_text("a"))
 case("empty prompt file", "an empty prompt file", "prompts.jsonl: holds no prompts | expected at least one row", prepare=prompt_file(""))
 case("malformed JSONL", "a line that is not JSON", "prompts.jsonl, line 2: not valid JSON | write one UTF-8 JSON object per line", prepare=prompt_file('{"prompt": "1"}\n{"prompt": \n'), library=r"JSON \((.*?)\);")
@@ -46,7 +49,7 @@ case("corrupt parquet", "a parquet file of other bytes", "prompts.parquet: not a
 case("parquet without a column", "a parquet file without prompts", "prompts.parquet, row 0: none of the fields | write rows", PARQUET, prepare=lambda p: parquet(p, {"text": ["1"]}))
 case("prompts too long", "prompts that are all too long", "data.max_prompt_tokens=1 | every prompt is longer | raise it", "data.max_prompt_tokens=1")
 case("no room for a response", "a prompt as long as the model's positions", "prompt 0 has | 64 positions | data.max_prompt_tokens", prepare=prompt_file(json.dumps({"prompt": "1" * 80}) + "\n"))
-case("no validation file", "a validation file that does not exist", "nowhere.jsonl: there is no such file", "data.validation.held={root}/nowhere.jsonl", command="evaluate")
+case("no validation file", "a validation file that does not exist", "nowhere.jsonl: no such file", "data.validation.held={root}/nowhere.jsonl", command="evaluate")
 case("no validation set", "`evaluate` without a set", "data.validation is empty | name at least one", command="evaluate", arguments=("no validation",))
 case("set with a path as its name", "a set whose name is no file name", "has a set 'a/b' | expected letters, digits | rename the set", "data.validation={a/b: {root}/prompts.jsonl}", command="evaluate", arguments=("no validation",))
 case("problem without answer", "a problem without an answer", "problem 1 has no answer | add an answer", command="evaluate", prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1"}]))
@@ -97,6 +100,7 @@ def rollouts(name: str, what: str, says: str, *rows: Any, overrides: tuple[str, 
     case(name, what, says, *overrides, command="verify", prepare=lambda place: place.rollouts.write_text(lines), **settings)
 
 
+case("rollout directory", "a directory where a file of rollouts belongs", "rollout.replay={root}: is a directory, with prompts.jsonl, rollouts.jsonl in it | give its path", "rollout.replay={root}", command="verify")
 case("no rollout file", "a rollout file that does not exist", "rollout.replay={root}/nowhere: no such file | expected a JSONL", "rollout.replay={root}/nowhere", command="verify")
 rollouts("empty rollout file", "an empty rollout file", "the file holds no rollouts | expected one JSON object per line")
 rollouts("malformed rollout", "a line that is not JSON", "rollouts.jsonl:2: not valid JSON | write one", ROLLOUT, "{", library=r"JSON \((.*?)\);")

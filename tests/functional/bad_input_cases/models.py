@@ -120,6 +120,7 @@ def pickled(place: Place) -> None:
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
+case("file for a model", "a file where a model's directory belongs", "prompts.jsonl: is a file | expected the directory of a Hugging Face model | name the directory", "student.hf_path={root}/prompts.jsonl")
 case("missing shard", "a shard that the index names and that is not there", "model-00002.safetensors: no such file | 1 of 2 shards | copy it", prepare=lambda p: shard(p, a="model-00002.safetensors"))
 case("shard elsewhere", "an index that names a file elsewhere", "names '../teacher/model.safetensors' | expected a file in | correct the index", prepare=lambda p: shard(p, a="../teacher/model.safetensors"))
 case("broken index", "an index that is not JSON", "index.json: not valid JSON | expected an object with weight_map: copy it", prepare=lambda p: (p.student / "model.safetensors.index.json").write_text("{"), library=r"JSON \((.*?)\);")

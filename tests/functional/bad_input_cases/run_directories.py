@@ -52,11 +52,27 @@ def other_evaluation(place: Place) -> None:
     (place.output / "generations" / "held.jsonl").write_text("{}\n")
 
 
+def trained(place: Place) -> None:
+    """A run directory with the settings of its two steps."""
+    from nemo_oprd.config.loading import load_config, to_yaml
+
+    place.checkpoint()
+    models = [f"{role}.hf_path={place.root / role}" for role in ("student", "teacher")]
+    settings = [f"output={place.output}", "train.steps=2", f"data.train={place.prompts}"]
+    (place.output / "config.yaml").write_text(to_yaml(load_config("verify", [*models, *settings])))
+    (place.output / "metrics.jsonl").write_text('{"step": 2, "time": 0.0, "rep/loss": 1.0}\n')
+
+
 case("output a file", "an output that is a file", "output={root}/prompts.jsonl | is a file, expected a directory | choose another output", "output={root}/prompts.jsonl")
 case("output below a file", "an output below a file", "prompts.jsonl is a file, expected a directory", "output={root}/prompts.jsonl/run", command="verify")
-case("no output", "an empty output", "output='' | expected a directory | name one", "output=''")
+case("no output", "an empty output", "output='' | expected a path | give one", "output=''")
 case("unwritable", "an output that may not be written", "output={root}/run | Permission denied | change its permissions", wrap=no_permission)
 case("full disk", "a disk that is full", "output={root}/run | No space left on device | free some space", wrap=full_disk, command="evaluate")
+case("evaluation into a run", "`evaluate` into the directory of a run", "output={root}/run exists and is not an evaluation; choose another directory: it is a training run that train made", prepare=trained, command="evaluate")
+case("run into an evaluation", "`train` into the directory of an evaluation", "output={root}/run exists and is not a training run; choose another directory: it is an evaluation that evaluate made", prepare=other_evaluation)
+case("run over a file", "`train` into a directory with a file that it would overwrite", "output={root}/run holds metrics.jsonl, which train would overwrite and did not make | choose another output", prepare=lambda p: [p.output.mkdir(), (p.output / "metrics.jsonl").write_text("mine")])
+case("evaluation in a run's place", "`evaluate` into a part of a run", "output={root}/run/evaluations/mine belongs to {root}/run, a training run that train made, which writes evaluations there | choose another output", "output={root}/run/evaluations/mine", prepare=trained, command="evaluate")
+case("report over a file", "`report` over a file that it did not make", "--output {root}/prompts.jsonl exists, and report did not make it | choose another name", command="report", arguments=("{root}/run", "--output", "{root}/prompts.jsonl"), prepare=trained)
 case("output of something else", "`verify` into a directory of something else", "output={root}/run exists and is not a verify result | choose another", prepare=earlier_result, command="verify")
 case("other responses", "`evaluate` into a directory of another evaluation", "run/generations holds responses with samples=16, expected 2 | remove that directory, or choose another output", "evaluation.samples=2", prepare=other_evaluation, command="evaluate")
 case("responses of unknown origin", "`evaluate` into a directory with responses that nothing describes", "about.json: no such file, expected how the responses beside it were sampled | remove that directory", prepare=lambda p: [other_evaluation(p), (p.output / "generations" / "about.json").unlink()], command="evaluate")
@@ -118,6 +134,9 @@ case("checkpoint and config", "a checkpoint with another model's config", "but h
 case("missing chunk file", "a checkpoint without one of its files", "__0_0.distcp can't be read (it is missing, expected | copy its *.distcp files again", MEGATRON, prepare=lambda p: (p.converted / "__0_0.distcp").unlink(), library=r"missing, expected (\d+)")
 case("truncated chunk file", "a truncated checkpoint file", "__0_0.distcp can't be read (it has 5000 bytes, expected | copy", MEGATRON, prepare=lambda p: cut(p.converted / "__0_0.distcp", 5000), library=r"bytes, expected (\d+)")
 case("tracker", "a tracker file that holds no number", "latest_checkpointed_iteration.txt holds 'garbage' | expected the number of a checkpoint | write the number of one of [2]", prepare=lambda p: p.checkpoint("garbage"))
+case("fewer steps than done", "a run that has more steps than it is asked for", "train.steps=1: output={root}/run has a checkpoint after 2 steps | expected at least 2 | raise train.steps, or choose another output", "train.steps=1", prepare=trained)
+case("changed settings", "a run that goes on with other settings", "step 2 of output={root}/run was made with other settings | train.lr: 1e-05 -> 0.1, train.weight_decay: 0.01 -> 0.5 | set them back, or choose another output, or go on with train.allow_changes=[train.lr,train.weight_decay]", "train.lr=0.1", "train.weight_decay=0.5", "student.parallel.pipeline=1", prepare=trained)
+case("leave for an unknown key", "leave to change a key that does not exist", "train.allow_changes: unknown key 'train.lrr' | did you mean 'train.lr'?", "train.allow_changes=[train.lrr]")
 case("half-written", "a checkpoint that is not complete", "iter_0000002 is incomplete (state.json is missing) | expected one to resume from | remove {root}/run/checkpoints to start over", prepare=lambda p: (p.checkpoint() / "state.json").unlink())
 case("checkpoint of another model", "a run directory of another model", "iter_0000002 is a checkpoint of another model: ffn_size=40 there, and 48 | choose another output", prepare=lambda p: [p.edit(p.checkpoint() / "hf" / "config.json", intermediate_size=40), p.write_state()])
 case("damaged index", "a damaged index", ".metadata can't be read | expected the index | copy the checkpoint again", prepare=lambda p: [cut(p.checkpoint() / ".metadata", 100), p.write_state()], library=r"read \((.*?)\); expected")

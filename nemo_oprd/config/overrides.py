@@ -1,0 +1,103 @@
+"""KEY=VALUE of the command line: read by Hydra's grammar, and refused in this project's words.
+
+The grammar has no `~`, `#`, quotes inside a text or letters beyond ASCII. A key of text takes such a value as it
+stands, so that paths need no quotes. Values in lists, and the values of other keys, follow the grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+_OPENING = {"[": "]", "{": "}", "(": ")"}
+
+
+def key_of(text: str) -> str:
+    """The key of an override, without the `+` and `++` of Hydra, which change nothing here.
+
+    Raises:
+        ValueError: `text` is not KEY=VALUE.
+    """
+    if text.startswith("~"):
+        raise ValueError(
+            f"command line: {text!r} deletes a key, and every key has a value here; expected KEY=VALUE: give another "
+            "value, such as null"
+        )
+    key, equals, value = text.lstrip("+").partition("=")
+    if not equals:
+        colon = re.fullmatch(r"([\w.]+):\s*(\S.*)", text)
+        name = key.strip() if re.fullmatch(r"\s*[A-Za-z][\w.]*\s*", key) else "KEY"
+        fix = f"write {colon[1]}={colon[2]}" if colon else f"write {name}=VALUE"
+        raise ValueError(f"command line: {text!r} has no '='; expected KEY=VALUE: {fix}")
+    if not key.strip():
+        raise ValueError(f"command line: {text!r} has no key before '='; expected KEY=VALUE: name a key")
+    if key.split() != [key]:
+        raise ValueError(
+            f"command line: {key!r} is not a key; expected KEY=VALUE without spaces around the key: write "
+            f"{''.join(key.split())}=VALUE"
+        )
+    if value.startswith("="):
+        raise ValueError(f"command line: {text!r} has '=' twice; expected KEY=VALUE: write one")
+    return key
+
+
+def parse(text: str, *, may_be_text: bool, may_be_list: bool) -> Override:
+    """An override in Hydra's form.
+
+    Args:
+        text: KEY=VALUE, with a key (`key_of`).
+        may_be_text, may_be_list: what the key takes.
+
+    Raises:
+        ValueError: the value is not in the grammar, or is several values.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, value = text.lstrip("+").partition("=")
+    as_text = f"{key}={quoted(value)}"
+    parser = OverridesParser.create()
+    try:
+        parsed = parser.parse_override(f"{key}={value}")
+    except HydraException as error:
+        if may_be_text and value[:1] not in ("[", "{", "'", '"'):
+            return parser.parse_override(as_text)
+        raise ValueError(f"{key}={value}: {_what_is_wrong(key, value)}") from error
+    if not parsed.is_sweep_override():
+        return parsed
+    if may_be_text and not may_be_list:
+        return parser.parse_override(as_text)
+    fix = f'put a list into brackets, "{key}=[{value}]"' if may_be_list else "give one"
+    raise ValueError(f"{key}={value}: several values, which Hydra calls a sweep; expected one value: {fix}")
+
+
+def quoted(text: str) -> str:
+    """The text in Hydra's quotes."""
+    # in quotes Hydra reads backslashes as they are, except before a quote
+    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", text)
+    return "'" + re.sub(r"\\+$", lambda found: found[0] * 2, escaped) + "'"
+
+
+def _what_is_wrong(key: str, value: str) -> str:
+    """A value that is not in the grammar: why, what was expected, and the fix."""
+    stripped = value.strip()
+    first = stripped[:1]
+    if first in ("'", '"'):
+        rest = re.sub(r"\\.", "", stripped[1:])
+        why = "has more text after the closing quote" if first in rest else f"begins with the quote {first} alone"
+        return f"{why}; expected a text in one pair of quotes: correct it"
+    if stripped.endswith(","):
+        return f"ends with a comma; expected one value: write {key}={stripped.rstrip(', ')}"
+    if first == "(":
+        return f'begins with a parenthesis; expected a list in brackets: write "{key}=[{stripped.strip("()")}]"'
+    for opening, closing in _OPENING.items():
+        missing = stripped.count(opening) - stripped.count(closing)
+        if missing:
+            return f"has '{opening}' and '{closing}' that are no pairs; expected one of each: correct it"
+    return (
+        "is not a value that can be read; expected a number, a list [a,b] or a group {a:1,b:2}: write texts with other "
+        """characters than letters, digits and /-.:_ in quotes inside the shell's, such as "['~/a','b c']\""""
+    )

@@ -1,0 +1,169 @@
+"""Who may write into which directory: one rule for all commands (docs/runs.md, "Whose directory it is").
+
+    A command writes into a directory that is missing or empty, or that it made itself. It refuses one that another
+    command made, a place inside such a directory that belongs to that command, and one in which a file that is there
+    has a name that the command writes. Other files, such as a log, stay as they are; a command that replaces its own
+    earlier results (`replaces`) wants no such files beside them.
+
+What a directory is shows in the files that its command writes first (`signs`), so directories of earlier versions and
+copies are recognised, too. Hidden files say nothing. Files that a command writes alone have `check_file`. Imports
+nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A command, and what it makes.
+
+    Attributes:
+        command: its name.
+        what: the directory in words.
+        signs: patterns of files; any of them shows that the command made the directory. A sign may be a test of the
+            directory instead.
+        writes: further names that the command writes.
+        replaces: it replaces its earlier results as a whole.
+    """
+
+    command: str
+    what: str
+    signs: tuple[str | Callable[[Path], bool], ...]
+    writes: tuple[str, ...] = ()
+    replaces: bool = False
+
+
+def _has_run_config(directory: Path) -> bool:
+    """Whether config.yaml is a complete configuration, as a run writes it, and not somebody's file of that name."""
+    file = directory / "config.yaml"
+    if not file.is_file():
+        return False
+    groups = set(re.findall(r"^(\w+):", file.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE))
+    return {"output", "student", "teacher", "loss", "rollout", "train"} <= groups
+
+
+def _has_responses_of_compare(directory: Path) -> bool:
+    """Whether teacher.jsonl is of compare, which writes teacher.json right after it."""
+    file = directory / "teacher.jsonl"
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        line = stream.readline()
+    return all(f'"{name}": '.encode() in line for name in ("prompt", "response", "ended", "prompt_ids"))
+
+
+def _has_model(directory: Path) -> bool:
+    """Whether config.json is that of a Hugging Face model."""
+    file = directory / "config.json"
+    return file.is_file() and b'"model_type"' in file.read_bytes()
+
+
+_GRADED = ("disagreements", "evaluation.json", "differences.json")
+# The first one whose sign is there made the directory: a run holds what looks like the results of other commands.
+MAKERS = (
+    Maker(
+        "train",
+        "a training run",
+        (_has_run_config, "checkpoints/latest_checkpointed_iteration.txt", "checkpoints/iter_*"),
+        (
+            *("config.yaml", "metrics.jsonl", "data.json", "environment.json", "tensorboard", "rollouts"),
+            *("evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id"),
+        ),
+    ),
+    Maker("compare", "a comparison of models", ("teacher.json", _has_responses_of_compare), ("teacher.jsonl",)),
+    Maker("evaluate", "an evaluation", ("generations",), ("grades", *_GRADED)),
+    Maker("grade", "grades of an evaluation", ("grades",), _GRADED),
+    Maker("fit-bridge", "a bridge", ("bridge.json", "bridge.safetensors", "rollouts/about.json"), ("rollouts",), True),
+    Maker("verify", "a verify result", ("losses.json", "grads.safetensors"), (), True),
+    Maker("toy", "a toy pair", ("toy.json",), ("student", "teacher", "prompts")),
+    Maker("export", "a model", (_has_model, ".metadata"), ("*",)),
+)
+_BY_COMMAND = {maker.command: maker for maker in MAKERS}
+
+
+def maker_of(directory: Path) -> Maker | None:
+    """The command that made a directory; None for a missing or empty one, and for one that no command made."""
+    if not directory.is_dir():
+        return None
+    for maker in MAKERS:
+        for sign in maker.signs:
+            if sign(directory) if callable(sign) else any(directory.glob(sign)):
+                return maker
+    return None
+
+
+def check_directory(
+    directory: Path, command: str, key: str = "output", *, writes: Collection[str] = (), others: Collection[str] = ()
+) -> None:
+    """Raises ValueError, naming the option `key`, unless `command` may write into `directory`; writes nothing.
+
+    Args:
+        command: of a `Maker`.
+        writes: names that this call writes besides those of the `Maker`.
+        others: commands whose directories this call may write into, too.
+    """
+    mine, fix = _BY_COMMAND[command], f"choose another {key.removeprefix('--')}"
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{key}={directory}: {directory} is a file, expected a directory; {fix}")
+    visible = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    visible = [name for name in visible if not name.startswith(".")]
+    own = {*mine.writes, *writes, *(sign.split("/")[0] for sign in mine.signs if isinstance(sign, str))}
+    maker = maker_of(directory)
+    if maker is not None and maker.command != command and maker.command not in others:
+        raise ValueError(
+            f"{key}={directory} exists and is not {mine.what}; choose another directory: it is {maker.what}"
+            f"{_made_by(maker)}"
+        )
+    strange = [name for name in visible if not any(fnmatchcase(name, each) for each in own)]
+    if mine.replaces and strange:
+        raise ValueError(
+            f"{key}={directory} exists and is not {mine.what}; choose another directory: it holds {strange[0]}, which "
+            f"{command} did not make"
+        )
+    taken = [name for name in visible if name not in strange]
+    if maker is None and taken:
+        raise ValueError(
+            f"{key}={directory} holds {taken[0]}, which {command} would overwrite and did not make; expected a missing "
+            f"or empty directory, or {mine.what}: {fix}"
+        )
+    _check_above(directory, key)
+
+
+def check_file(file: Path, command: str, key: str, mark: str) -> None:
+    """Raises ValueError, naming the option `key`, unless `command` may write the single file `file`.
+
+    Args:
+        mark: a pattern at the beginning of the files that the command writes, by which its own are recognised.
+    """
+    if file.is_dir():
+        raise ValueError(f"{key} {file} is a directory, expected a file to write; add a name to it")
+    if file.is_file() and file.stat().st_size:
+        with file.open("rb") as stream:
+            begins = stream.read(1 << 12).decode("utf-8", errors="replace")
+        if not re.match(mark, begins, flags=re.DOTALL):
+            raise ValueError(
+                f"{key} {file} exists, and {command} did not make it; expected a new file, or one to replace that "
+                f"{command} made: choose another name"
+            )
+    _check_above(file, key)
+
+
+def _check_above(path: Path, key: str) -> None:
+    """Raises ValueError if `path` is in a directory that a command made, under a name that this command writes."""
+    for parent in path.absolute().parents:
+        above, name = maker_of(parent), path.absolute().relative_to(parent).parts[0]
+        if above is not None and name in above.writes:
+            raise ValueError(
+                f"{key}={path} belongs to {parent}, {above.what}{_made_by(above)}, which writes {name} there; expected "
+                f"another place: choose another {key.removeprefix('--')}"
+            )
+
+
+def _made_by(maker: Maker) -> str:
+    return "" if maker.command == "export" else f" that {maker.command} made"

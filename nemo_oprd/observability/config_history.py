@@ -1,0 +1,122 @@
+"""The settings that a run directory ran with: `config.yaml` of its first start, `config.1.yaml`, ... of changed ones.
+
+A file that was written is never changed: a start with other settings adds a file, and a start with the settings of an
+earlier file names that one again. environment.json has an entry per start, whose `config` and `after_step` say which
+file holds its settings and after how many steps it went on. Starts of earlier versions have neither. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.config.loading import to_yaml
+from nemo_oprd.config.resume_rules import changes
+from nemo_oprd.config.schema import Config
+from nemo_oprd.fault_tolerance.files import write_atomically
+
+FIRST = "config.yaml"
+STARTS = "environment.json"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps that ran with the settings of one file: those after `after` others, up to the next span."""
+
+    after: int
+    file: str
+
+
+def config_files(directory: Path) -> list[Path]:
+    """The configurations of a run directory, in the order in which they were written."""
+    found = [(int(m[1] or 0), p) for p in directory.glob("config*.yaml") if (m := _NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def current_config(directory: Path) -> Path:
+    """The file with the settings of the last start; config.yaml if there is none."""
+    named = [directory / start["config"] for start in _described(directory)]
+    return next((file for file in (*named[::-1], *config_files(directory)[::-1]) if file.is_file()), directory / FIRST)
+
+
+def spans(directory: Path) -> list[Span]:
+    """Which steps ran with which file, ascending; a start goes on after some step and replaces all later ones."""
+    found = [Span(0, FIRST)]
+    for start in _described(directory):
+        found = [span for span in found if span.after < start["after_step"]]
+        if not found or found[-1].file != start["config"]:
+            found.append(Span(start["after_step"], start["config"]))
+    return found
+
+
+def config_at(directory: Path, step: int) -> Path | None:
+    """The file with whose settings update `step` (from 1) was made; None if there is none."""
+    names = [span.file for span in spans(directory) if span.after < step]
+    file = directory / names[-1] if names else current_config(directory)
+    return file if file.is_file() else None
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a configuration file of a run.
+
+    Raises:
+        ValueError: the file is malformed.
+    """
+    import yaml
+
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not valid YAML ({error}); restore the file that the run wrote") from error
+    if not (config and isinstance(config, dict)):
+        raise ValueError(f"{file}: holds {config!r:.80}, expected a mapping; restore the file that the run wrote")
+    return config
+
+
+def as_plain(config: Config) -> dict[str, Any]:
+    """`config` as `read_config` returns it."""
+    import yaml
+
+    return yaml.safe_load(to_yaml(config))
+
+
+def record_config(directory: Path, config: Config) -> str:
+    """The name of the file with these settings, which is written if no file has them yet.
+
+    Raises:
+        ValueError: a file is malformed.
+        OSError: the disk is full or the file can't be written; the error names the file.
+    """
+    files, plain = config_files(directory), as_plain(config)
+    current = current_config(directory)
+    for file in dict.fromkeys([*(f for f in files if f == current), *reversed(files)]):
+        if not changes(read_config(file), plain):
+            return file.name
+    taken = [int(m[1] or 0) for file in files if (m := _NAME.fullmatch(file.name))]
+    name = f"config.{max(taken) + 1}.yaml" if taken else FIRST
+    write_atomically(directory / name, to_yaml(config))
+    return name
+
+
+def starts(directory: Path) -> list[dict[str, Any]]:
+    """The entries of environment.json, one per start; [] if there is no such file, or none that can be read."""
+    try:
+        entries = json.loads((directory / STARTS).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def _described(directory: Path) -> list[dict[str, Any]]:
+    """The starts that say which settings they had and where they went on."""
+    return [
+        start
+        for start in starts(directory)
+        if _NAME.fullmatch(str(start.get("config"))) and isinstance(start.get("after_step"), int)
+    ]
+
+
+_NAME = re.compile(r"config(?:\.([1-9]\d*))?\.yaml")

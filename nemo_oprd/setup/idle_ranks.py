@@ -1,0 +1,123 @@
+"""Ranks without a response in a step: a response is not divided over data-parallel ranks, so some may have none.
+
+Plain arithmetic, without torch: `nemo-oprd plan` and a starting run say the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.layout import Layout
+from nemo_oprd.rollout.vllm.placement import dedicated_ranks
+
+CODE = "idle_ranks"
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Ranks of one role, `idle` of them without a response; `groups` data-parallel groups share the responses."""
+
+    role: str
+    idle: int
+    ranks: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class IdleRanks:
+    """The roles with idle ranks in a step of `responses` responses, and what to do about it."""
+
+    responses: int
+    roles: tuple[Idle, ...]
+    fix: str
+
+    @property
+    def line(self) -> str:
+        """One line for the terminal."""
+        return f"warning ({CODE}): {self.text}"
+
+    @property
+    def text(self) -> str:
+        """What was found, what was expected, and the fix."""
+        counts = [f"{each.idle} of {each.ranks} {each.role} ranks" for each in self.roles]
+        named = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
+        most = max(each.groups for each in self.roles)
+        return (
+            f"{named} have no response in a step of {self.responses}, because a response is not divided over "
+            f"data-parallel ranks; expected at least one for each of {most} groups of ranks: {self.fix}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding with its numbers."""
+        roles = [asdict(each) for each in self.roles]
+        return {"code": CODE, "text": self.text, "numbers": {"responses": self.responses, "roles": roles}}
+
+
+def shares(responses: int, teachers: int) -> list[int]:
+    """The responses of each teacher, if they are spread evenly. Every teacher's are divided over ranks on their own."""
+    return [responses // teachers + (number < responses % teachers) for number in range(teachers)]
+
+
+def idle_ranks(
+    config: Config, student: Layout, teacher: Layout, *, recorded: int | None = None, has_gpus: bool = True
+) -> IdleRanks | None:
+    """The idle ranks of a step; None if every rank has a response.
+
+    Args:
+        recorded: the number of recorded responses of which every step consists; None: what the configuration samples.
+        has_gpus: ranks have GPUs, on which colocated servers of vLLM run.
+    """
+    responses = config.train.prompts_per_step * config.rollout.per_prompt if recorded is None else recorded
+    teachers = len(config.teacher_sources)
+    of_one_teacher = shares(responses, teachers)[0]
+    found = [_idle("student", student.size, student.data, of_one_teacher)]
+    if (teacher.ranks, teacher.data) != (student.ranks, student.data):
+        found.append(_idle("teacher", teacher.size, teacher.data, of_one_teacher))
+    groups = _sampling_groups(config, student.size, has_gpus=has_gpus)
+    if groups:
+        found.append(_idle("sampling", groups * _gpus_of_group(config), groups, responses))
+    idle = tuple(each for each in found if each.idle)
+    if not idle:
+        return None
+    needed = max(each.groups * (1 if each.role == "sampling" else teachers) for each in idle)
+    return IdleRanks(responses, idle, _fix(config, idle, needed))
+
+
+def _idle(role: str, ranks: int, groups: int, responses: int) -> Idle:
+    """The idle ranks of `groups` groups, of which the first ones get the responses."""
+    return Idle(role, max(0, groups - responses) * (ranks // groups), ranks, groups)
+
+
+def _gpus_of_group(config: Config) -> int:
+    return config.rollout.vllm.tensor if config.rollout.engine == "vllm" else config.rollout.tensor
+
+
+def _sampling_groups(config: Config, ranks: int, *, has_gpus: bool) -> int:
+    """Groups of ranks that sample; 0 if ranks sample nothing themselves."""
+    rollout, vllm = config.rollout, config.rollout.vllm
+    if rollout.replay is not None:
+        return 0
+    if rollout.engine != "vllm":
+        return ranks // rollout.tensor
+    if vllm.endpoints or not has_gpus:
+        return 0
+    return dedicated_ranks(vllm) // vllm.tensor or vllm.replicas or ranks // vllm.tensor
+
+
+def _fix(config: Config, idle: tuple[Idle, ...], needed: int) -> str:
+    """What would give every rank a response; `needed`: responses that would."""
+    if config.rollout.replay is not None:
+        return f"replay at least {needed} responses, or start fewer ranks"
+    prompts, each = config.train.prompts_per_step, config.rollout.per_prompt
+    keys = {
+        "student": "student.parallel.tensor, context or pipeline",
+        "teacher": "teacher.parallel.tensor, context or pipeline",
+        "sampling": "rollout.vllm.tensor" if config.rollout.engine == "vllm" else "rollout.tensor",
+    }
+    larger = "; ".join(keys[role.role] for role in idle)
+    return (
+        f"raise train.prompts_per_step from {prompts} to {-(-needed // each)}, start fewer ranks, or raise what "
+        f"divides a response ({larger})"
+    )

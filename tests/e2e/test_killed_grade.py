@@ -1,0 +1,45 @@
+"""`grade` that is killed: no traceback of its child, the exit code of the signal, files whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROBLEMS = 2000
+PATIENCE_S = 120
+
+
+def response(problem: int) -> str:
+    """A right answer that only math-verify can tell."""
+    text = f"\\boxed{{\\frac{{{2 * problem + 2}}}{{14}}}}"
+    answer = f"\\frac{{{problem + 1}}}{{7}}"
+    return json.dumps({"problem": problem, "sample": 0, "response": text, "response_ids": [1], "answer": answer})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("job", [False, True], ids=["process", "job"])
+def test_killed(tmp_path: Path, number: signal.Signals, job: bool) -> None:
+    responses = tmp_path / "generations" / "sums.jsonl"
+    responses.parent.mkdir()
+    responses.write_text("".join(response(problem) + "\n" for problem in range(PROBLEMS)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nemo_oprd", "grade", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    part, until = tmp_path / "grades" / ".sums.part.jsonl", time.monotonic() + PATIENCE_S
+    while not (part.is_file() and part.read_bytes().count(b"\n") > 3) and time.monotonic() < until:
+        time.sleep(0.02)
+    (os.killpg if job else os.kill)(process.pid, number)
+    said = process.communicate(timeout=PATIENCE_S)  # returns when the child has closed them, too
+    assert said == ("", "")
+    assert process.returncode == (130 if number is signal.SIGINT else -number)
+    assert not (tmp_path / "evaluation.json").exists() and not (tmp_path / "grades" / "sums.jsonl").exists()
+    graded = len(part.read_text().splitlines()) - 1
+    assert 3 <= graded < PROBLEMS
