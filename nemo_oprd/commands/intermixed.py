@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from nemo_oprd.commands.parser import Parser
@@ -13,7 +12,7 @@ class IntermixedParser(Parser):
 
     _mixes = False
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, which calls this for a command; in Python 3.11 each of its two passes calls it again."""
         if self._mixes:
             return super().parse_known_args(args, namespace)

@@ -40,10 +40,10 @@ def test_other_commands_take_options_between_their_files() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("train --config-name x a=1 --rank 8 b=2", "unrecognized arguments: --rank"),
-        ("plan a=1 --ranks 8 b=2", "the following arguments are required: --config-name"),
+        ("train --config-name x a=1 --rank 8 b=2", "unknown argument --rank; expected one of its options: did you mean --ranks?"),
+        ("plan a=1 --ranks 8 b=2", "--config-name missing; expected --config-name NAME"),
         ("plan --config-name x --ranks 0 b=2", "argument --ranks: '0': expected a whole number"),
-        ("report --output x", "the following arguments are required: RUN"),
+        ("report --output x", "RUN missing; expected RUN"),
     ],
 )
 def test_wrong_options_are_said(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

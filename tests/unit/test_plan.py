@@ -218,7 +218,7 @@ def test_the_recipe_with_experts_fits_two_to_eight_nodes(tmp_path: Path) -> None
     "arguments, message",
     [
         (["--ranks", "0"], "expected a whole number of at least 1"),
-        (["--ranks", "8", "--gpu", "tpu"], "invalid choice"),
+        (["--ranks", "8", "--gpu", "tpu"], "--gpu tpu: expected one of a100, b200, h100, h200"),
         ([], "--ranks"),
     ],
 )
