@@ -95,7 +95,7 @@ class ModelSource:
         if provider not in ("own", "bridge") and not is_import_path(provider):
             raise ValueError(
                 f"provider={provider!r}; expected own, bridge, or MODULE:FUNCTION, for example "
-                "megatron.bridge.recipes.qwen.qwen3:qwen3_600m_sft_config"
+                "megatron.bridge.recipes:qwen3_600m_sft_config"
             )
         return provider
 

@@ -35,6 +35,7 @@ from nemo_oprd.models.base import (
     source_dtype,
 )
 from nemo_oprd.models.rope import parse_rope
+from nemo_oprd.providers.provider_fields import MODEL, REFUSED, changed
 
 _LAYER = "decoder.layers.{layer}."
 _LOCAL_NAMES = {te: local for local, te in TE_NAMES.items()}
@@ -59,27 +60,6 @@ _FORMS: dict[str, Form] = {
 }
 # the names that the rest of this project reads directly
 _HF_NAMES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
-# what a provider says that a model computes, beside its RoPE, which is compared by frequencies
-FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "layernorm_epsilon",
-    "layernorm_zero_centered_gamma",
-    "normalization",
-    "activation_func",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "share_embeddings_and_output_weights",
-    "position_embedding_type",
-    "softmax_scale",
-    "num_moe_experts",
-)
 
 
 @dataclass(frozen=True)
@@ -114,7 +94,7 @@ class BridgeFamily(Family):
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
         """As `Family`: those that Megatron-Bridge derives from the config."""
         provider = bridge_model(spec.hf_config).provider
-        fields = {name: getattr(provider, name) for name in (*FIELDS, "rotary_base", "rotary_percent")}
+        fields = {name: getattr(provider, name) for name in (*MODEL, "rotary_base", "rotary_percent")}
         named = {name: _python_name(value) if callable(value) else value for name, value in fields.items()}
         return {"_target_": f"{type(provider).__module__}.{type(provider).__qualname__}", **named}
 
@@ -193,13 +173,29 @@ def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
 def _bridge_model(text: str) -> BridgeModel:
     hf_config = json.loads(text)
     bridge = _described("Megatron-Bridge has no bridge for the model", lambda: _auto_bridge(hf_config))
-    provider = _described("Megatron-Bridge cannot describe the model", lambda: bridge.to_megatron_provider(False))
+    provider = _described(
+        "Megatron-Bridge cannot describe the model", lambda: bridge.to_megatron_provider(load_weights=False)
+    )
     refuse_unsupported(provider)
+    complete = bridge.hf_pretrained.to_dict()
+    _rotate_part(provider, complete)
     model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
     _check_same_computation(provider, model, hf_config.get("architectures"))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     mappings = _translate(bridge._model_bridge.mapping_registry(), provider, shapes)
-    return BridgeModel(provider, bridge.hf_pretrained.to_dict(), shapes, mappings)
+    return BridgeModel(provider, complete, shapes, mappings)
+
+
+def _rotate_part(provider: Any, complete: dict) -> None:
+    """Sets which share of the channels is rotated, from `rope_parameters` of the complete HF config.
+
+    transformers 5 keeps the share there; Megatron-Bridge 0.6.2 looks for it where transformers 4 had it, and without it
+    rotates all channels, except in families whose bridge reads it itself.
+    """
+    parameters = complete.get("rope_parameters")
+    share = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+    if share is not None:
+        provider.rotary_percent = share
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:
@@ -275,28 +271,24 @@ def import_bridge(key: str) -> Any:
 
 def refuse_unsupported(provider: Any) -> None:
     """Raises ValueError for a provider of a model whose layers, head or weights this project does not handle."""
-    reasons = {
-        "experts": getattr(provider, "num_moe_experts", None),
-        "multi-latent attention": getattr(provider, "multi_latent_attention", False),
-        "sliding-window attention": getattr(provider, "window_size", None),
-        "capped attention logits": getattr(provider, "attn_logit_softcapping", None),
-        "capped output logits": getattr(provider, "final_logit_softcapping", None),
-        "layers for multi-token prediction": getattr(provider, "mtp_num_layers", None),
-        "layers of different kinds": getattr(provider, "heterogeneous_block_specs", None)
-        or getattr(provider, "heterogeneous_layers_config_path", None)
-        or getattr(provider, "heterogeneous_layers_config_encoded_json", None)
-        or getattr(provider, "hybrid_override_pattern", None),
-        "layers without RoPE": getattr(provider, "no_rope_freq", None),
-        "an output gate in attention": getattr(provider, "attention_output_gate", False),
-        "another softmax": getattr(provider, "softmax_type", "vanilla") != "vanilla",
-    }
-    found = [what for what, value in reasons.items() if value]
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    found = [what for what, names in REFUSED.items() if any(getattr(provider, name, None) for name in names)]
+    if getattr(provider, "softmax_type", "vanilla") != "vanilla":
+        found.append("another softmax")
     if getattr(provider, "position_embedding_type", None) not in ("rope", "yarn"):
         found.append(f"position_embedding_type={getattr(provider, 'position_embedding_type', None)!r}")
     if found:
         raise ValueError(
             f"Megatron-Bridge's {type(provider).__name__} has {' and '.join(found)}; expected a dense decoder with "
             "RoPE and full attention: choose another model (docs/nemo.md lists what is supported)"
+        )
+    others = changed(provider, GPTModelProvider) if isinstance(provider, GPTModelProvider) else {}
+    if others:
+        given = ", ".join(f"{name}={value!r:.40}" for name, value in others.items())
+        raise ValueError(
+            f"Megatron-Bridge's {type(provider).__name__} has {given}; expected Megatron's defaults of these, because "
+            "this project has no other values of them: choose another model (docs/nemo.md lists what is supported)"
         )
 
 

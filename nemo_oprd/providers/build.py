@@ -31,72 +31,10 @@ from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.megatron.refusals import check_rope_of
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.providers.bridge_family import bridge_model, import_bridge
+from nemo_oprd.providers.provider_fields import KERNELS, OFF, is_ours
 
-# settings of recipes that would bypass the layers' forward, or split or store the model in another way
-_OFF = {
-    "pipeline_model_parallel_layout": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": None,
-    "gradient_accumulation_fusion": False,  # `accumulate_in_products` asks for it where it is possible
-    "cuda_graph_impl": "none",
-    "enable_cuda_graph": False,
-    "tp_comm_overlap": False,
-    "cpu_offloading": False,
-    "fine_grained_activation_offloading": False,
-    "fp16": False,
-    "fp8": None,
-    "should_pad_vocab": False,
-    "parallel_output": True,
-    "scatter_embedding_sequence_parallel": True,
-    "enable_autocast": False,
-    # Megatron sets Transformer Engine's choice for the whole process, which may hold models of two families
-    "attention_backend": AttnBackend.auto,
-}
-# what a recipe chooses: kernels that compute the same
-_KERNELS = (
-    "apply_rope_fusion",
-    "batch_invariant_mode",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "cp_comm_type",
-    "deterministic_mode",
-    "fused_single_qkv_rope",
-    "masked_softmax_fusion",
-    "memory_efficient_layer_norm",
-    "persist_layer_norm",
-    "use_te_activation_func",
-    "use_transformer_engine_op_fuser",
-)
-# what the configuration says instead of a recipe, or what nothing here uses; the model itself is compared
-_UNUSED = {
-    "_pg_collection", "activation_func_fp8_input_store", "async_tensor_model_parallel_allreduce",
-    "attention_softmax_in_fp32", "autocast_dtype", "barrier_with_L1_time", "batch_p2p_comm", "batch_p2p_sync", "bf16",
-    "calculate_per_token_loss", "clone_scatter_output_in_embedding", "config_logger_dir", "context_parallel_size",
-    "deallocate_pipeline_outputs", "defer_embedding_wgrad_compute", "delay_wgrad_compute",
-    "disable_bf16_reduced_precision_matmul", "disable_parameter_transpose_cache", "distribute_saved_activations",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "finalize_model_grads_func",
-    "first_last_layers_bf16", "flash_decode",
-    "grad_scale_func", "grad_sync_func", "hf_model_id", "hidden_dropout", "attention_dropout",
-    "hierarchical_context_parallel_sizes", "hybrid_context_parallel", "make_vocab_size_divisible_by",
-    "max_seqlen_per_dp_cp_rank", "microbatch_group_size_per_vp_stage", "min_offloaded_tensor_size", "no_sync_func",
-    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16",
-    "num_microbatches_with_partial_activation_checkpoints", "offload_modules", "overlap_p2p_comm",
-    "overlap_p2p_comm_warmup_flush", "param_sync_func", "params_dtype", "perform_initialization", "pipeline_dtype",
-    "restore_modelopt_state", "seq_length", "sequence_parallel", "symmetric_ar_type",
-    "tensor_model_parallel_size", "timers", "transformer_impl", "use_arbitrary_attention_mask",
-    "use_cpu_initialization", "use_ring_exchange_p2p", "use_te_rng_tracker", "variable_seq_lengths",
-    "virtual_pipeline_model_parallel_size", "vocab_size", "wgrad_deferral_limit",
-}  # fmt: skip
-_UNUSED_GROUPS = (
-    "cpu_offloading", "_cpu_offloading", "cross_entropy_", "cuda_graph_", "embedding_init_", "external_cuda_graph",
-    "fp16_", "fp8_", "inference_", "init_method", "moe_", "mtp_", "output_layer_init_", "pipeline_model_parallel_",
-    "recompute_", "tp_comm_", "tp_only_",
-)  # fmt: skip
+# Megatron sets Transformer Engine's choice for the whole process, which may hold models of two families
+_OFF = {**OFF, "attention_backend": AttnBackend.auto}
 
 
 class ProvidedModel(ModelStage):
@@ -149,15 +87,16 @@ def make_provider(key: str, provider: str, directory: Path) -> Any:
         )
     for field in dataclasses.fields(GPTModelProvider):
         name, given, expected = field.name, getattr(made, field.name), getattr(own, field.name)
-        if name in _KERNELS or _is_ours(name) or _same(given, expected, own, name):
+        if name in KERNELS or is_ours(name) or _same(given, expected, own, name):
             continue
         raise ValueError(
             f"{key}={provider}: {name}={_shown(given)}, but {directory / 'config.json'} asks for {_shown(expected)}; "
             "expected the same model: name the recipe of this model, or another hf_path"
         )
     chosen = copy.copy(own)
-    for name in _KERNELS:
-        setattr(chosen, name, getattr(made, name))
+    for name in KERNELS:
+        if hasattr(made, name):
+            setattr(chosen, name, getattr(made, name))
     return chosen
 
 
@@ -179,11 +118,6 @@ def _recipe_provider(key: str, function: Callable[..., Any], directory: Path) ->
             "recipe without adapters: name that of full fine-tuning"
         )
     return getattr(made, "model", made)
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a field says how a model is split, stored, initialised or trained, which the configuration says."""
-    return name in _OFF or name in _UNUSED or name.startswith(_UNUSED_GROUPS)
 
 
 def _shown(value: Any) -> str:

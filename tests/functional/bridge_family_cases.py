@@ -105,6 +105,7 @@ def convert(models: str, directory: str) -> None:
     from stock_models import megatron_groups
 
     from nemo_oprd.layout import Layout
+    from nemo_oprd.models import read_model_spec
     from nemo_oprd.providers import know_family
     from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
@@ -117,6 +118,8 @@ def convert(models: str, directory: str) -> None:
         megatron_to_hf(root / "ours", root / "back", progress=False)
         with megatron_groups(Layout()), torch.no_grad():
             made = AutoBridge.from_hf_pretrained(str(source), dtype=torch.float32).to_megatron_provider()
+            # Megatron-Bridge 0.6.2 does not read it from what transformers 5 writes
+            made.rotary_percent = read_model_spec(source).rope.share
             for field, value in settings.items():
                 setattr(made, field, value)
             save_megatron_model(bridge_cases.provided(made, wrap_with_ddp=False), str(root / "theirs"))
@@ -145,6 +148,17 @@ def refusals(cases: dict[str, list[str]], output: str) -> None:
         except ValueError as error:
             found[name] = str(error)
     Path(output).write_text(json.dumps(found))
+
+
+def provider_fields(output: str) -> None:
+    """Field -> the table that has it, of the installed Megatron-Bridge's provider."""
+    from dataclasses import fields
+
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    from nemo_oprd.providers.provider_fields import kind_of
+
+    Path(output).write_text(json.dumps({field.name: kind_of(field.name) for field in fields(GPTModelProvider)}))
 
 
 def recipe(hf_path: str) -> Any:
@@ -179,6 +193,13 @@ def another_rotation(hf_path: str) -> Any:
     """A provider that rotates neighbouring channels together; its frequencies are the same."""
     made = recipe(hf_path).model
     made.rotary_interleaved = True
+    return made
+
+
+def another_residual(hf_path: str) -> Any:
+    """A provider whose residual is taken behind the norm."""
+    made = recipe(hf_path).model
+    made.apply_residual_connection_post_layernorm = True
     return made
 
 

@@ -12,6 +12,8 @@ import types
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,8 +33,13 @@ NAMING_CUDA = (
     "megatron.bridge.training.checkpointing",
     "megatron.bridge.training.train",
     "megatron.bridge.training.utils.train_utils",
+    # with Megatron-core 0.19, what Megatron-Bridge leaves to Megatron's own loop
+    "megatron.training.models.dist_utils",
 )
-ENERGON = {
+# packages that an environment may lack, and that recipes and the loop import without using them here -> their classes
+ABSENT = {
+    "nvidia_resiliency_ext": (),
+    "nvidia_resiliency_ext.inprocess": ("CallWrapper",),
     "megatron.energon": ("Batch", "DefaultTaskEncoder", "WorkerConfig"),
     "megatron.energon.flavors.base_dataset": ("Sample",),
     "megatron.energon.task_encoder.cooking": ("Cooker",),
@@ -62,6 +69,8 @@ def prepare() -> None:
     view.cuda.Stream = view.cuda.current_stream = lambda: stream  # type: ignore[attr-defined]
     view.cuda.stream = lambda _: nullcontext()  # type: ignore[attr-defined]
     for name in NAMING_CUDA:
+        if name.startswith("megatron.training.") and find_spec("megatron.training") is None:
+            continue
         import_module(name).torch = view
 
 
@@ -211,24 +220,36 @@ def load_pretrained(checkpoints: str, output: str) -> None:
         _export(model, Path(output))
 
 
-def example(output: str) -> None:
-    """What examples/nemo/bridge_finetune.py makes of a recipe, after Megatron-Bridge's own checks of it."""
+def example(pretrained: str, output: str) -> None:
+    """What examples/nemo/bridge_finetune.py makes of a recipe, after Megatron-Bridge's own checks of it.
+
+    Args:
+        pretrained: checkpoints, which are looked for and not read.
+    """
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.config import DatasetBuildContext, runtime_config_update
 
-    # its recipes import a loader of images and videos, whose pins conflict with the others
-    absent = {name: mock.MagicMock(**dict.fromkeys(names, Absent)) for name, names in ENERGON.items()}
+    lacking = [name for name in ("megatron.energon", "nvidia_resiliency_ext") if find_spec(name) is None]
+    absent = {
+        name: mock.MagicMock(**dict.fromkeys(classes, Absent))
+        for name, classes in ABSENT.items()
+        if name.startswith(tuple(lacking))
+    }
     with mock.patch.dict(sys.modules, absent):
         from examples.nemo import bridge_finetune
     made = AutoBridge.from_hf_pretrained
     models = {"Qwen/Qwen3-1.7B": GOLDEN / "student", "TEACHER": GOLDEN / "teacher"}
-    given = "--recipe qwen3_1p7b_sft_config --teacher TEACHER --pretrained P --output O --updates 5 --length 32"
+    given = "--recipe qwen3_1p7b_sft_config --teacher TEACHER --output O --updates 5 --length 32"
     with mock.patch.object(AutoBridge, "from_hf_pretrained", lambda name: made(str(models[name]))):
-        options = bridge_finetune.parse([*given.split(), "--rollouts", str(GOLDEN / "rollouts.jsonl")])
+        options = bridge_finetune.parse(
+            [*given.split(), "--pretrained", pretrained, "--rollouts", str(GOLDEN / "rollouts.jsonl")]
+        )
         config, step = bridge_finetune.configure(options)
     runtime_config_update(config)
     samples = config.train.train_iters * config.train.global_batch_size
-    data, *others = config.dataset.build_datasets(DatasetBuildContext(samples, 0, 0, None))
+    data, *others = config.dataset.build_datasets(
+        DatasetBuildContext(train_samples=samples, valid_samples=0, test_samples=0, tokenizer=None)
+    )
     found = {
         "provider": step._providers[0] is config.model,
         "per token": config.model.calculate_per_token_loss and not config.ddp.average_in_collective,
@@ -250,7 +271,7 @@ def one_rank(directory: str, ours: dict[str, str], run: str) -> None:
     for name, checkpoint in ours.items():
         load(checkpoint, str(root / f"{name}.safetensors"))
     load_pretrained(run, str(root / "pretrained.safetensors"))
-    example(str(root / "example.json"))
+    example(run, str(root / "example.json"))
 
 
 def _global_state(made: Any, layout: Layout, size: int) -> Any:
@@ -261,7 +282,12 @@ def _global_state(made: Any, layout: Layout, size: int) -> Any:
     timer = space(start=lambda **_: None, stop=lambda: None)
     state = GlobalState()
     state._cfg = space(
-        train=space(micro_batch_size=size, empty_unused_memory_level=0),
+        train=space(
+            micro_batch_size=size,
+            empty_unused_memory_level=0,
+            check_optimizer_step_success=True,
+            skip_sync_grad_norm_across_mp=False,
+        ),
         optimizer=space(
             reuse_grad_buf_for_mxfp8_param_ag=False, barrier_with_L1_time=False, log_num_zeros_in_grad=False
         ),
@@ -285,6 +311,7 @@ def train_steps(
     from megatron.core import num_microbatches_calculator as counter
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.rerun_state_machine import (
@@ -312,7 +339,8 @@ def train_steps(
         rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", 61)
         dataset = RolloutDataset(rollouts, LENGTH, len(rollouts), updates * len(rollouts), loss)
         loader = build_pretraining_data_loader(
-            dataset, 0, "single", size, 0, True, pin_memory=False,
+            dataset, consumed_samples=0, dataloader_type="single", micro_batch_size=size, num_workers=0,
+            data_sharding=True, pin_memory=False,
             data_parallel_rank=groups.dp.rank(), data_parallel_size=sizes.data,
         )  # fmt: skip
         iterator = RerunDataIterator(iter(loader))
@@ -323,10 +351,13 @@ def train_steps(
         state = _global_state(student, sizes, size)
         prepared = prepare_forward_step_func(step, state)
         scheduler = types.SimpleNamespace(step=lambda increment: None)
+        schedule: dict[str, Any] = {"forward_backward_func": get_forward_backward_func()}
+        if "p2p_communicator" in signature(train_step).parameters:  # from Megatron-Bridge 0.4 on
+            schedule["p2p_communicator"] = P2PCommunicator(pp_group=groups.pp, config=student)
         lines = []
         for update in range(updates):
             reduced, skipped, *_ = train_step(
-                prepared, iterator, model, optimizer, scheduler, state, groups, get_forward_backward_func()
+                prepared, iterator, model, optimizer, scheduler, state, groups, **schedule
             )
             assert not skipped and student.finalize_model_grads_func is finalize
             everyone: list[Any] = [None] * dist.get_world_size()

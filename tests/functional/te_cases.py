@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,22 +26,23 @@ def with_layers(layers: str, function: str, **kwargs: Any) -> Any:
 
 
 def signatures() -> dict[str, Any]:
-    """The stand-in's version and the parameters of its classes, spelled as in te_signatures.json."""
+    """The version that the stand-in claims -> the parameters of its classes, spelled as in te_signatures.json."""
     import transformer_engine as te
 
-    found: dict[str, Any] = {"version": te.__version__}
+    found: dict[str, list[str]] = {}
     for name in ("Linear", "LayerNormLinear", "RMSNorm", "DotProductAttention"):
         for method in ("__init__", "forward", "set_context_parallel_group"):
             function = getattr(getattr(te.pytorch, name), method, None)
             if function is not None:
                 parameters = list(inspect.signature(function).parameters.values())[1:]
                 found[f"{name}.{method}"] = [_spelled(parameter) for parameter in parameters]
-    return found
+    return {te.__version__: found}
 
 
 def _spelled(parameter: inspect.Parameter) -> str:
     star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    return star + parameter.name + ("" if parameter.default is parameter.empty else f"={parameter.default!r}")
+    default = str(parameter.default) if isinstance(parameter.default, Enum) else repr(parameter.default)
+    return star + parameter.name + ("" if parameter.default is parameter.empty else f"={default}")
 
 
 def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:

@@ -92,9 +92,9 @@ def test_their_checkpoint_is_read(one_rank: Path, given: str) -> None:
     """All tensors; without hf_path, config.json is that of the directory that run_config.yaml names."""
     root = one_rank / "bridge"
     path = root / "iter_0000000" if given == "the checkpoint" else root
-    assert sorted(file.name for file in (root / "iter_0000000").iterdir() if file.suffix != ".distcp") == [
-        ".metadata", "common.pt", "metadata.json", RUN_CONFIG, "train_state.pt",
-    ]  # fmt: skip
+    files = {file.name for file in (root / "iter_0000000").iterdir() if file.suffix != ".distcp"}
+    # with Megatron-core 0.19, the content of common.pt is among the tensors
+    assert files - {"common.pt"} == {".metadata", "metadata.json", RUN_CONFIG, "train_state.pt"}
     checkpoint = MegatronCheckpoint(path, GOLDEN / "student" if given == "and hf_path" else None)
     same({name: checkpoint[name] for name in checkpoint.keys()}, load_file(GOLDEN / "student" / "model.safetensors"))  # noqa: SIM118
 

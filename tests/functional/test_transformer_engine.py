@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +54,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def test_stand_in_has_the_interfaces_of_the_pinned_version(run: Callable[..., Any]) -> None:
-    expected = json.loads((HERE / "te_signatures.json").read_text())
-    assert run(1, TE, "te_cases:signatures") == {key: value for key, value in expected.items() if key != "source"}
+    """Transformer Engine 2.11 beside Megatron-core 0.16, 2.20 beside a later one."""
+    recorded = json.loads((HERE / "te_signatures.json").read_text())
+    assert list(recorded) == ["2.11.0", "2.20.2"]
+    version = "2.11.0" if metadata.version("megatron-core").startswith("0.16.") else "2.20.2"
+    assert run(1, TE, "te_cases:signatures") == {version: recorded[version]}
+
+
+def test_megatron_takes_the_stand_in_for_transformer_engine() -> None:
+    """Every module of Megatron-core that asks for it: one whose import of a name fails goes on silently without."""
+    names = ["extensions.transformer_engine", "tensor_parallel.random", "transformer.moe.experts", "transformer.mlp"]
+    path = os.pathsep.join([str(HERE / "te_stand_in"), os.environ.get("PYTHONPATH", "")])
+    program = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).HAVE_TE)"
+    command = [sys.executable, "-W", "ignore", "-c", program, *(f"megatron.core.{name}" for name in names)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * len(names)
 
 
 def test_layers_are_built_of_it(run: Callable[..., Any], models: Models) -> None:

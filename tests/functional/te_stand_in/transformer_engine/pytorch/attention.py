@@ -6,11 +6,21 @@ from typing import Any
 
 import torch
 
+from ..interfaces import since_newest
+from .constants import CPLoadBalancingStrategy
 from .distributed import Gather
 from .modules import WithExtraState, require
 
+# what each function's interface has since 2.20, and 2.11's lacks
+_INIT = ("bottom_right_diagonal", "softcap", "name")
+_SCORE_MOD = ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors")
+_ONE_TENSOR = ("qkv_layer", "kv_layer", "qkv_interleave_dim")
+_POLICIES = ("thd_attention_policies", "thd_attention_policy_dispatch")
+_FORWARD = ("bottom_right_diagonal", "softcap", "bf16_backward", *_SCORE_MOD, *_ONE_TENSOR, *_POLICIES)
+
 
 class DotProductAttention(WithExtraState):
+    @since_newest(_INIT)
     def __init__(
         self,
         num_attention_heads: int,
@@ -20,6 +30,8 @@ class DotProductAttention(WithExtraState):
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
         window_size: Any = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Any = None,
@@ -33,11 +45,13 @@ class DotProductAttention(WithExtraState):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool | None = False,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         require(
             attention_dropout=(attention_dropout, 0.0),
             window_size=(window_size, None),
+            softcap=(softcap, 0.0),
             attention_type=(attention_type, "self"),
             cp_comm_type=(cp_comm_type, "p2p"),
             softmax_type=(softmax_type, "vanilla"),
@@ -51,16 +65,24 @@ class DotProductAttention(WithExtraState):
         self.cp_group = cp_group
         self.register_load_state_dict_post_hook(_without_extra_state_is_fine)
 
+    @since_newest(("load_balancing_strategy",))
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     ) -> None:
+        require(load_balancing_strategy=(load_balancing_strategy, CPLoadBalancingStrategy.DUAL_CHUNK_SWAP))
         self.cp_group = cp_group
 
+    @since_newest(_FORWARD, required_before=("query_layer", "key_layer", "value_layer"))
     def forward(
         self,
-        query_layer: torch.Tensor,
-        key_layer: torch.Tensor,
-        value_layer: torch.Tensor,
+        query_layer: torch.Tensor | None = None,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
         attention_mask: Any = None,
         qkv_format: str | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
@@ -71,6 +93,8 @@ class DotProductAttention(WithExtraState):
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
         window_size: Any = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -79,7 +103,17 @@ class DotProductAttention(WithExtraState):
         inference_params: Any = None,
         pad_between_seqs: bool | None = None,
         fp8_output: bool | None = False,
+        bf16_backward: bool | None = False,
         num_splits: int | None = 1,
+        score_mod: Any = None,
+        score_mod_bprop: Any = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+        qkv_layer: torch.Tensor | None = None,
+        kv_layer: torch.Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
     ) -> torch.Tensor:
         """query [T, A, C], key and value [T, G, C] of this context rank -> [T, A * C].
 
@@ -90,9 +124,14 @@ class DotProductAttention(WithExtraState):
             qkv_format=(qkv_format, "thd"),
             attn_mask_type=(attn_mask_type, "padding_causal"),
             window_size=(window_size, None),
+            softcap=(softcap, None),
             core_attention_bias_type=(core_attention_bias_type, "no_bias"),
             inference_params=(inference_params, None),
+            score_mod=(score_mod, None),
+            packed=((qkv_layer, kv_layer), (None, None)),
+            thd_attention_policies=(thd_attention_policies, None),
         )
+        assert query_layer is not None and key_layer is not None and value_layer is not None
         assert all(tensor.dim() == 3 for tensor in (query_layer, key_layer, value_layer))
         assert query_layer.shape[1:] == (self.heads, self.channels)
         assert key_layer.shape == value_layer.shape and key_layer.shape[1:] == (self.groups, self.channels)
@@ -103,22 +142,27 @@ class DotProductAttention(WithExtraState):
         for padded in (cu_seqlens_q_padded, cu_seqlens_kv_padded):  # padding belongs to the sequence before it
             if padded is not None and not torch.equal(padded, cu_seqlens_q):
                 raise NotImplementedError(f"the stand-in reads padded bounds {cu_seqlens_q} only, not {padded}")
-        lengths = cu_seqlens_q.diff()
+        return self._attend(query_layer, key_layer, value_layer, cu_seqlens_q, (max_seqlen_q, max_seqlen_kv))
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: tuple
+    ) -> torch.Tensor:
+        lengths = bounds.diff()
         size, rank = (1, 0) if self.cp_group is None else (self.cp_group.size(), self.cp_group.rank())
-        assert isinstance(max_seqlen_q, int) and max_seqlen_q == max_seqlen_kv and max_seqlen_q >= int(lengths.max())
-        assert int(cu_seqlens_q[-1]) == len(query_layer) * size, "every token belongs to a sequence"
+        assert isinstance(longest[0], int) and longest[0] == longest[1] and longest[0] >= int(lengths.max())
+        assert int(bounds[-1]) == len(query) * size, "every token belongs to a sequence"
         if size > 1:
             assert not bool((lengths % (2 * size)).any()), "lengths must be multiples of 2 * context parallel size"
             order = torch.cat([_positions(lengths, size, other) for other in range(size)]).argsort()
-            key_layer, value_layer = (Gather.apply(part, self.cp_group)[order] for part in (key_layer, value_layer))
+            key, value = (Gather.apply(part, self.cp_group)[order] for part in (key, value))
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
         where = torch.arange(len(sequence))
         mine = _positions(lengths, size, rank)
         allowed = (sequence[mine][:, None] == sequence[None]) & (mine[:, None] >= where[None])
-        repeated = [part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key_layer, value_layer)]
-        scores = torch.einsum("qac,kac->aqk", query_layer, repeated[0]).float() * self.scale
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).to(query_layer.dtype)
-        return torch.einsum("aqk,kac->qac", weights, repeated[1]).flatten(1)
+        key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
+        scores = torch.einsum("qac,kac->aqk", query, key).float() * self.scale
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).to(query.dtype)
+        return torch.einsum("aqk,kac->qac", weights, value).flatten(1)
 
 
 def _positions(lengths: torch.Tensor, size: int, rank: int) -> torch.Tensor:

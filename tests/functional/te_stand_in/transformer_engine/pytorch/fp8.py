@@ -15,3 +15,9 @@ def fp8_autocast(enabled: bool = True, **_: object) -> AbstractContextManager:
     if enabled:
         raise NotImplementedError("the stand-in has no FP8")
     return nullcontext()
+
+
+def fp8_model_init(enabled: bool = True, **_: object) -> AbstractContextManager:
+    if enabled:
+        raise NotImplementedError("the stand-in has no FP8")
+    return nullcontext()
