@@ -94,7 +94,12 @@ def save_checkpoint(
     try:
         with naming(partial), in_process_writer(), _in_saved_form(student):
             state = _sharded_state(student, is_loading=False)
-            dist_checkpointing.save(state, str(partial), content_metadata=dict(CONTENT_METADATA))
+            dist_checkpointing.save(
+                state,
+                str(partial),
+                preprocess_common_before_consistancy_check=_that_all_ranks_share,
+                content_metadata=dict(CONTENT_METADATA),
+            )
         if dist.get_rank() == 0:
             with naming(partial):
                 (partial / "hf").mkdir()
@@ -274,6 +279,14 @@ def _count_in_empty_parts(optimizer: Any, state: dict[Any, Any]) -> None:
         counted = [inner(j).get("common_step") for j in range(len(optimizer.chained_optimizers)) if j not in empty]
         if counted[0] is not None:
             inner(i)["common_step"] = counted[0]
+
+
+def _that_all_ranks_share(common: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron may expect to be equal on all ranks, or it warns at every checkpoint.
+
+    Ranks of a dedicated teacher, and stages above the deepest supervised layer, have no optimizer.
+    """
+    return {key: value for key, value in common.items() if key != "optimizer"}
 
 
 def _leave_out_ungathered_state(state: dict[Any, Any]) -> None:
