@@ -54,9 +54,12 @@ def import_bank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def run(file: Path, output: Path) -> tuple[int, str, str]:
         arguments = ["--ps-bank", str(file), *models, "--output", str(output)]
         monkeypatch.setattr(sys, "argv", ["import_ps_bank", *arguments])
-        with pytest.raises(SystemExit) as stop:
+        code = 0
+        try:
             importlib.import_module("import_ps_bank").main()
-        return int(stop.value.code or 0), *capsys.readouterr()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
 
     return run
 
