@@ -95,9 +95,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(script.parent))
     words = ["--hf-path", golden, "--output", str(tmp_path / "b"), "--layers", kept]
     monkeypatch.setattr(sys, "argv", [str(script), *words])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code in (0, None)
+    runpy.run_path(str(script), run_name="__main__")
     files = [(tmp_path / place / "model.safetensors").read_bytes() for place in ("a", "b")]
     assert files[0] == files[1]
 
