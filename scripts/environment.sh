@@ -1,17 +1,25 @@
 # Sourced by the other scripts: creates .venv with the pinned CPU packages if it is missing or outdated, and activates it.
 # A new machine needs only Python 3.13, 3.12 or 3.11 and access to a package index. PYTHON names an interpreter; otherwise
-# the newest of these that runs is taken, and an environment that is there is kept, whichever of them made it.
+# the newest of these that runs is taken, but an environment that is there keeps the Python that made it.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/interpreter.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
-if [ -f .venv/ready ] && [ -n "${PYTHON:-}" ]; then
-  if [ "$(minor_version .venv/bin/python)" != "$(minor_version "$(newest_python "$PYTHON")")" ]; then
-    echo ".venv was made by another Python than PYTHON=$PYTHON: it is made again" >&2
+made=
+if [ -x .venv/bin/python ]; then made=$(minor_version .venv/bin/python) || made=; fi
+if [ -n "${PYTHON:-}" ]; then
+  python=$(newest_python "$PYTHON") || exit 1
+  if [ -n "$made" ] && [ "$made" != "$(minor_version "$python")" ]; then
+    echo ".venv was made by Python $made, and PYTHON=$PYTHON is another one: it is made again" >&2
     rm -f .venv/ready
   fi
 fi
 if [ ! -f .venv/ready ] || [ requirements-cpu.txt -nt .venv/ready ] || [ pyproject.toml -nt .venv/ready ]; then
-  python=$(newest_python "${PYTHON:-}") || exit 1
+  if [ -z "${PYTHON:-}" ]; then
+    # an outdated environment keeps its Python: another one would come with another Megatron-core
+    base=
+    if [ -n "$made" ]; then base=$(.venv/bin/python -c 'import sys; print(sys._base_executable)' 2>/dev/null) || base=; fi
+    python=$(first_running "$base" ${made:+"python$made"}) || python=$(newest_python) || exit 1
+  fi
   echo "installing into .venv with Python $(minor_version "$python") (only once; takes some minutes)" >&2
   echo "where the package index has no CPU build of torch for this Python, it is a CUDA build of 5 GB, which works, too" >&2
   "$python" -m venv --clear .venv

@@ -98,8 +98,9 @@ def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list
                     raise ValueError(f"{key}={name}: no {name}.yaml in {folder}, expected one of {known}; choose one")
             continue
         check_key(Config, key, "command line")
-        may_be_text, may_be_list = takes(Config, key)
-        settings.append((key, parse(text, may_be_text=may_be_text, may_be_list=may_be_list).value()))
+        is_text, is_list, is_group = takes(Config, key)
+        parsed = parse(text, may_be_text=is_text, may_be_list=is_list, may_be_group=is_group)
+        settings.append((key, parsed.value()))
     return groups, settings
 
 

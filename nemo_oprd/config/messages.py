@@ -46,8 +46,8 @@ def check_key(root: type, key: str, where: str) -> None:
         raise ValueError(_unknown_key(root, key, where))
 
 
-def takes(root: type, key: str) -> tuple[bool, bool]:
-    """Whether a key of the schema (`check_key`) takes a text, and whether it takes a list."""
+def takes(root: type, key: str) -> tuple[bool, bool, bool]:
+    """Whether a key of the schema (`check_key`) takes a text, whether it takes a list, and whether a group."""
     hint: Any = root
     for name in key.split("."):
         options = _options(hint)
@@ -59,7 +59,8 @@ def takes(root: type, key: str) -> tuple[bool, bool]:
             hint = typing.get_args(inner)[-1] if inner is not None else Any
     options = _options(hint)
     plain = [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in options]
-    return str in plain, any(typing.get_origin(each) in (list, tuple) for each in plain)
+    is_group = any(typing.get_origin(each) is dict or dataclasses.is_dataclass(each) for each in plain)
+    return str in plain, any(typing.get_origin(each) in (list, tuple) for each in plain), is_group
 
 
 class _Place(NamedTuple):

@@ -44,12 +44,12 @@ def key_of(text: str) -> str:
     return key
 
 
-def parse(text: str, *, may_be_text: bool, may_be_list: bool) -> Override:
+def parse(text: str, *, may_be_text: bool, may_be_list: bool, may_be_group: bool = False) -> Override:
     """An override in Hydra's form.
 
     Args:
         text: KEY=VALUE, with a key (`key_of`).
-        may_be_text, may_be_list: what the key takes.
+        may_be_text, may_be_list, may_be_group: what the key takes.
 
     Raises:
         ValueError: the value is not in the grammar, or is several values.
@@ -60,6 +60,8 @@ def parse(text: str, *, may_be_text: bool, may_be_list: bool) -> Override:
     key, _, value = text.lstrip("+").partition("=")
     as_text = f"{key}={quoted(value)}"
     parser = OverridesParser.create()
+    if may_be_text and value[:1] in ("[", "{") and not (may_be_list or may_be_group):
+        return parser.parse_override(as_text)  # a template, such as "{prompt} Think."
     try:
         parsed = parser.parse_override(f"{key}={value}")
     except HydraException as error:

@@ -13,11 +13,11 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
-from nemo_oprd.config.schema import Config
+from nemo_oprd.config.schema import Config, TeacherSource
 
 Rule = Literal["free", "learned", "fixed"]
 
@@ -90,11 +90,14 @@ def rule_of(key: str) -> Rule:
     return found[0]
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str = "") -> list[Change]:
     """What differs between two complete configurations (as in config.yaml), in the order of the schema.
 
     A key that `before` lacks had its default: it is of a later version. `train.allow_changes` is left out: it says
     what one start may change, and nothing about the run.
+
+    Args:
+        started_in: the working directory to which relative paths of `before` belong; "": the present one.
     """
     found: list[Change] = []
     for key in schema_keys():
@@ -103,10 +106,11 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
         old, new = _value(before, key), _value(after, key)
         if key == "teachers" and len(old) == len(new):
             for number, (mine, theirs) in enumerate(zip(old, new, strict=True)):
-                for name in dict.fromkeys([*mine, *theirs]):
-                    found += _change(f"teachers.{number}.{name}", mine.get(name), theirs.get(name), before, after)
+                for name, default in _defaults_of_a_teacher().items():
+                    values = mine.get(name, default), theirs.get(name, default)
+                    found += _change(f"teachers.{number}.{name}", *values, before, after, started_in)
         else:
-            found += _change(key, old, new, before, after)
+            found += _change(key, old, new, before, after, started_in)
     return found
 
 
@@ -135,9 +139,13 @@ def schema_keys() -> tuple[str, ...]:
     return tuple(key for key, _, _ in keys_of_schema())
 
 
-def _change(key: str, old: Any, new: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def _change(
+    key: str, old: Any, new: Any, before: Mapping[str, Any], after: Mapping[str, Any], started_in: str
+) -> list[Change]:
     plain = plain_key(key)
-    if old == new or (_PATHS.fullmatch(plain) and _real(old) == _real(new)):
+    if plain == "data.train":  # one file may stand without its list
+        old, new = ([value] if isinstance(value, str) else value for value in (old, new))
+    if old == new or (_PATHS.fullmatch(plain) and _real(old, started_in) == _real(new)):
         return []
     rule = rule_of(plain)
     if rule == "learned" and not _matters(plain, before, after):
@@ -176,13 +184,18 @@ def _defaults() -> Mapping[str, Any]:
     return yaml.safe_load(to_yaml(Config()))
 
 
-def _real(value: Any) -> Any:
-    """`value` with every text as the path without links that it names."""
+@cache
+def _defaults_of_a_teacher() -> Mapping[str, Any]:
+    return {each.name: each.default for each in fields(TeacherSource)}
+
+
+def _real(value: Any, started_in: str = "") -> Any:
+    """`value` with every text as the path without links that it names from a working directory."""
     if isinstance(value, dict):
-        return {_real(name): _real(item) for name, item in value.items()}
+        return {_real(name, started_in): _real(item, started_in) for name, item in value.items()}
     if isinstance(value, list):
-        return [_real(item) for item in value]
-    return os.path.realpath(value) if isinstance(value, str) else value
+        return [_real(item, started_in) for item in value]
+    return os.path.realpath(os.path.join(started_in, value)) if isinstance(value, str) else value
 
 
 def _covers(pattern: str, key: str) -> bool:

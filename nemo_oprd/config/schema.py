@@ -191,7 +191,7 @@ class DataConfig:
 
     train: FilePath | list[FilePath] | dict[FilePath, PositiveFloat] | None = None
     suffix: str | None = None
-    chat_template: str | None = None
+    chat_template: FilePath | None = None
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: PositiveInt | None = None
     over_long: Literal["drop", "refuse", "truncate_left"] = "drop"

@@ -41,36 +41,40 @@ class Maker:
 
 def _has_run_config(directory: Path) -> bool:
     """Whether config.yaml is a complete configuration, as a run writes it, and not somebody's file of that name."""
-    file = directory / "config.yaml"
-    if not file.is_file():
-        return False
-    groups = set(re.findall(r"^(\w+):", file.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE))
-    return {"output", "student", "teacher", "loss", "rollout", "train"} <= groups
+    groups = set(re.findall(rb"^(\w+):", _content(directory / "config.yaml"), flags=re.MULTILINE))
+    return {b"output", b"student", b"teacher", b"loss", b"rollout", b"train"} <= groups
 
 
 def _has_responses_of_compare(directory: Path) -> bool:
     """Whether teacher.jsonl is of compare, which writes teacher.json right after it."""
-    file = directory / "teacher.jsonl"
-    if not file.is_file():
-        return False
-    with file.open("rb") as stream:
-        line = stream.readline()
+    line = _content(directory / "teacher.jsonl").partition(b"\n")[0]
     return all(f'"{name}": '.encode() in line for name in ("prompt", "response", "ended", "prompt_ids"))
 
 
 def _has_model(directory: Path) -> bool:
     """Whether config.json is that of a Hugging Face model."""
-    file = directory / "config.json"
-    return file.is_file() and b'"model_type"' in file.read_bytes()
+    return b'"model_type"' in _content(directory / "config.json")
 
 
+def _content(file: Path) -> bytes:
+    """What a file begins with; nothing where it can't be read: the directories above may be somebody else's."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(_MOST_BYTES)
+    except OSError:
+        return b""
+
+
+_MOST_BYTES = 1 << 20
+# logs that may be there before anything else, and say nothing about a directory: those of vLLM's servers
+_LOGS = {"vllm"}
 _GRADED = ("disagreements", "evaluation.json", "differences.json")
 # The first one whose sign is there made the directory: a run holds what looks like the results of other commands.
 MAKERS = (
     Maker(
         "train",
         "a training run",
-        (_has_run_config, "checkpoints/latest_checkpointed_iteration.txt", "checkpoints/iter_*"),
+        (_has_run_config, "checkpoints/iter_*/state.json"),  # Megatron's own checkpoints have no state.json
         (
             *("config.yaml", "metrics.jsonl", "data.json", "environment.json", "tensorboard", "rollouts"),
             *("evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id"),
@@ -112,7 +116,7 @@ def check_directory(
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{key}={directory}: {directory} is a file, expected a directory; {fix}")
     visible = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    visible = [name for name in visible if not name.startswith(".")]
+    visible = [name for name in visible if not name.startswith(".") and name not in _LOGS]
     own = {*mine.writes, *writes, *(sign.split("/")[0] for sign in mine.signs if isinstance(sign, str))}
     maker = maker_of(directory)
     if maker is not None and maker.command != command and maker.command not in others:
@@ -126,7 +130,7 @@ def check_directory(
             f"{key}={directory} exists and is not {mine.what}; choose another directory: it holds {strange[0]}, which "
             f"{command} did not make"
         )
-    taken = [name for name in visible if name not in strange]
+    taken = [name for name in visible if name not in strange and not _is_empty(directory / name)]
     if maker is None and taken:
         raise ValueError(
             f"{key}={directory} holds {taken[0]}, which {command} would overwrite and did not make; expected a missing "
@@ -163,6 +167,11 @@ def _check_above(path: Path, key: str) -> None:
                 f"{key}={path} belongs to {parent}, {above.what}{_made_by(above)}, which writes {name} there; expected "
                 f"another place: choose another {key.removeprefix('--')}"
             )
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a path is a directory with nothing in it, as a command that was killed at its start leaves it."""
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _made_by(maker: Maker) -> str:

@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import inspect
 import logging
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
 
-# major and minor version of the installed Megatron-core, such as (0, 19)
-CORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
+
+def _installed() -> str:
+    """The version of Megatron-core; a source tree on Python's path has no metadata, and says it itself."""
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        from megatron.core import __version__
+
+        return __version__
+
+
+CORE_VERSION = _installed()
+# major and minor, such as (0, 19)
+CORE = tuple(int(part) for part in CORE_VERSION.split(".")[:2])
 
 # Modules that name CUDA devices in some versions only; `megatron/cpu_patches.py` changes them. Up to 0.16, there are
 # experts whose weights are allocated on CUDA; from 0.19 on, the gated delta net is a package, and says

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ def record_environment(
         ranks: ranks of the job.
         layouts: role -> its parallel layout in words.
         kernels: purpose -> implementation.
-        start: what `config_history.py` reads: "config", "after_step" and "models".
+        start: what `config_history.py` and `setup/resume.py` read: "config", "after_step" and "models".
     """
     file = directory / STARTS
     entry = {
@@ -42,6 +43,7 @@ def record_environment(
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "directory": os.getcwd(),
         "ranks": ranks,
         "layouts": layouts,
         "kernels": kernels,

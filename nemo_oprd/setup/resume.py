@@ -68,11 +68,13 @@ def compare_settings(config: Config) -> Resume:
     if before is None:
         return Resume(step, [], [])
     old, new = read_config(before), as_plain(config)
-    changed = changes(old, new)
+    changed = changes(old, new, _started_in(before))
     if os.environ.get("RANK", "0") == "0":
-        changed = _with_models(before, changed, old, new)
+        changed = _with_models(before, step or 1, changed, old, new)
     else:
         changed = [replace(c, rule="free") if c.key.endswith((".hf_path", ".checkpoint")) else c for c in changed]
+    if step is None:  # what a checkpoint forbids is a matter of leave where there is none
+        changed = [replace(c, rule="learned") if c.rule == "fixed" else c for c in changed]
     allow = config.train.allow_changes
     refused = [c for c in changed if c.rule == "fixed" or (c.rule == "learned" and not allowed(c, allow))]
     return Resume(step, changed, refused)
@@ -82,6 +84,12 @@ def models_of(config: Config) -> dict[str, str]:
     """Key of a model's directory -> its fingerprint, of the models that there are."""
     found = {key: fingerprint(Path(path)) for key, path in _model_paths(as_plain(config)).items()}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _started_in(file: Path) -> str:
+    """The working directory of the last start with these settings; "" if it is not known."""
+    with_file = [start for start in starts(file.parent) if start.get("config") == file.name]
+    return str(with_file[-1].get("directory", "")) if with_file else ""
 
 
 def _overwritten(directory: Path) -> Path | None:
@@ -94,7 +102,7 @@ def _overwritten(directory: Path) -> Path | None:
             step = json.loads(line)["step"]
         except (ValueError, TypeError, KeyError):
             break  # a killed run was writing this line
-        if step > 0:
+        if isinstance(step, int) and step > 0:
             return file
     return None
 
@@ -132,13 +140,20 @@ def _known_fingerprint(path: str) -> str | None:
         return None
 
 
-def _with_models(file: Path, changed: list[Change], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def _with_models(
+    file: Path, step: int, changed: list[Change], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> list[Change]:
     """`changed` with what the models' contents say: the same model may move, another student is never accepted.
 
     Args:
         file: the configuration `old`.
+        step: the last kept one, from 1; a start that went on behind it has made no step that is kept.
     """
-    with_file = [start for start in starts(file.parent) if start.get("config") == file.name and "models" in start]
+    with_file = [
+        start
+        for start in starts(file.parent)
+        if start.get("config") == file.name and "models" in start and start.get("after_step", 0) < step
+    ]
     recorded: dict[str, Any] = with_file[-1]["models"] if with_file else {}
     by_key = {change.key: change for change in changed}
     before, after = _model_paths(old), _model_paths(new)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,7 +160,7 @@ def read_common_state(path: Path, metadata: Metadata) -> Any:
         places = [info for index, info in metadata.storage_data.items() if index.fqn == _COMMON_STATE]
         if places and not versions.reads_common_state_in_shards():
             raise ValueError(
-                f"{path} was written by Megatron-core 0.19 or later, and this is {version('megatron-core')}, which "
+                f"{path} was written by Megatron-core 0.19 or later, and this is {versions.CORE_VERSION}, which "
                 "can't resume from it; expected a version that is not older: resume with Python 3.12 and Megatron-core "
                 "0.19, or convert the model with checkpoint_tools/megatron_to_hf.py"
             )

@@ -1,15 +1,16 @@
-"""What this project calls of Megatron-core, found in the source, with the signatures of the installed version.
+"""What this project calls of Megatron-core and Megatron-Bridge, found in the source, with the installed signatures.
 
-    python tests/unit/megatron_calls.py --write     notes the installed version's signatures in megatron_signatures.json
+    python tests/unit/megatron_calls.py --write     notes the installed versions' signatures in megatron_signatures.json
 
-`calls` finds every call of a name that is imported from `megatron.core`, and every method of Megatron's that a class of
-this project overrides. Calls of methods on objects are not found, because their classes are not in the source.
+`calls` finds every call of a name that is imported from `megatron.core` or `megatron.bridge`, and every method of
+Megatron's that a class of this project overrides. Calls of methods on objects are not found, because their classes are
+not in the source.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 NOTED = Path(__file__).with_name("megatron_signatures.json")
+PACKAGES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
 SOURCES = ("nemo_oprd", "examples", "checkpoint_tools", "tests/functional")
 
 
@@ -66,15 +68,20 @@ def calls(text: str, file: str) -> tuple[list[Call], set[str]]:
     return found, overridden
 
 
+def package_of(name: str) -> str | None:
+    """The distribution that has a dotted name, of those that are looked at."""
+    return next((each for each, module in PACKAGES.items() if f"{name}.".startswith(f"{module}.")), None)
+
+
 def _imported(tree: ast.AST) -> dict[str, str]:
-    """Local name -> dotted name, for everything that is imported from Megatron-core anywhere in a file."""
+    """Local name -> dotted name, for everything that is imported from these packages anywhere in a file."""
     names = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[:2] == ["megatron", "core"]:
+        if isinstance(node, ast.ImportFrom) and package_of(node.module or "") is not None:
             names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
             names |= {
-                each.asname: each.name for each in node.names if each.asname and each.name.startswith("megatron.core")
+                each.asname: each.name for each in node.names if each.asname and package_of(each.name) is not None
             }
     return names
 
@@ -146,19 +153,23 @@ def _find(name: str) -> Any:
     return None
 
 
-def installed_signatures() -> dict[str, list[str]]:
-    """The signatures of everything that this project calls or overrides, as installed."""
+def installed_signatures(package: str) -> dict[str, list[str]]:
+    """The signatures of everything that this project calls or overrides of a distribution, as installed."""
     from nemo_oprd.megatron import cpu_patches
 
     cpu_patches.import_uncompiled()
     found, overridden = all_calls()
-    signatures = {name: installed_signature(name) for name in sorted({call.name for call in found} | overridden)}
+    names = sorted(name for name in {call.name for call in found} | overridden if package_of(name) == package)
+    signatures = {name: installed_signature(name) for name in names}
     return {name: signature for name, signature in signatures.items() if signature is not None}
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     noted = json.loads(NOTED.read_text()) if NOTED.exists() else {}
+    for package in PACKAGES if "--write" in sys.argv else ():
+        if importlib.util.find_spec(PACKAGES[package]) is not None:
+            noted.setdefault(package, {})[version(package)] = installed_signatures(package)
+            noted[package] = dict(sorted(noted[package].items()))
     if "--write" in sys.argv:
-        noted[version("megatron-core")] = installed_signatures()
-        NOTED.write_text(json.dumps(dict(sorted(noted.items())), indent=1) + "\n")
+        NOTED.write_text(json.dumps(noted, indent=1) + "\n")

@@ -125,6 +125,24 @@ def test_the_same_settings_in_other_words(site: Site, monkeypatch: pytest.Monkey
     assert changes(old, as_plain(site.config())) == []
 
 
+def test_paths_from_another_directory_and_one_file_without_its_list(site: Site, tmp_path: Path) -> None:
+    """Relative paths belong to the directory in which the earlier start was made."""
+    old = as_plain(site.config("data.train=a.jsonl", "bridge.path=b"))
+    new = as_plain(site.config(f"data.train=[{site.root}/a.jsonl]", f"bridge.path={site.root}/b"))
+    assert changes(old, new, str(site.root)) == []
+    assert [change.key for change in changes(old, new, str(tmp_path / "elsewhere"))] == ["bridge.path", "data.train"]
+
+
+def test_teachers_of_an_earlier_version(site: Site) -> None:
+    """What an item lacks had its default, and what it has too much is of no version that there is."""
+    given = ["teacher.hf_path=null", "teachers=[{hf_path: a, data_sources: [x]}, {hf_path: b}]"]
+    old, new = as_plain(site.config(*given)), as_plain(site.config(*given))
+    for teacher in old["teachers"]:
+        del teacher["provider"]
+        teacher["gone"] = 1
+    assert changes(old, new) == []
+
+
 def test_teachers_and_names_of_the_user(site: Site) -> None:
     both = "teachers=[{hf_path: a, data_sources: [x], weight: %s}, {hf_path: b}]"
     plain = [
@@ -189,6 +207,10 @@ def test_a_run_without_checkpoints_is_not_overwritten_with_other_settings(site: 
     assert site.changed() == []
     with pytest.raises(ValueError, match=r"was trained with other settings.*start over with train\.allow_changes=\[tr"):
         site.changed("train.lr=1")
+    # nothing there forbids another precision, which needs leave as everything else that was learned with
+    with pytest.raises(ValueError, match=r"precision: fp32 -> bf16; .*allow_changes=\[precision\]"):
+        site.changed("precision=bf16")
+    assert site.changed("precision=bf16", "train.allow_changes=[precision]") == ["precision: fp32 -> bf16"]
     (site.output / "metrics.jsonl").write_text('{"step": 0, "time": 0.0, "val/a/avg@1": 0.0}\n{"st')
     assert site.changed("train.lr=1") == []  # nothing was trained
 
@@ -217,6 +239,19 @@ def test_another_teacher_that_never_taught(site: Site) -> None:
     assert site.changed() == []
     with pytest.raises(ValueError, match=r"teacher\.hf_path"):
         site.changed(f"teacher.hf_path={other}")
+
+
+def test_another_teacher_in_the_same_place_that_never_taught(site: Site) -> None:
+    """A start with leave that made no kept step does not make its model the one that taught."""
+    site.start(0, 100)
+    weights = site.teacher / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(b"new")
+    site.start(100, None)
+    with pytest.raises(ValueError, match=r"teacher\.hf_path: .*another model there"):
+        site.changed()
+    weights.write_bytes(kept)
+    assert site.changed() == []
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ def test_the_users_home_directory_in_paths(monkeypatch: pytest.MonkeyPatch, tmp_
     assert config.student.hf_path == "/home/me/models/a"
     assert (config.output, config.rollout.replay) == ("/home/me/runs/x", "/home/me/r.jsonl")
     assert config.data.validation == {"aime": "/home/me/v.jsonl"}
+    assert load_config("verify", [*given, "data.chat_template=~/t.jinja"]).data.chat_template == "/home/me/t.jinja"
     assert config.data.train == ["/home/me/a.jsonl", "b.jsonl"]
     file = {"student": {"hf_path": "~/a"}, "teacher": {"hf_path": "b"}, "data": {"train": {"~/c.jsonl": 1.0}}}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(file))
@@ -229,10 +230,17 @@ def test_the_users_home_directory_in_paths(monkeypatch: pytest.MonkeyPatch, tmp_
     assert config.data.train == {"/home/me/c.jsonl": 1.0}
 
 
-@pytest.mark.parametrize("text", ["a#b", "é", "a=b", "It's", "a(b)", "run 1", "a,b", "x]", "100 %", "C:\\x"])
+@pytest.mark.parametrize(
+    "text", ["a#b", "é", "a=b", "It's", "a(b)", "run 1", "a,b", "x]", "100 %", "C:\\x", "[a] b", "{a}"]
+)
 def test_a_key_of_text_takes_every_text(text: str) -> None:
     assert load_config("verify", [*MODELS, f"output={text}"]).output == text
     assert load_config("verify", [*MODELS, f"+output={text}"]).output == text
+
+
+@pytest.mark.parametrize("text", ["{prompt} Think.", "{prompt}", "[{prompt}]", "Solve: {prompt}"])
+def test_a_template_may_begin_with_a_bracket(text: str) -> None:
+    assert load_config("verify", [*MODELS, "teacher.reads=text", f"teacher.prompt={text}"]).teacher.prompt == text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -68,24 +69,45 @@ def test_the_range_is_the_one_that_is_checked() -> None:
     assert (status, out, said) == (0, sys.executable, "")
 
 
-@pytest.mark.parametrize("chosen, made", [("", ["3.12"]), ("python3.12", ["3.12"]), ("python3.11", ["3.12", "3.11"])])
-def test_environment_is_kept_unless_another_python_is_asked_for(tmp_path: Path, chosen: str, made: list[str]) -> None:
+def sourced(project: Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["/bin/bash", "-ec", ". scripts/environment.sh"]
+    return subprocess.run(command, cwd=project, env={"PATH": str(path), **variables}, capture_output=True, text=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
     project = tmp_path / "project"
     (project / "scripts").mkdir(parents=True)
     for name in ("scripts/environment.sh", "scripts/interpreter.sh", "requirements-cpu.txt", "pyproject.toml"):
         shutil.copyfile(ROOT / name, project / name)
+    return project
+
+
+def test_a_wrong_interpreter_destroys_nothing(tmp_path: Path, project: Path) -> None:
+    path = programs(tmp_path / "bin", python3_12=python("3.12"))
+    assert sourced(project, path).returncode == 0
+    ended = sourced(project, path, PYTHON="/of/a/container/python")
+    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1 and "PYTHON=/of/a" in ended.stderr
+    assert (project / ".venv" / "ready").exists()
+
+
+def test_an_outdated_environment_keeps_its_python(tmp_path: Path, project: Path) -> None:
+    path = programs(tmp_path / "bin", python3_11=python("3.11"))
+    assert sourced(project, path).returncode == 0
+    programs(tmp_path / "bin", python3_13=python("3.13"))
+    os.utime(project / ".venv" / "ready", (1, 1))
+    assert sourced(project, path).returncode == 0
+    assert (project / "made").read_text().split() == ["3.11", "3.11"]
+
+
+@pytest.mark.parametrize("chosen, made", [("", ["3.12"]), ("python3.12", ["3.12"]), ("python3.11", ["3.12", "3.11"])])
+def test_environment_is_kept_unless_another_python_is_asked_for(
+    tmp_path: Path, project: Path, chosen: str, made: list[str]
+) -> None:
     path = programs(tmp_path / "bin", python3_12=python("3.12"), python3_11=python("3.11"))
-
-    def source(**variables: str) -> str:
-        command = ["/bin/bash", "-ec", ". scripts/environment.sh"]
-        done = subprocess.run(
-            command, cwd=project, env={"PATH": str(path), **variables}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
-    first = source()
-    assert "with Python 3.12" in first and "5 GB" in first
-    said = source(**({"PYTHON": chosen} if chosen else {}))
+    first = sourced(project, path)
+    assert first.returncode == 0 and "with Python 3.12" in first.stderr and "5 GB" in first.stderr
+    again = sourced(project, path, **({"PYTHON": chosen} if chosen else {}))
+    assert again.returncode == 0, again.stderr
     assert (project / "made").read_text().split() == made
-    assert ("it is made again" in said) == (len(made) == 2)
+    assert ("it is made again" in again.stderr) == (len(made) == 2)

@@ -178,3 +178,30 @@ def test_grade_of_an_old_mixed_run_grades_all_of_it(tmp_path: Path, capsys: pyte
         str(path.parent.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("evaluation.json")
     )
     assert graded == [".", "evaluations/step_0000000", "evaluations/step_0000002"]
+
+
+def test_megatrons_own_checkpoints_make_no_run(tmp_path: Path) -> None:
+    """A project folder may hold them; what lies beside them is nobody's."""
+    file("checkpoints/latest_checkpointed_iteration.txt", "5")(tmp_path)
+    file("checkpoints/iter_0000005/metadata.json")(tmp_path)
+    check_directory(tmp_path / "evaluations" / "base", "evaluate")
+    file("checkpoints/iter_0000005/state.json")(tmp_path)
+    with pytest.raises(ValueError, match="a training run that train made, which writes evaluations there"):
+        check_directory(tmp_path / "evaluations" / "base", "evaluate")
+
+
+def test_a_start_that_was_killed_early_can_be_repeated(tmp_path: Path) -> None:
+    """Logs of vLLM's servers, and directories that are still empty, are no results."""
+    file("vllm/server_0.log", "log")(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    for command in ("fit-bridge", "train"):
+        check_directory(tmp_path, command)
+    file("rollouts/about.json")(tmp_path)
+    check_directory(tmp_path, "fit-bridge")
+
+
+def test_a_file_above_that_cannot_be_read(tmp_path: Path) -> None:
+    """As root nothing is unreadable, so a file that is a directory stands for it: both are an OSError."""
+    for name in ("config.yaml", "config.json", "teacher.jsonl"):
+        (tmp_path / name).mkdir()
+    check_directory(tmp_path / "runs" / "a", "train")
