@@ -166,6 +166,7 @@ def test_hopeless_expressions_end_and_the_next_is_graded(monkeypatch, caplog):
     assert not is_correct(boxed("9^{9^{9^9}}"), "5")
     assert time.perf_counter() - start < 30
     assert "compared as text" in caplog.text
+    monkeypatch.setattr(grade, "TIME_LIMIT_S", 10)  # a busy machine may take seconds for what takes none
     assert is_correct(boxed("10/2"), "5")
     grade._VERIFIER.close()
 
