@@ -74,7 +74,7 @@ MAKERS = (
     Maker(
         "train",
         "a training run",
-        (_has_run_config, "checkpoints/iter_*/state.json"),  # Megatron's own checkpoints have no state.json
+        (_has_run_config, "checkpoints/iter_*/state.json", "checkpoints/iter_*/hf"),  # Megatron's own have neither
         (
             *("config.yaml", "metrics.jsonl", "data.json", "environment.json", "tensorboard", "rollouts"),
             *("evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id"),
