@@ -24,15 +24,15 @@ from benchmarks.plain_bf16 import plain_bf16_gradients
 from nemo_oprd.commands.verify import verify
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.model import layer_backend
-from nemo_oprd.megatron.parallel import device, init_distributed
 from nemo_oprd.models import read_model_spec
+from nemo_oprd.models.megatron.model import layer_backend
+from nemo_oprd.models.megatron.parallel import device, init_distributed
+from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.megatron_engine import MegatronEngine
+from nemo_oprd.rollout.in_process.engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.verification.reference import agreement, reference
-from nemo_oprd.weights.hf import HFCheckpoint
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 # tests/golden/README.md: fp32 against float64
@@ -200,7 +200,7 @@ def _error(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def guard(settings: Settings) -> Outcome:
     """A loss on a detached copy of a hidden state must stop the run before any output, and the error name the layer."""
     from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
-    from nemo_oprd.distillation.injection_counts import CaptureError
+    from nemo_oprd.distillation.metrics.injection_counts import CaptureError
 
     broken_layer, output = 2, settings.scratch / "guard"
     supervise = HiddenStateLoss._supervise

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import Qwen2ForCausalLM
 
-from nemo_oprd.tokenization.tokenizer import Tokenizer
-from nemo_oprd.toy import bpe_teacher, task
-from nemo_oprd.toy.pair import IGNORED, Recipe, new_model, train_step
+from nemo_oprd.commands.toy import bpe_teacher, task
+from nemo_oprd.commands.toy.pair import IGNORED, Recipe, new_model, train_step
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 
 PROBLEMS = [(1000 + i, 1000 + j) for i in range(6) for j in range(6)]
 STUDENT_LOSS, TEACHER_LOSS = 0.06, 0.004

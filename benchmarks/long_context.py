@@ -12,12 +12,12 @@ from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import read_shape
 from benchmarks.real_shape import QUICK, REAL, Meter, configure
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.rollout import generation
+from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.megatron_engine import MegatronEngine
-from nemo_oprd.weights.hf import HFCheckpoint
+from nemo_oprd.rollout.in_process import decoding as generation
+from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
 # Tokens after the first one, which is sampled from the prompt's last state
 DECODED = 64

@@ -14,8 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.capacity.estimate import Estimate, Lengths, estimate
-from nemo_oprd.capacity.gpus import GPUS, Cluster
+from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
+from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 
 _ALL = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "vocab_size": 151936}

@@ -20,7 +20,7 @@ import numpy as np
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.distillation.injection_counts import expected_injections
+from nemo_oprd.distillation.metrics.injection_counts import expected_injections
 from nemo_oprd.distillation.target_transfer import plan_transfers
 from nemo_oprd.layout import Layout
 

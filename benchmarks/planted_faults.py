@@ -75,7 +75,7 @@ def run_case(case: Case, world: Path, *, sampled: bool) -> Result:
 
 
 def _static_visit(config: Any) -> list[Any]:
-    from nemo_oprd.diagnosis.static import static_findings
+    from nemo_oprd.commands.doctor.static import static_findings
     from nemo_oprd.setup.models import RunFiles
 
     return list(static_findings(config, RunFiles(config)))
@@ -85,8 +85,8 @@ def _whole_visit(config: Any) -> list[Any]:
     """The findings of `doctor` in this process."""
     import torch
 
-    from nemo_oprd.commands import doctor as command
-    from nemo_oprd.diagnosis.settings import Settings
+    from nemo_oprd.commands.doctor import command
+    from nemo_oprd.commands.doctor.settings import Settings
 
     made: list[Any] = []
     make = command.Report

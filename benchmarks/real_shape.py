@@ -20,21 +20,21 @@ import torch
 
 from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
-from nemo_oprd.capacity.estimate import Lengths, estimate
-from nemo_oprd.capacity.gpus import GPUS, Cluster
+from nemo_oprd.commands.plan.estimate import Lengths, estimate
+from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step import StepBatch
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.model import layer_backend
-from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models import read_model_spec
+from nemo_oprd.models.megatron.model import layer_backend
+from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.megatron_engine import MegatronEngine
+from nemo_oprd.rollout.in_process.engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup.models import build_distiller
-from nemo_oprd.weights.hf import HFCheckpoint
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
 R1_DISTILL_1P5B = Shape(28, 1536, 8960, 12, 2, 151936, 131072)

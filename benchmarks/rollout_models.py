@@ -14,14 +14,14 @@ from benchmarks.random_pair import Shape, save_random_model
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models import read_model_spec
+from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.factory import make_engine
+from nemo_oprd.rollout.make_engine import make_engine
 from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.rollout.vllm.engine import VllmEngine
 from nemo_oprd.rollout.vllm.server import LocalServer
-from nemo_oprd.weights.hf import HFCheckpoint
 
 ENGINES = ("megatron", "vllm", "transformers")
 

@@ -38,7 +38,7 @@ BUCKET_BYTES = 1 << 19
 ANSWERS = 3
 
 CALLS = {
-    "step": "nemo_oprd.rollout.sampler:RolloutSampler.rollouts",
+    "step": "nemo_oprd.rollout.training_rollouts:RolloutSampler.rollouts",
     "busy": "nemo_oprd.distillation.step:GradientAccumulation.forward_backward",
     "generate": "nemo_oprd.rollout.vllm.engine:VllmEngine.generate",
     "update": "nemo_oprd.rollout.vllm.engine:VllmEngine.update_weights",

@@ -18,8 +18,8 @@ from benchmarks.phase import Outcome, Settings
 from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.fault_tolerance.signals import Stopped
 from nemo_oprd.observability.step_recorder import StepRecorder
+from nemo_oprd.runtime.signals import Stopped
 from nemo_oprd.train import train
 
 SHAPE = Shape(4, 64, 128, 4, 2, 256, 256)

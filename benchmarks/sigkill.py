@@ -58,14 +58,14 @@ class Phase:
 
 PHASES = (
     Phase("reading the checkpoint", "nemo_oprd.setup.training:load_checkpoint", once="start"),
-    Phase("rollout", "nemo_oprd.rollout.megatron_engine:MegatronEngine.generate"),
+    Phase("rollout", "nemo_oprd.rollout.in_process.engine:MegatronEngine.generate"),
     Phase("rollouts kept", "nemo_oprd.rollout.resume_cache:ResumeCache.put", "after"),
     Phase("teacher", "nemo_oprd.distillation.teacher:Teacher.targets"),
     Phase("backward", "nemo_oprd.distillation.step:GradientAccumulation.forward_backward"),
     Phase("optimizer", "nemo_oprd.distillation.student:Student.optimizer_step"),
-    Phase("weight sync", "nemo_oprd.rollout.megatron_engine:MegatronEngine.update_weights"),
+    Phase("weight sync", "nemo_oprd.rollout.in_process.engine:MegatronEngine.update_weights"),
     Phase("half a log line", "nemo_oprd.observability.metrics_log:MetricsLog.write", "inside"),
-    Phase("evaluation", "nemo_oprd.evaluation.sample:Evaluator.evaluate"),
+    Phase("evaluation", "nemo_oprd.evaluation.evaluator:Evaluator.evaluate"),
     Phase("save", "nemo_oprd.checkpointing.checkpointer:save_checkpoint"),
     Phase("save: shards written", "nemo_oprd.checkpointing.training_state:commit_checkpoint", "before"),
     Phase("save: renamed", "nemo_oprd.checkpointing.directory:write_atomically", "before", only="latest_checkpointed"),
@@ -115,7 +115,7 @@ class Bench:
     """
 
     def __init__(self, directory: Path, steps: int = 16, overrides: tuple[str, ...] = (), experts: int = 0) -> None:
-        from nemo_oprd.toy.pair import make_tiny_pair
+        from nemo_oprd.commands.toy.pair import make_tiny_pair
 
         self.directory, self.steps, toy = directory, steps, directory / "toy"
         make_tiny_pair(toy, steps=10, experts=experts, log=lambda _: None)
@@ -215,7 +215,7 @@ class Probe:
         for phase in PHASES:
             owner, name = find_call(phase.call)
             setattr(owner, name, self._watched(phase, getattr(owner, name)))
-        owner, name = find_call("nemo_oprd.rollout.sampler:RolloutSampler.rollouts")
+        owner, name = find_call("nemo_oprd.rollout.training_rollouts:RolloutSampler.rollouts")
         setattr(owner, name, self._counting(getattr(owner, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,7 +111,7 @@ class VllmBench:
     """
 
     def __init__(self, directory: Path, steps: int, repeat: str, overrides: tuple[str, ...] = ()) -> None:
-        from nemo_oprd.toy.pair import Recipe, build_pair
+        from nemo_oprd.commands.toy.pair import Recipe, build_pair
 
         recipe = Recipe(
             seed=0, steps=10, student_step=5, layers=2, hidden=128, batch=16, warmup_steps=5,

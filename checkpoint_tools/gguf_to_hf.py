@@ -18,8 +18,8 @@ def main() -> None:
     options = parser.parse_args()
 
     def convert() -> int:
-        from nemo_oprd.fault_tolerance.made_directories import check_directory
-        from nemo_oprd.weights.gguf import gguf_to_hf
+        from nemo_oprd.models.weights.gguf import gguf_to_hf
+        from nemo_oprd.runtime.output_directories import check_directory
 
         check_directory(Path(options.output), "export", "--output")
         spec = gguf_to_hf(Path(options.gguf), Path(options.output))

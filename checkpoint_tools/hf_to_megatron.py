@@ -33,8 +33,8 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
-        from nemo_oprd.providers import know_family
-        from nemo_oprd.weights.convert import hf_to_megatron
+        from nemo_oprd.models.megatron_bridge.provider import know_family
+        from nemo_oprd.models.weights.convert import hf_to_megatron
 
         know_family(options.provider, hf_path=options.hf_path)
         hf_to_megatron(options.hf_path, options.output, tensor=options.tensor, pipeline=options.pipeline)

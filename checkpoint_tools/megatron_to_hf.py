@@ -35,8 +35,8 @@ def main() -> None:
     options = _parse()
 
     def convert() -> int:
-        from nemo_oprd.providers import know_family
-        from nemo_oprd.weights.convert import megatron_to_hf
+        from nemo_oprd.models.megatron_bridge.provider import know_family
+        from nemo_oprd.models.weights.convert import megatron_to_hf
 
         know_family(options.provider, hf_path=options.hf_path, checkpoint=options.megatron_path)
         megatron_to_hf(options.megatron_path, options.output, hf_path=options.hf_path, dtype=options.dtype)

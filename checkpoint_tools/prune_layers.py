@@ -31,9 +31,9 @@ def main() -> None:
     options = _parse()
 
     def prune() -> int:
-        from nemo_oprd.fault_tolerance.made_directories import check_directory
         from nemo_oprd.models import read_model_spec
-        from nemo_oprd.weights.pruning import kept_map, prune_layers
+        from nemo_oprd.models.weights.pruning import kept_map, prune_layers
+        from nemo_oprd.runtime.output_directories import check_directory
 
         source, target = Path(options.hf_path), Path(options.output)
         if target.resolve() == source.resolve():
@@ -58,9 +58,9 @@ def _given(text: str) -> list[int]:
 def _measured(source: Path, options: argparse.Namespace) -> list[int]:
     """The layers of most influence; prints all influences."""
     from nemo_oprd.data.prompts import load_prompts
+    from nemo_oprd.data.tokenization.tokenizer import Tokenizer
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.tokenization.tokenizer import Tokenizer
-    from nemo_oprd.weights.pruning import layer_influences, layers_to_keep
+    from nemo_oprd.models.weights.pruning import layer_influences, layers_to_keep
 
     spec = read_model_spec(source)
     if not 1 <= options.keep <= spec.num_layers:

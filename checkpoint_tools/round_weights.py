@@ -22,8 +22,8 @@ def main() -> None:
     options = parser.parse_args()
 
     def round_all() -> int:
-        from nemo_oprd.fault_tolerance.made_directories import check_directory
-        from nemo_oprd.weights.rounding import round_layers
+        from nemo_oprd.models.weights.rounding import round_layers
+        from nemo_oprd.runtime.output_directories import check_directory
 
         source, target = Path(options.hf_path), Path(options.output)
         if target.resolve() == source.resolve():

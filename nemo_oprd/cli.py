@@ -161,7 +161,7 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    from nemo_oprd.capacity.gpus import GPUS
+    from nemo_oprd.commands.plan.gpus import GPUS
 
     command.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
     command.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
@@ -201,7 +201,7 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
     """
     # set before torch is imported: if a rank ends with an error, torch prints a warning with a stack on all others
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from nemo_oprd.fault_tolerance import watchdog
+    from nemo_oprd.runtime import watchdog
 
     watchdog.enabled = alone
     try:
@@ -225,7 +225,7 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
 
 def _users_mistake(error: Exception) -> str | None:
     """One line for an error that a user can fix: a ValueError, a file or the disk; None for all other errors."""
-    from nemo_oprd.fault_tolerance.disk import describe, is_about_files, no_space
+    from nemo_oprd.runtime.disk import describe, is_about_files, no_space
 
     if isinstance(error, ValueError):
         return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -242,8 +242,8 @@ def _report(error: Exception) -> int:
     A mistake that all ranks find is reported by rank 0. A mistake that only another rank can find, such as one in a
     shard that this rank alone reads, is reported by that rank if no other rank has ended the job after some seconds.
     """
-    from nemo_oprd.fault_tolerance import watchdog
-    from nemo_oprd.fault_tolerance.signals import STOPPED_EXIT_CODE, Stopped
+    from nemo_oprd.runtime import watchdog
+    from nemo_oprd.runtime.signals import STOPPED_EXIT_CODE, Stopped
 
     rank, watch = os.environ.get("RANK", "0"), watchdog.current()
     if isinstance(error, Stopped):
@@ -277,15 +277,15 @@ def _report(error: Exception) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     if getattr(options, "json", None) is not None:
-        from nemo_oprd.fault_tolerance.disk import check_file
+        from nemo_oprd.runtime.disk import check_file
 
         check_file(options.json, "--json")
     if options.command == "toy":
-        from nemo_oprd.toy.pair import make_pair
+        from nemo_oprd.commands.toy.pair import make_pair
 
         make_pair(Path(options.output), seed=options.seed, experts=options.experts)
     elif options.command == "report":
-        from nemo_oprd.commands.report import report
+        from nemo_oprd.commands.report.command import report
 
         report(options.runs, options.output, options.follow)
     elif options.command == "doctor":
@@ -295,7 +295,7 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "grade":
         _run_grade(options)
     elif options.command == "from-nemo-rl":
-        from nemo_oprd.commands.from_nemo_rl import from_nemo_rl
+        from nemo_oprd.commands.from_nemo_rl.command import from_nemo_rl
 
         from_nemo_rl(options.recipe, options.output, options.models, oprd=options.oprd)
     else:
@@ -339,15 +339,15 @@ def _run_grade(options: argparse.Namespace) -> None:
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
+    from nemo_oprd.commands.doctor.settings import Settings, for_diagnosis
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.diagnosis.settings import Settings, for_diagnosis
     from nemo_oprd.setup.preflight import preflight
 
     config = load_config(options.config_name, options.overrides, options.config_dir)
     settings = Settings(options.prompts, options.problems, options.max_new_tokens)
     preflight(for_diagnosis(config, settings), int(os.environ.get("WORLD_SIZE", "1")), "train")
     _quiet_megatron()
-    from nemo_oprd.commands.doctor import doctor
+    from nemo_oprd.commands.doctor.command import doctor
 
     return int(doctor(config, settings, options.json))
 
@@ -380,7 +380,7 @@ def _run_configured(options: argparse.Namespace) -> None:
 
         train(config)
     elif options.command == "fit-bridge":
-        from nemo_oprd.commands.fit_bridge import fit_bridge
+        from nemo_oprd.commands.fit_bridge.command import fit_bridge
 
         fit_bridge(config)
     elif options.command == "evaluate":
@@ -395,8 +395,8 @@ def _run_configured(options: argparse.Namespace) -> None:
 
 def _plan(config: Config, options: argparse.Namespace) -> None:
     """Runs `plan`; exits with 1 if the run does not fit."""
-    from nemo_oprd.capacity.estimate import Lengths
-    from nemo_oprd.commands.plan import plan
+    from nemo_oprd.commands.plan.command import plan
+    from nemo_oprd.commands.plan.estimate import Lengths
 
     fits = plan(
         config,
@@ -420,7 +420,7 @@ def _quiet_megatron() -> None:
 
 def _leave() -> None:
     """Leaves the process group together with the other ranks, if this process has joined one."""
-    from nemo_oprd.fault_tolerance import watchdog
+    from nemo_oprd.runtime import watchdog
 
     watch = watchdog.current()
     if watch is not None:

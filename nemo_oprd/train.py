@@ -3,19 +3,19 @@
 Every rank runs this same loop. A rank has a part of the student, of the teachers, of both or of neither; the objects of
 a role that it does not have take part in the transfers and return None.
 
-    prompts -> rollouts               rollout/sampler.py; the engine that samples is chosen in rollout/factory.py
+    prompts -> rollouts               rollout/training_rollouts.py; the engine that samples is chosen in rollout/make_engine.py
     what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
     which teacher reads a response    distillation/teacher_routing.py
     rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py
     targets -> gradients              distillation/step.py, hidden_state_loss.py; on every pipeline stage:
                                       gradient_injection.py; the losses themselves: losses/
     gradients -> weights              distillation/student.py
-    weights -> engine                 weights/hf.py
+    weights -> engine                 models/weights/hf.py
     an engine's log-probabilities     distillation/sampling_check.py compares them with the student's
     validation sets                   evaluation/validation.py
     checkpoints                       checkpointing/checkpointer.py says when, training_state.py writes and loads them
     metrics                           observability/step_recorder.py, metrics_log.py
-    signals, locks, dead ranks        fault_tolerance/
+    signals, locks, dead ranks        runtime/
 
 Before the loop, `setup/preflight.py` finds the mistakes that the configuration and the models' config.json show, such
 as a wrong parallel size, and `setup/training.py` builds the parts of the run.
@@ -26,9 +26,9 @@ from __future__ import annotations
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.gradient_check import check_gradients
-from nemo_oprd.distillation.gradient_noise import is_noise_due, measure_gradient_noise
+from nemo_oprd.distillation.metrics.gradient_noise import is_noise_due, measure_gradient_noise
+from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.step import KeptResults, StepBatch
-from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.observability.phase_timer import PhaseTimer
 from nemo_oprd.setup.training import start_training
 

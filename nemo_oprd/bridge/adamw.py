@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 
 from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PairFit, evaluated
-from nemo_oprd.bridge.sampling import PARTS, SELECTION, TRAIN
+from nemo_oprd.bridge.row_sample import PARTS, SELECTION, TRAIN
 
 # the paper's; it does not give a batch size
 EPOCHS, LEARNING_RATE = 20, 1e-4

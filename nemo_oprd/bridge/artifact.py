@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
-from nemo_oprd.fault_tolerance.files import read_json, replacing, write_atomically
+from nemo_oprd.runtime.files import read_json, replacing, write_atomically
 
 TENSORS, MANIFEST = "bridge.safetensors", "bridge.json"
 FORMAT = 1

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.bridge.sampling import PARTS, RESERVOIR_ROWS, Reservoir, communication_device
+from nemo_oprd.bridge.row_sample import PARTS, RESERVOIR_ROWS, Reservoir, communication_device
 
 
 class LayerPair(NamedTuple):

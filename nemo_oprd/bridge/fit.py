@@ -23,7 +23,7 @@ import torch
 
 from nemo_oprd.bridge.covariance import LayerPair, Moments, PairStatistics
 from nemo_oprd.bridge.maps import LayerBridge
-from nemo_oprd.bridge.sampling import PARTS, SELECTION, TEST, TRAIN
+from nemo_oprd.bridge.row_sample import PARTS, SELECTION, TEST, TRAIN
 
 # Candidate penalties in units of the mean eigenvalue of Sigma_SS: two per decade, from no effect in double precision to
 # a prediction of almost zero. The grid reaches far down because a few massive activations raise the mean eigenvalue by

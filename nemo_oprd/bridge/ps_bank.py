@@ -15,7 +15,7 @@ import torch
 from nemo_oprd.bridge.artifact import checked_pairs
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
-from nemo_oprd.fault_tolerance.files import why_no_file
+from nemo_oprd.runtime.files import why_no_file
 
 # optional settings of the file, each with the only value that gives frozen linear maps
 REQUIRED_SETTINGS = {"projector_type": "linear", "subspace_mode": "full"}

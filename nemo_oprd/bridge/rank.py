@@ -29,7 +29,7 @@ from torch.nn.functional import normalize
 
 from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PairFit, Projection, principal_directions, projection_error
-from nemo_oprd.bridge.sampling import PARTS, TEST, TRAIN
+from nemo_oprd.bridge.row_sample import PARTS, TEST, TRAIN
 
 
 def error_curve(fit: PairFit) -> torch.Tensor:

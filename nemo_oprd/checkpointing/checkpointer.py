@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from nemo_oprd.checkpointing.training_state import save_checkpoint
 from nemo_oprd.config.schema import TrainConfig
 from nemo_oprd.distillation.student import Student, Update
-from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
-from nemo_oprd.megatron.parallel import device
+from nemo_oprd.models.megatron.parallel import device
+from nemo_oprd.runtime.signals import Signals, Stopped, agree
 
 # Key in the state.json of a checkpoint after which the next start has to make an evaluation. Its value is what names
 # the weights in the responses that are kept already; `true`, which earlier versions wrote: there are none.

@@ -16,8 +16,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.fault_tolerance.files import PARTIAL, flush_tree, partial_path, read_json, write_atomically
 from nemo_oprd.models.checkpoint_directory import LATEST
+from nemo_oprd.runtime.files import PARTIAL, flush_tree, partial_path, read_json, write_atomically
 
 BEST = "best.json"
 STATE = "state.json"

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_oprd.megatron.versions import checkpoint_writer_names, quieten_checkpoints
+from nemo_oprd.models.megatron.versions import checkpoint_writer_names, quieten_checkpoints
 
 
 @contextmanager

@@ -31,15 +31,15 @@ from nemo_oprd.checkpointing.directory import (
 )
 from nemo_oprd.checkpointing.extra_states import add_extra_states
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.distillation.watched_metrics import ModelNeeds
-from nemo_oprd.fault_tolerance.disk import naming
-from nemo_oprd.megatron.versions import quieten_checkpoints
 from nemo_oprd.models import ModelSpec, read_model_spec
-from nemo_oprd.models.bridge_config import write_run_config
 from nemo_oprd.models.checkpoint_directory import hf_directory
-from nemo_oprd.weights.torch_dist import CONTENT_METADATA, open_torch_dist, read_common_state
+from nemo_oprd.models.megatron.versions import quieten_checkpoints
+from nemo_oprd.models.megatron_bridge_config import write_run_config
+from nemo_oprd.models.weights.torch_dist import CONTENT_METADATA, open_torch_dist, read_common_state
+from nemo_oprd.runtime.disk import naming
 
 
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
@@ -82,7 +82,7 @@ def save_checkpoint(
     from megatron.core import dist_checkpointing
 
     from nemo_oprd.checkpointing.in_process_writer import in_process_writer
-    from nemo_oprd.tokenization.tokenizer import copy_tokenizer_files
+    from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
 
     partial = partial_directory(root, step)
     if dist.get_rank() == 0:
@@ -132,7 +132,7 @@ def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) ->
         "final_norm_trained": objective.final_layer is not None or objective.trains_head,
         "head_trained": objective.trains_head,
         "trained_projectors": _trained_projectors(objective),
-        # whether some parameters have a step count of their own, see megatron/partial_training.py
+        # whether some parameters have a step count of their own, see models/megatron/partial_training.py
         "partially_trained": objective.trains_in_parts,
         # of the teacher, with teacher.weights=ema
         "moving_average_layers": needs.teacher_depth(objective, 0) if config.teacher.weights == "ema" else 0,

@@ -21,7 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nemo_oprd.commands.report.comparison import TEACHER, markdown_table
 from nemo_oprd.data.prompts import Prompt, load_prompts
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.evaluation.agreement import (
     Response,
     Sampling,
@@ -33,12 +35,10 @@ from nemo_oprd.evaluation.agreement import (
 )
 from nemo_oprd.evaluation.files import read_lines, write_lines
 from nemo_oprd.evaluation.generations import digest
-from nemo_oprd.fault_tolerance.disk import check_output
-from nemo_oprd.fault_tolerance.files import read_json, write_atomically
-from nemo_oprd.fault_tolerance.made_directories import check_directory
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.report.comparison import TEACHER, markdown_table
-from nemo_oprd.tokenization.tokenizer import Tokenizer
+from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.files import read_json, write_atomically
+from nemo_oprd.runtime.output_directories import check_directory
 
 FORMAT = 1
 

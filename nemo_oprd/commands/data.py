@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, shortened
-from nemo_oprd.fault_tolerance.files import write_atomically
-from nemo_oprd.fault_tolerance.made_directories import check_file
+from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.output_directories import check_file
 from nemo_oprd.setup.preflight import check_prompts_given
 from nemo_oprd.setup.prompt_files import FORMAT, prepare_prompts, say_shares
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config
+from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.files import METRICS
 from nemo_oprd.evaluation.generations import model_identity
 from nemo_oprd.evaluation.progress import say
-from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.evaluation.tables import details, table
-from nemo_oprd.fault_tolerance.disk import check_output
-from nemo_oprd.fault_tolerance.made_directories import check_directory
-from nemo_oprd.fault_tolerance.run_lock import RunLock
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.parallel import init_distributed, seed_everything
+from nemo_oprd.models.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.rollout.factory import check_on_device, make_engine
+from nemo_oprd.rollout.make_engine import check_on_device, make_engine
+from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.setup.models import student_files, world_size
 from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, known_ids, trainer_ranks
 from nemo_oprd.setup.prompt_files import held_out_problems

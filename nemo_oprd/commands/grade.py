@@ -2,7 +2,7 @@
 
 A target is the output of `evaluate`, a run with `evaluations/`, or a file of generations. What the grades depend on
 besides the responses is taken, in this order, from the command line, from the lines of the generations, and from the
-table of data sources (`evaluation/graders.py`).
+table of data sources (`evaluation/grading/graders.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.evaluation.files import DIFFERENCES, GENERATIONS, say
-from nemo_oprd.evaluation.graders import BUILTIN, GraderChoice, check_judge, check_name
-from nemo_oprd.evaluation.grading import (
+from nemo_oprd.evaluation.grading.grade_sets import (
     GradedSet,
     Side,
     check_answers,
@@ -28,13 +27,14 @@ from nemo_oprd.evaluation.grading import (
     grade_set,
     samples_per_problem,
 )
+from nemo_oprd.evaluation.grading.graders import BUILTIN, GraderChoice, check_judge, check_name
 from nemo_oprd.evaluation.intervals import CI
 from nemo_oprd.evaluation.responses import FIX, Response, read_responses
 from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
-from nemo_oprd.fault_tolerance.disk import check_output
-from nemo_oprd.fault_tolerance.files import write_atomically
-from nemo_oprd.fault_tolerance.made_directories import check_directory
-from nemo_oprd.fault_tolerance.run_lock import RunLock
+from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.runtime.run_lock import RunLock
 
 
 @dataclass(frozen=True)

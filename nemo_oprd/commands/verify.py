@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.distillation.step import StepBatch
-from nemo_oprd.distillation.step_metrics import StepMetrics
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
-from nemo_oprd.fault_tolerance.disk import check_output
-from nemo_oprd.fault_tolerance.files import write_atomically
-from nemo_oprd.fault_tolerance.made_directories import check_directory
+from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.setup.data import recorded_rollouts
 from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_replays
 from nemo_oprd.train import accumulate_gradients
-from nemo_oprd.verification.reference import agreement, reference
 
 
 def verify(config: Config, *, against_reference: bool = False) -> None:

@@ -73,7 +73,7 @@ class RolloutConfig:
     over so many of the same ranks, which decode the same responses. `max_batch` and `max_cache_tokens` are the largest
     number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
     `max_batch` is also the number of responses that one vLLM server works on at a time. `max_cache_tokens: auto` takes
-    what memory allows (`nemo_oprd/rollout/cache_budget.py`).
+    what memory allows (`nemo_oprd/rollout/in_process/cache_budget.py`).
 
     `correction` belongs to sampled_token and to an engine that computes slightly other probabilities than the trainer.
     It weighs every token by the ratio of the trainer's probability to the engine's (docs/losses.md): `truncate` moves a

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.fault_tolerance.files import parse_json, why_no_file
+from nemo_oprd.runtime.files import parse_json, why_no_file
 
 # the name of the validation set that `data.held_out` makes
 HELD_OUT = "held_out"

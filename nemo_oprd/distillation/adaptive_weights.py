@@ -7,7 +7,7 @@ import numpy as np
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.batch.position_bins import PROFILE_BINS, row_bins
 from nemo_oprd.config.schema import AdaptiveConfig
-from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.losses.adaptive import GapFactors
 
 

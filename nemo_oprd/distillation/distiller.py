@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.metrics.watched_metrics import WatchedMetrics
 from nemo_oprd.distillation.objective import Objective, StepObjective
 from nemo_oprd.distillation.step import GradientAccumulation, KeptResults, StepBatch
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.target_budget import resident_microbatches
 from nemo_oprd.distillation.teacher import Teacher
 from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.distillation.watched_metrics import WatchedMetrics
 
 
 @dataclass(frozen=True)

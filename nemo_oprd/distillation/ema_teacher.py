@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from nemo_oprd.megatron.model import DistillingModel
-from nemo_oprd.megatron.param_names import named_parameters
+from nemo_oprd.models.megatron.model import DistillingModel
+from nemo_oprd.models.megatron.param_names import named_parameters
 
 
 class EmaTeacher:

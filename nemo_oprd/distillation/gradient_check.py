@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 
 
 def check_gradients(distiller: Distiller, accumulate: Callable[..., StepMetrics | None]) -> str:

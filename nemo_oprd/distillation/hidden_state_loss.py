@@ -10,8 +10,8 @@ import torch
 
 from nemo_oprd.batch.position_bins import PROFILE_BINS
 from nemo_oprd.distillation.gradient_injection import Parameters, inject_gradient, row_chunks
+from nemo_oprd.distillation.metrics.token_metrics import LayerTokens
 from nemo_oprd.distillation.output_head import OutputHeadLoss
-from nemo_oprd.distillation.token_metrics import LayerTokens
 from nemo_oprd.losses.representation import RowLoss
 
 

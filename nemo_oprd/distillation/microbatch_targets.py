@@ -13,12 +13,12 @@ from nemo_oprd.batch.plan import LocalRows, StepPlan
 from nemo_oprd.batch.position_bins import profile_bins
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.hidden_state_loss import LayerTarget
+from nemo_oprd.distillation.metrics.token_metrics import LayerTokens, TokenSlots
 from nemo_oprd.distillation.objective import OutputTerm, StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss, final_state_rows, vocab_shard
-from nemo_oprd.distillation.token_metrics import LayerTokens, TokenSlots
 from nemo_oprd.layout import Coordinates
-from nemo_oprd.megatron.model import DistillingModel
-from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.model import DistillingModel
+from nemo_oprd.models.megatron.parallel import Role, device
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from megatron.core.utils import make_viewless_tensor
 
 from nemo_oprd.batch.plan import LocalRows
+from nemo_oprd.distillation.metrics.token_metrics import OUTPUT_METRICS
 from nemo_oprd.distillation.objective import TeacherMatch
-from nemo_oprd.distillation.token_metrics import OUTPUT_METRICS
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
-from nemo_oprd.megatron.model import DistillingModel
-from nemo_oprd.megatron.optimizer import main_gradient
-from nemo_oprd.megatron.parallel import Role, device
-from nemo_oprd.weights.hf import TensorReader
+from nemo_oprd.models.megatron.model import DistillingModel
+from nemo_oprd.models.megatron.optimizer import main_gradient
+from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.weights.hf import TensorReader
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.gradient_injection import inject_gradient
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.layout import Coordinates
-from nemo_oprd.megatron.experts import probabilities
-from nemo_oprd.megatron.parallel import Role, device
-from nemo_oprd.megatron.routes import Routes
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.megatron.experts import probabilities
+from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.router_replay import Routes
 
 
 @dataclass(frozen=True)

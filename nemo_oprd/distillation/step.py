@@ -20,18 +20,18 @@ import torch
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
-from nemo_oprd.distillation.injection_counts import check_injections, check_output_passes
+from nemo_oprd.distillation.metrics.injection_counts import check_injections, check_output_passes
+from nemo_oprd.distillation.metrics.step_metrics import MetricSums, StepMetrics
+from nemo_oprd.distillation.metrics.token_metrics import TokenSlots
 from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup, layer_targets, output_head_losses
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss
 from nemo_oprd.distillation.router_losses import RouterMicrobatch, RouterTerm, count_choices
-from nemo_oprd.distillation.step_metrics import MetricSums, StepMetrics
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.distillation.token_metrics import TokenSlots
 from nemo_oprd.distillation.trained_projectors import projectors_of
-from nemo_oprd.megatron.parallel import device
-from nemo_oprd.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
-from nemo_oprd.megatron.routes import Routes
+from nemo_oprd.models.megatron.parallel import device
+from nemo_oprd.models.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
+from nemo_oprd.models.megatron.router_replay import Routes
 
 
 @dataclass

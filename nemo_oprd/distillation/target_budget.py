@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.distillation.objective import StepObjective
-from nemo_oprd.megatron.device_memory import free_bytes
-from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.device_memory import free_bytes
+from nemo_oprd.models.megatron.parallel import Role, device
 
 # The share of a GPU's free memory that targets may take, twice while they are sent; the rest is for activations and
 # logits.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.layout import Coordinates
-from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, device
 
 
 @dataclass(frozen=True)

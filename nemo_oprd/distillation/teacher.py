@@ -22,9 +22,9 @@ from nemo_oprd.distillation.objective import OutputTerm, StepObjective, TeacherM
 from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
 from nemo_oprd.distillation.target_transfer import RowShard, TargetTransfer
 from nemo_oprd.losses.chunked import chunked_logprob
-from nemo_oprd.megatron.model import DistillingModel
-from nemo_oprd.megatron.parallel import Role, device
-from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
+from nemo_oprd.models.megatron.model import DistillingModel
+from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
 
 # values per row of the output loss if the teacher sends no states: log-probability of the sampled token, entropy
 SAMPLED_COLUMNS = 2

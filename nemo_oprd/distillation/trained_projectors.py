@@ -21,9 +21,9 @@ from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.full_width import draw_projector
 from nemo_oprd.bridge.maps import Bridge, LayerBridge, apply_projector
 from nemo_oprd.distillation.objective import Objective
-from nemo_oprd.megatron.model import DistillingModel
-from nemo_oprd.megatron.parallel import Role, device
-from nemo_oprd.weights.hf import broadcast_from_stage
+from nemo_oprd.models.megatron.model import DistillingModel
+from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.weights.hf import broadcast_from_stage
 
 PARTS = ("student_projector", "student_bias")
 

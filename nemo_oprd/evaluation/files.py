@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.fault_tolerance.files import parse_json, replacing, why_no_file
+from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
 GENERATIONS, GRADES, DISAGREEMENTS, ABOUT, METRICS, DIFFERENCES = (
     "generations",

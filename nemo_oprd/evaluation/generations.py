@@ -24,9 +24,9 @@ from typing import Any
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.evaluation.files import ABOUT, DIFFERENCES, DISAGREEMENTS, GENERATIONS, GRADES, METRICS, write_lines
-from nemo_oprd.fault_tolerance.disk import naming
-from nemo_oprd.fault_tolerance.files import read_json, write_atomically
 from nemo_oprd.rollout.engine import Request
+from nemo_oprd.runtime.disk import naming
+from nemo_oprd.runtime.files import read_json, write_atomically
 
 # of about.json and the lines of SET.jsonl
 FORMAT = 1

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from nemo_oprd.evaluation.metrics import DIVERSITY, Sample, check_samples, distinct_ratio, summarize
+from nemo_oprd.evaluation.set_metrics import DIVERSITY, Sample, check_samples, distinct_ratio, summarize
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95

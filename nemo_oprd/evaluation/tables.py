@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.evaluation.files import METRICS
-from nemo_oprd.evaluation.grading import compare, read_graded
+from nemo_oprd.evaluation.grading.grade_sets import compare, read_graded
 from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference
 
 EVALUATIONS = "evaluations"  # of a run: one directory per evaluation

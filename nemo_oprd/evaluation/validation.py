@@ -14,14 +14,14 @@ from nemo_oprd.checkpointing.checkpointer import EVALUATION_DEFERRED, Evaluation
 from nemo_oprd.checkpointing.directory import iteration_directory, mark_best, prune, read_state
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.student import Student
+from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.generations import Generations, model_identity, trained_identity
-from nemo_oprd.evaluation.sample import Evaluator
 from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
-from nemo_oprd.fault_tolerance.signals import Signals, Stopped, agree
-from nemo_oprd.megatron.parallel import device
+from nemo_oprd.models.megatron.parallel import device
+from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
-from nemo_oprd.weights.hf import TensorReader
+from nemo_oprd.runtime.signals import Signals, Stopped, agree
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Functions named by MODULE:FUNCTION: built-in ones, and a user's own from Python's path or the working directory.
 
-Losses and graders (`evaluation/graders.py`) are named in this way.
+Losses and graders (`evaluation/grading/graders.py`) are named in this way.
 """
 
 from __future__ import annotations

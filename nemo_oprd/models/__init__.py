@@ -1,19 +1,19 @@
 """Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
 
 `read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md). Families
-that only Megatron-Bridge has are registered when a configuration asks for them (`providers/bridge_family.py`).
+that only Megatron-Bridge has are registered when a configuration asks for them (`models/megatron_bridge/family.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_oprd.fault_tolerance.files import read_json
-from nemo_oprd.models.base import Family, ModelSpec, check_same_width, refuse_unknown_code
-from nemo_oprd.models.llama import LLAMA
-from nemo_oprd.models.moe import MIXTRAL, QWEN3_MOE
-from nemo_oprd.models.phi3 import PHI3
-from nemo_oprd.models.qwen import QWEN2, QWEN3
+from nemo_oprd.models.architecture import Family, ModelSpec, check_same_width, refuse_unknown_code
+from nemo_oprd.models.families.llama import LLAMA
+from nemo_oprd.models.families.moe import MIXTRAL, QWEN3_MOE
+from nemo_oprd.models.families.phi3 import PHI3
+from nemo_oprd.models.families.qwen import QWEN2, QWEN3
+from nemo_oprd.runtime.files import read_json
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE)}
 

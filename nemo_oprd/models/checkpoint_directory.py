@@ -1,7 +1,7 @@
 """Checks of a torch_dist checkpoint's directory that do not need torch, and the place of its config.json.
 
 A checkpoint is one directory, or it is the one that the tracker file of a directory of checkpoints names, as training
-runs and Megatron-Bridge write them. `weights/torch_dist.py` reads the tensors. Megatron-core can read metadata.json,
+runs and Megatron-Bridge write them. `models/weights/torch_dist.py` reads the tensors. Megatron-core can read metadata.json,
 too, but importing it takes seconds, and a wrong path is reported before that.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_oprd.fault_tolerance.files import read_json
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.bridge_config import check_run_config, named_hf_directory, read_run_config
+from nemo_oprd.models.megatron_bridge_config import check_run_config, named_hf_directory, read_run_config
+from nemo_oprd.runtime.files import read_json
 
 # holds the number of the newest checkpoint beside it; Megatron-LM's and Megatron-Bridge's name, too
 LATEST = "latest_checkpointed_iteration.txt"

@@ -6,8 +6,8 @@ microbatch's observer to its `packed_seq_params`, and `HiddenStateDistillation` 
 """
 
 from nemo_oprd.config.loss_schema import RepresentationLossConfig
-from nemo_oprd.megatron.adopt import adopt, observed
-from nemo_oprd.megatron.pipeline_schedule import zero_loss
+from nemo_oprd.models.megatron.adopt import adopt, observed
+from nemo_oprd.models.megatron.pipeline_schedule import zero_loss
 from nemo_oprd.nemo.hidden_states import HiddenStateDistillation, row_weights
 
 __all__ = ["HiddenStateDistillation", "RepresentationLossConfig", "adopt", "observed", "row_weights", "zero_loss"]

@@ -21,9 +21,9 @@ import torch
 from megatron.core.utils import get_model_config
 
 from nemo_oprd.config.loss_schema import RepresentationLossConfig
-from nemo_oprd.megatron.adopt import adopt, observed, unwrapped
-from nemo_oprd.megatron.pipeline_schedule import zero_loss
-from nemo_oprd.megatron.versions import batch_on_this_cp_rank
+from nemo_oprd.models.megatron.adopt import adopt, observed, unwrapped
+from nemo_oprd.models.megatron.pipeline_schedule import zero_loss
+from nemo_oprd.models.megatron.versions import batch_on_this_cp_rank
 from nemo_oprd.nemo.hidden_states import HiddenStateDistillation
 from nemo_oprd.nemo.teacher_beside import TeacherBeside, after_backward, build_teacher, local_hf_config
 

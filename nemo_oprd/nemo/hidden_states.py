@@ -21,13 +21,13 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loss_schema import RepresentationLossConfig
 from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss, LayerTarget
-from nemo_oprd.distillation.injection_counts import CaptureError, check_layer_counts
-from nemo_oprd.distillation.step_metrics import MetricSums
+from nemo_oprd.distillation.metrics.injection_counts import CaptureError, check_layer_counts
+from nemo_oprd.distillation.metrics.step_metrics import MetricSums
 from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.losses.registry import resolve_row_loss
-from nemo_oprd.megatron.adopt import unwrapped
-from nemo_oprd.megatron.observed_layer import ObservedLayer
-from nemo_oprd.megatron.refusals import refuse_loss_scale, refuse_unservable, refuse_untrainable
+from nemo_oprd.models.megatron.adopt import unwrapped
+from nemo_oprd.models.megatron.observed_layer import ObservedLayer
+from nemo_oprd.models.megatron.refusals import refuse_loss_scale, refuse_unservable, refuse_untrainable
 
 
 def row_weights(rollouts: list[Rollout], length: int, loss: RepresentationLossConfig) -> torch.Tensor:

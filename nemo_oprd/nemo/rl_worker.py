@@ -15,7 +15,7 @@ import torch
 from megatron.core.utils import get_model_config
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-from nemo_oprd.megatron.adopt import adopt, observed, unwrapped
+from nemo_oprd.models.megatron.adopt import adopt, observed, unwrapped
 from nemo_oprd.nemo.hidden_states import HiddenStateDistillation
 from nemo_oprd.nemo.rl_batch import HIDDEN_WEIGHT, Settings
 from nemo_oprd.nemo.rl_loss import OPRDOutputLoss

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.megatron.adopt import adopt, unwrapped
-from nemo_oprd.megatron.observed_layer import ObservedSequences
+from nemo_oprd.models.megatron.adopt import adopt, unwrapped
+from nemo_oprd.models.megatron.observed_layer import ObservedSequences
 
 # settings of a model provider that the teacher's must share with the student's: layout, precision, and where it is
 _SHARED = (

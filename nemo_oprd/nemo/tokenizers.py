@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.config.schema import Config, ModelSource
+from nemo_oprd.data.tokenization.tokenizer import TOKENIZER_FILES, Tokenizer
 from nemo_oprd.setup.preflight import model_directory
-from nemo_oprd.tokenization.tokenizer import TOKENIZER_FILES, Tokenizer
 
 # Texts whose ids both tokenizers must agree on: spaces in all places, digits, accents, full-width forms, other scripts,
 # characters that no vocabulary has, and line ends.

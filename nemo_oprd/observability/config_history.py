@@ -16,7 +16,7 @@ from typing import Any
 from nemo_oprd.config.loading import to_yaml
 from nemo_oprd.config.resume_rules import changes
 from nemo_oprd.config.schema import Config
-from nemo_oprd.fault_tolerance.files import write_atomically
+from nemo_oprd.runtime.files import write_atomically
 
 FIRST = "config.yaml"
 STARTS = "environment.json"

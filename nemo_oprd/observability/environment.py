@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nemo_oprd import __version__
-from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.observability.config_history import STARTS, starts
+from nemo_oprd.runtime.files import write_atomically
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "apex", "numpy", "safetensors")
 

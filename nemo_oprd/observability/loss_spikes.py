@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 
 # A term is compared with the median size of its last WINDOW values, once there are MIN_VALUES of them.
 WINDOW, MIN_VALUES = 50, 10

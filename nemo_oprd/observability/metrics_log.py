@@ -19,9 +19,9 @@ import yaml
 
 from nemo_oprd.config.loading import to_yaml
 from nemo_oprd.config.schema import Config
-from nemo_oprd.fault_tolerance.disk import naming
-from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.observability.config_history import record_config
+from nemo_oprd.runtime.disk import naming
+from nemo_oprd.runtime.files import write_atomically
 
 # the progress line, in order: (metric, label, format)
 _PROGRESS_METRICS = (

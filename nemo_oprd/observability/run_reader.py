@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.fault_tolerance.files import parse_json
 from nemo_oprd.observability.config_history import current_config, read_config, spans
+from nemo_oprd.runtime.files import parse_json
 
 
 @dataclass(frozen=True)

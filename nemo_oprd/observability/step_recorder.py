@@ -12,7 +12,8 @@ import torch.distributed as dist
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import weight_at
-from nemo_oprd.distillation.step_metrics import StepMetrics
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.student import Update
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.observability.loss_spikes import TERMS, LossSpikeDetector
@@ -21,7 +22,6 @@ from nemo_oprd.observability.token_files import remove_token_files, token_file
 from nemo_oprd.observability.token_records import token_records
 from nemo_oprd.rollout.replay import write_json_lines, write_rollouts
 from nemo_oprd.rollout.teacher_inputs import alignment_metrics
-from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 class StepRecorder:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.distillation.token_metrics import TokenMetrics
-from nemo_oprd.tokenization.token_bytes import byte_table
-from nemo_oprd.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenization.token_bytes import byte_table
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.distillation.metrics.token_metrics import TokenMetrics
 
 _DIGITS = 6  # significant ones: float32 has seven
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
-from nemo_oprd.fault_tolerance.files import parse_json, replacing, why_no_file
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import Keep, Request, SamplingParams, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
-from nemo_oprd.weights.hf import TensorReader
+from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
 # how far the rounding of an engine may lift the logarithm of a probability above 0

@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.fault_tolerance.files import write_atomically
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.runtime.files import write_atomically
 
 
 class ResumeCache:

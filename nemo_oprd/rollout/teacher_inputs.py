@@ -9,11 +9,11 @@ import numpy as np
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.data.tokenization.align import Alignment, align_batch, check_coverage, coverage_of
+from nemo_oprd.data.tokenization.identity import teacher_eos_id
+from nemo_oprd.data.tokenization.token_bytes import byte_table
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.rollout.engine import Request
-from nemo_oprd.tokenization.align import Alignment, align_batch, check_coverage, coverage_of
-from nemo_oprd.tokenization.identity import teacher_eos_id
-from nemo_oprd.tokenization.token_bytes import byte_table
-from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 class TeacherInputs(Protocol):

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.evaluation.sample import Evaluator
+from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
-from nemo_oprd.rollout.sampler import NO_PROMPTS, TrainingPrompts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
+from nemo_oprd.rollout.training_rollouts import NO_PROMPTS, TrainingPrompts
 from nemo_oprd.setup.models import ModelFiles, RunFiles
 from nemo_oprd.setup.preflight import check_prompts_given, check_same_architecture
 from nemo_oprd.setup.prompts import RunPrompts, read_run_prompts
-from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

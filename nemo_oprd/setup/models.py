@@ -12,22 +12,22 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config, ModelSource
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
+from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds, WatchedMetrics
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import ChunkBuilder, Student
 from nemo_oprd.distillation.teacher import Teacher
 from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.distillation.watched_metrics import ModelNeeds, WatchedMetrics
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.model import build_chunks
-from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
-from nemo_oprd.providers import OWN
+from nemo_oprd.models.megatron.model import build_chunks
+from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
+from nemo_oprd.models.megatron_bridge.provider import OWN
+from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
 from nemo_oprd.setup.preflight import check_layouts, model_directory, model_spec
-from nemo_oprd.tokenization.tokenizer import Tokenizer
-from nemo_oprd.weights.hf import HFCheckpoint, TensorReader, load_hf
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ModelFiles:
         """
         if self.source.provider == OWN:
             return build_chunks
-        from nemo_oprd.providers.build import build_from_provider, make_provider
+        from nemo_oprd.models.megatron_bridge.build import build_from_provider, make_provider
 
         made = make_provider(f"{self._key}.provider", self.source.provider, self.directory)
         return partial(build_from_provider, made)
@@ -119,7 +119,7 @@ class ModelFiles:
         Raises:
             ValueError: a file is missing or damaged, or its tensors are not those of this architecture.
         """
-        from nemo_oprd.weights.convert import MegatronCheckpoint, check_source
+        from nemo_oprd.models.weights.convert import MegatronCheckpoint, check_source
 
         if self.source.checkpoint:
             return MegatronCheckpoint(self.weights_directory, self.directory).__getitem__

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
 from nemo_oprd.config.weight_schedule import largest
-from nemo_oprd.evaluation.graders import GraderChoice, check_judge
+from nemo_oprd.evaluation.grading.graders import GraderChoice, check_judge
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.layer_mapping import (
     check_norms_match,
@@ -25,8 +25,8 @@ from nemo_oprd.losses.layer_mapping import (
 )
 from nemo_oprd.models import FAMILIES, ModelSpec, check_same_width, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.megatron_bridge.provider import check_provider, know_family
 from nemo_oprd.models.rope import Rope
-from nemo_oprd.providers import check_provider, know_family
 from nemo_oprd.rollout.vllm.launch import check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 from nemo_oprd.rollout.vllm.server import check_url

@@ -10,7 +10,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, Preparation, PreparedPrompts, decontaminate, prepare, say_suffix
 from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
 from nemo_oprd.data.text import with_suffix
-from nemo_oprd.fault_tolerance.files import read_json, write_atomically
+from nemo_oprd.runtime.files import read_json, write_atomically
 
 REPORT = "data.json"
 FORMAT = 1

@@ -13,11 +13,11 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.order import PromptOrder, exact_weights
 from nemo_oprd.data.preparation import DataReport, PreparedPrompts
 from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.rollout.engine import Request
-from nemo_oprd.rollout.sampler import TrainingPrompts
+from nemo_oprd.rollout.training_rollouts import TrainingPrompts
 from nemo_oprd.setup.prompt_files import prepare_prompts, say_shares
-from nemo_oprd.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

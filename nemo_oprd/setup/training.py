@@ -21,22 +21,23 @@ from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.sampling_check import SamplingCheck
 from nemo_oprd.distillation.trained_projectors import trained_bridge
-from nemo_oprd.evaluation.sample import Evaluator
+from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
-from nemo_oprd.fault_tolerance.disk import check_output
-from nemo_oprd.fault_tolerance.made_directories import check_directory
-from nemo_oprd.fault_tolerance.run_lock import RunLock
-from nemo_oprd.fault_tolerance.signals import Signals
-from nemo_oprd.megatron.parallel import init_distributed
+from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.models.weights.hf_export import export_hf
 from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.rollout.factory import check_on_device, make_engine
+from nemo_oprd.rollout.make_engine import check_on_device, make_engine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.sampler import RolloutSampler
+from nemo_oprd.rollout.training_rollouts import RolloutSampler
+from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.runtime.run_lock import RunLock
+from nemo_oprd.runtime.signals import Signals
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
@@ -47,7 +48,6 @@ from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.setup.prompt_files import write_report
 from nemo_oprd.setup.resume import check_resume, compare_settings, models_of
-from nemo_oprd.weights.hf_export import export_hf
 
 
 @dataclass(frozen=True)

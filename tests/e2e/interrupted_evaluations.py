@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.forked_run import RANKS, ForkedRun, metrics
 from benchmarks.sigkill import Bench
 from nemo_oprd import cli
-from nemo_oprd.rollout import megatron_engine
+from nemo_oprd.rollout.in_process import engine as megatron_engine
 
 generate_batch = megatron_engine.generate_batch
 # 8 problems x 2 samples on 2 ranks in batches of 2: an evaluation is 4 batches per rank, a step of training is 1

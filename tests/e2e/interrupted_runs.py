@@ -18,8 +18,8 @@ from unittest import mock
 
 from benchmarks.forked_run import metrics
 from benchmarks.sigkill import PHASES, Attempt, Bench, Target
-from nemo_oprd.fault_tolerance.signals import Signals
-from nemo_oprd.report.page import write_report
+from nemo_oprd.commands.report.page import write_report
+from nemo_oprd.runtime.signals import Signals
 
 enter = Signals.__enter__
 PHASE = {phase.name: phase for phase in PHASES}

@@ -50,7 +50,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def make_project(copy: Path, hidden: int) -> None:
     """A copy of the project with a hardly trained pair of this width in place of the quickstart's."""
-    from nemo_oprd.toy.pair import Recipe, build_pair
+    from nemo_oprd.commands.toy.pair import Recipe, build_pair
 
     ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, copy, ignore=ignored)
@@ -85,7 +85,7 @@ def running(project: Path) -> Iterator[dict[str, Future[Completed]]]:
 
 def write_settings(file: Path, hidden: int) -> None:
     """The settings of the quickstart's pair, or of one of another width: the quickstart takes no other pair."""
-    from nemo_oprd.toy.pair import Recipe
+    from nemo_oprd.commands.toy.pair import Recipe
 
     recipe = Recipe(seed=0, steps=400, student_step=None, layers=4, hidden=hidden)
     file.write_text(json.dumps({"settings": recipe.settings()}))

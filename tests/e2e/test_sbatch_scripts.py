@@ -15,8 +15,8 @@ import pytest
 from cluster_stand_ins import CPUS_ON_NODE, Call, calls
 
 from benchmarks.plan_table import SHAPES
-from nemo_oprd.capacity.estimate import estimate
-from nemo_oprd.capacity.gpus import GPUS, Cluster
+from nemo_oprd.commands.plan.estimate import estimate
+from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 
 ROOT = Path(__file__).parent.parent.parent

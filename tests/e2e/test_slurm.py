@@ -22,7 +22,7 @@ import slurm_cluster
 import vllm_environment
 
 from benchmarks.forked_run import differences
-from nemo_oprd.toy.pair import Recipe, build_pair
+from nemo_oprd.commands.toy.pair import Recipe, build_pair
 
 ROOT = Path(__file__).parent.parent.parent
 # the scenarios share two cores

@@ -17,7 +17,7 @@ import vllm_environment
 from bridge_environment import PYTHON, ROOT, make_environment, run
 from safetensors.torch import load_file
 
-from nemo_oprd.toy import task
+from nemo_oprd.commands.toy import task
 
 pytestmark = [
     pytest.mark.vllm,

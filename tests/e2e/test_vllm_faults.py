@@ -23,7 +23,7 @@ import pytest
 import vllm_environment
 from safetensors.torch import load_file, save_file
 
-from nemo_oprd.toy.pair import Recipe, build_pair
+from nemo_oprd.commands.toy.pair import Recipe, build_pair
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 300

@@ -17,14 +17,16 @@ ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 # what is not imported, but read or started as a program by its path
 PROGRAMS = {
-    "nemo_oprd/evaluation/math_verify_child.py",  # grades answers, in a process that may be killed
+    "nemo_oprd/evaluation/grading/math_verify_child.py",  # grades answers, in a process that may be killed
     "nemo_oprd/rollout/vllm/guard.py",  # ends servers when a run dies
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_buckets.py",  # these three run in vLLM's environment
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_serve.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_worker.py",
 }
-PAGES = {f"nemo_oprd/report/{name}.html.jinja" for name in ("evaluation", "macros", "page", "responses", "runs")}
-PAGES |= {"nemo_oprd/report/style.css.jinja"}
+PAGES = {
+    f"nemo_oprd/commands/report/{name}.html.jinja" for name in ("evaluation", "macros", "page", "responses", "runs")
+}
+PAGES |= {"nemo_oprd/commands/report/style.css.jinja"}
 # runs a command, and checks where its code comes from; the source tree is off the path, on which an editable
 # installation puts it
 STARTED = """

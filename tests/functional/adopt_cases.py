@@ -22,7 +22,7 @@ def golden_batches(layout: Layout, loss: Any, size: int, *, packed: bool) -> lis
     """(Tokens, weights) of this rank's microbatches of `size` responses; packed ones are [1, size * S]."""
     from megatron.core import parallel_state
 
-    from nemo_oprd.megatron.versions import batch_on_this_cp_rank
+    from nemo_oprd.models.megatron.versions import batch_on_this_cp_rank
     from nemo_oprd.nemo import row_weights
     from nemo_oprd.rollout.replay import read_rollouts
 
@@ -60,8 +60,8 @@ def packed_forward_step(size: int) -> Callable[[Any, Any], Any]:
 
 def gathered_gradients(chunks: list[Any], layout: Layout) -> dict[str, torch.Tensor]:
     """HF name -> whole gradient, of the ranks with data and context coordinate 0."""
-    from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
 
     spec = read_model_spec(GOLDEN / "student")
     mine = {name: parameter.main_grad for name, parameter in named_parameters(chunks).items()}
@@ -209,7 +209,7 @@ def logits_before_and_after() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def scaled_rope(scaling: dict[str, Any], other: dict[str, Any]) -> tuple[torch.Tensor, str]:
     """Logits [1, 60, V] of an adopted stock model with this rope_scaling, and the refusal of another one."""
-    from nemo_oprd.megatron.refusals import check_rope
+    from nemo_oprd.models.megatron.refusals import check_rope
     from nemo_oprd.nemo import adopt
 
     hf_config = json.loads((GOLDEN / "student" / "config.json").read_text())

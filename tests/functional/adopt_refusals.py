@@ -51,9 +51,9 @@ def _refuse_adopt_other_model(model: Any) -> None:
 
 
 def _refuse_adopt_own_model(model: Any) -> None:
-    from nemo_oprd.megatron.model import build_chunks
-    from nemo_oprd.megatron.parallel import make_role
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.model import build_chunks
+    from nemo_oprd.models.megatron.parallel import make_role
     from nemo_oprd.nemo import adopt
 
     adopt(build_chunks(read_model_spec(GOLDEN / "student"), make_role("student", Layout()), torch.float32))
@@ -75,7 +75,7 @@ def _refuse_rope_base(model: Any) -> None:
 def _refuse_rope_scaling(model: Any) -> None:
     import json
 
-    from nemo_oprd.megatron.refusals import check_rope
+    from nemo_oprd.models.megatron.refusals import check_rope
     from nemo_oprd.nemo import adopt
 
     hf_config = json.loads((GOLDEN / "student" / "config.json").read_text())

@@ -101,7 +101,7 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
         "nemo_oprd.commands.evaluate.init_distributed",
         "nemo_oprd.setup.models.build_chunks",
         "nemo_oprd.distillation.student.build_chunks",
-        "nemo_oprd.rollout.megatron_engine.build_chunks",
+        "nemo_oprd.rollout.in_process.engine.build_chunks",
     ]
     with contextlib.ExitStack() as stack:
         for target in expensive:

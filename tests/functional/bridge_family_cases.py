@@ -80,7 +80,7 @@ def verify(runs: dict[str, list[str]]) -> None:
 
 def fit_and_verify(fit: list[str], runs: dict[str, list[str]]) -> None:
     """`nemo-oprd fit-bridge`, then `verify` with the bridge."""
-    from nemo_oprd.commands.fit_bridge import fit_bridge
+    from nemo_oprd.commands.fit_bridge.command import fit_bridge
     from nemo_oprd.config.loading import load_config
 
     fit_bridge(load_config("verify", fit))
@@ -106,8 +106,8 @@ def convert(models: str, directory: str) -> None:
 
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.providers import know_family
-    from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+    from nemo_oprd.models.megatron_bridge.provider import know_family
+    from nemo_oprd.models.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
     bridge_cases.prepare()
     settings = bridge_cases.settings(Layout())
@@ -156,7 +156,7 @@ def provider_fields(output: str) -> None:
 
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    from nemo_oprd.providers.provider_fields import kind_of
+    from nemo_oprd.models.megatron_bridge.provider_fields import kind_of
 
     Path(output).write_text(json.dumps({field.name: kind_of(field.name) for field in fields(GPTModelProvider)}))
 
@@ -224,7 +224,7 @@ def nothing() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "RANK" in os.environ:
-        from nemo_oprd.megatron.parallel import init_distributed
+        from nemo_oprd.models.megatron.parallel import init_distributed
 
         init_distributed()
     globals()[sys.argv[1]](**json.loads(sys.argv[2]))

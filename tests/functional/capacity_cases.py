@@ -1,4 +1,4 @@
-"""What the pool's workers measure of the memory that `nemo_oprd.capacity` estimates: live bytes, counted exactly."""
+"""What the pool's workers measure of the memory that `nemo_oprd.commands.plan` estimates: live bytes, counted exactly."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def engine_bytes(overrides: list[str], prompt: int, responses: int) -> dict[str,
     from unittest import mock
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.rollout import generation
+    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.models.weights.hf import HFCheckpoint
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.megatron_engine import MegatronEngine
-    from nemo_oprd.weights.hf import HFCheckpoint
+    from nemo_oprd.rollout.in_process import decoding as generation
+    from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
     init_distributed()
     config = load_config("verify", overrides)

@@ -59,8 +59,8 @@ def generate_logprobs(hf_path: str, prompts: list[list[int]], steps: int) -> tup
     """Sampled ids of each prompt, and the log-probabilities of all ids [steps, V] from which they were sampled."""
     from unittest import mock
 
-    from nemo_oprd.rollout import generation
     from nemo_oprd.rollout.engine import Request, SamplingParams
+    from nemo_oprd.rollout.in_process import decoding as generation
 
     engine = _engine(hf_path, 1, "rollout.max_batch=16")
     engine.eos_ids = ()  # no response ends early, so that all sequences stay in the batch
@@ -82,10 +82,10 @@ def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:
     import torch.distributed as dist
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.rollout.megatron_engine import MegatronEngine
-    from nemo_oprd.weights.hf import HFCheckpoint
+    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
     init_distributed()
     overrides = ("student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", *overrides)
@@ -106,8 +106,8 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
 
     import torch.distributed as dist
 
-    from nemo_oprd.rollout import generation
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
+    from nemo_oprd.rollout.in_process import decoding as generation
 
     engine = _engine(hf_path, tensor, "rollout.max_batch=3")
     requests, sampling = [Request(prompt) for prompt in prompts], SamplingParams(0.0, 1.0, 12, (7, 1, 0))
@@ -156,10 +156,10 @@ def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:
     import torch.distributed as dist
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.rollout.megatron_engine import MegatronEngine
-    from nemo_oprd.weights.hf import HFCheckpoint
+    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
     init_distributed()
     size = dist.get_world_size()
@@ -256,7 +256,7 @@ def held_targets(overrides: list[str], free: int | None = None) -> int:
     """Bytes of targets that rank 0 held at a time, at most, in one step; `free`: bytes that a rank has free."""
     from unittest import mock
 
-    from nemo_oprd.megatron import device_memory
+    from nemo_oprd.models.megatron import device_memory
     from nemo_oprd.rollout.replay import read_rollouts
     from nemo_oprd.setup.models import build_distiller
 
@@ -309,7 +309,7 @@ def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> Non
 
 def run_fit_bridge(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd fit-bridge`, in this process."""
-    from nemo_oprd.commands.fit_bridge import fit_bridge
+    from nemo_oprd.commands.fit_bridge.command import fit_bridge
 
     fit_bridge(load_config(config, overrides))
 
@@ -320,7 +320,7 @@ def pairs_with_moments(overrides: list[str]) -> list[int]:
 
     import torch.distributed as dist
 
-    from nemo_oprd.commands import fit_bridge
+    from nemo_oprd.commands.fit_bridge import command as fit_bridge
 
     made: list[object] = []
 
@@ -414,7 +414,7 @@ def average_after_update(overrides: list[str]) -> tuple:
     objective, result = accumulate(distiller, rollouts, 0)
     update = distiller.student.optimizer_step(0, objective, result)
     assert update is not None and update.nonfinite_reason is None
-    from nemo_oprd.megatron.param_names import named_parameters
+    from nemo_oprd.models.megatron.param_names import named_parameters
 
     student = named_parameters(distiller.student.chunks)[name].detach().float()
     return start, student, average.average[name].clone()
@@ -424,9 +424,9 @@ def open_weight_readers(overrides: list[str]) -> int:
     """How many readers of weight files are alive in a run that is ready to train."""
     import gc
 
+    from nemo_oprd.models.weights.convert import MegatronCheckpoint
+    from nemo_oprd.models.weights.hf import HFCheckpoint
     from nemo_oprd.setup.training import start_training
-    from nemo_oprd.weights.convert import MegatronCheckpoint
-    from nemo_oprd.weights.hf import HFCheckpoint
 
     with start_training(load_config("verify", overrides)):
         gc.collect()
@@ -437,7 +437,7 @@ def load_damaged_checkpoint(overrides: list[str]) -> None:
     """`verify` of a Megatron checkpoint whose norms come back one number short."""
     from unittest import mock
 
-    from nemo_oprd.weights.convert import MegatronCheckpoint
+    from nemo_oprd.models.weights.convert import MegatronCheckpoint
 
     whole = MegatronCheckpoint.__getitem__
 

@@ -19,9 +19,9 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
         plant: the name of a function below.
         settings: fields of `Settings`.
     """
-    from nemo_oprd.commands import doctor as command
+    from nemo_oprd.commands.doctor import command
+    from nemo_oprd.commands.doctor.settings import Settings
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.diagnosis.settings import Settings
 
     made: list[Any] = []
 
@@ -43,7 +43,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
 @contextmanager
 def _changed_greedy(change: Callable[..., list[int]]) -> Iterator[None]:
     """The engine's greedy responses, changed: (the engine, the prompt, the response) -> the response."""
-    from nemo_oprd.rollout.megatron_engine import MegatronEngine
+    from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
     generate = MegatronEngine.generate
 
@@ -66,7 +66,7 @@ def one_position_early() -> Any:
     """An engine that samples every token from the state before the right one."""
 
     def early(engine: Any, prompt: list[int], response: list[int]) -> list[int]:
-        from nemo_oprd.rollout.generation import generate_batch
+        from nemo_oprd.rollout.in_process.decoding import generate_batch
 
         ids = list(prompt)
         for _ in response:

@@ -75,8 +75,8 @@ def evaluate(directory: str, texts: list[str], untils: list[int | None]) -> dict
     import torch.distributed as dist
 
     from nemo_oprd.evaluation import progress
-    from nemo_oprd.evaluation.sample import Evaluator
-    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.evaluation.evaluator import Evaluator
+    from nemo_oprd.models.megatron.parallel import init_distributed
 
     init_distributed()
     problems = Path(directory) / "problems.jsonl"
@@ -112,9 +112,9 @@ def cache_budgets(hf_path: str, tensor: int, free: list[int]) -> list[int]:
     import torch.distributed as dist
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.rollout import cache_budget
+    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.rollout.in_process import cache_budget
 
     init_distributed()
     role = make_role("rollout", Layout(tensor=tensor, data=dist.get_world_size() // tensor))

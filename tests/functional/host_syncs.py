@@ -120,11 +120,11 @@ def syncs_of_sampling(hf_path: str, prompts: list[list[int]], new_tokens: int, t
     """Of sampling one response of `new_tokens` tokens to each prompt, in one batch, on rank 0."""
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.models.weights.hf import HFCheckpoint
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.megatron_engine import MegatronEngine
-    from nemo_oprd.weights.hf import HFCheckpoint
+    from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
     init_distributed()
     config = load_config("verify", [f"student.hf_path={hf_path}", f"teacher.hf_path={hf_path}", "output=unused"])

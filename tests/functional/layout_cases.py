@@ -339,7 +339,7 @@ def check_result(output: Path, expected: dict[str, Any], what: str, tolerance: f
     every gradient."""
     import pytest
 
-    from nemo_oprd.verification.reference import agreement
+    from nemo_oprd.distillation.reference.hugging_face import agreement
 
     losses, gradients = read_result(output)
     for name in {"loss/total", "rep/loss", "output/loss"} & set(losses):

@@ -59,8 +59,8 @@ class Absent:
 
 def prepare() -> None:
     """Megatron-core and Megatron-Bridge without CUDA."""
-    from nemo_oprd.megatron import cpu_patches
-    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.models.megatron import cpu_patches
+    from nemo_oprd.models.megatron.parallel import init_distributed
 
     torch.set_num_threads(1)
     init_distributed()
@@ -114,9 +114,9 @@ def provider(name: str, layout: Layout) -> Any:
 
 def _load(name: str, layout: Layout, chunks: list[Any]) -> list[Any]:
     """A golden model's weights, by this project's loader."""
-    from nemo_oprd.megatron.parallel import Role
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.weights.hf import HFCheckpoint, load_hf
+    from nemo_oprd.models.megatron.parallel import Role
+    from nemo_oprd.models.weights.hf import HFCheckpoint, load_hf
 
     role = Role(name, layout, None, layout.coordinates(dist.get_rank()))
     load_hf(chunks, read_model_spec(GOLDEN / name), role, HFCheckpoint(GOLDEN / name).__getitem__, name)

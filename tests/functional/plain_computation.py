@@ -1,4 +1,4 @@
-"""What a case must give, by `verification/reference.py`, and how large the terms are that its losses are sums of."""
+"""What a case must give, by `distillation/reference/hugging_face.py`, and how large the terms are that its losses are sums of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.verification import reference as plain
+from nemo_oprd.distillation.reference import hugging_face as plain
 
 
 def expected_result(config: Config, rollouts: list[Rollout]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ import torch.multiprocessing as mp
 
 # what verify and train import when they are called, beside what importing the two imports
 PRELOADED = [
-    *("transformers", "nemo_oprd.train", "nemo_oprd.commands.verify", "nemo_oprd.verification.reference"),
-    *("nemo_oprd.checkpointing.in_process_writer", "nemo_oprd.config.checks", "nemo_oprd.weights.convert"),
+    *("transformers", "nemo_oprd.train", "nemo_oprd.commands.verify", "nemo_oprd.distillation.reference.hugging_face"),
+    *("nemo_oprd.checkpointing.in_process_writer", "nemo_oprd.config.checks", "nemo_oprd.models.weights.convert"),
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     *("hydra", "hydra._internal.core_plugins", "einops._torch_specific", "numpy.ctypeslib", "numpy.ma", "numpy.random"),

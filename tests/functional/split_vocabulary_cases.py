@@ -42,7 +42,7 @@ def split_against_whole(
     Args:
         integers: rows and heads of small whole numbers: products are exact, and most logits are tied.
     """
-    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.models.megatron.parallel import init_distributed
 
     init_distributed()
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -15,7 +15,7 @@ def with_layers(layers: str, function: str, **kwargs: Any) -> Any:
     """Calls `function` ("module:name") with NEMO_OPRD_LAYERS=layers."""
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 
-    from nemo_oprd.megatron.model import LAYERS_VARIABLE, layer_backend
+    from nemo_oprd.models.megatron.model import LAYERS_VARIABLE, layer_backend
 
     assert HAVE_TE, "the stand-in is not on the path, or Megatron was imported before it was put there"
     TEDotProductAttention.cp_stream = "in place of a CUDA stream, which Megatron makes when there is none"
@@ -50,10 +50,10 @@ def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:
     import torch.distributed as dist
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.model import build_chunks
-    from nemo_oprd.megatron.parallel import init_distributed, make_role
-    from nemo_oprd.megatron.param_names import local_name
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.model import build_chunks
+    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.models.megatron.param_names import local_name
 
     init_distributed()
     role = make_role("student", Layout(**layout))
@@ -76,9 +76,9 @@ def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:
 def module_classes(hf_path: str) -> dict[str, str]:
     """Which classes a layer and the final norm are built of: where in the model -> package and class."""
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.model import build_chunks
-    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.model import build_chunks
+    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
 
     init_distributed()
     (chunk,) = build_chunks(read_model_spec(hf_path), make_role("student", Layout()), torch.float32)
@@ -103,12 +103,12 @@ def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> li
     """Greedy responses of the in-process engine (local layers, one rank each) with a TP2 student's weights."""
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.model import build_chunks
-    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.model import build_chunks
+    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.models.weights.hf import HFCheckpoint, gather_hf, load_hf
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.megatron_engine import MegatronEngine
-    from nemo_oprd.weights.hf import HFCheckpoint, gather_hf, load_hf
+    from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
     init_distributed()
     spec = read_model_spec(hf_path)
@@ -129,9 +129,9 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.model_config import transformer_config
-    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.model_config import transformer_config
+    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
 
     init_distributed()
     spec = read_model_spec(hf_path)

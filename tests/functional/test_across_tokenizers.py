@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.bridge.sampling import TRAIN, assign_parts
+from nemo_oprd.bridge.row_sample import TRAIN, assign_parts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import write_rollouts
 

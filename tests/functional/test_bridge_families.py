@@ -21,8 +21,8 @@ from golden_runs import EXPECTED, GOLDEN
 from safetensors.torch import load_file
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.verification.reference import agreement, reference
 
 pytestmark = pytest.mark.nemo
 # fp32 against float64 over four layers, as in test_layouts.py

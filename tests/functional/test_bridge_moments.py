@@ -9,7 +9,7 @@ import pytest
 from bridge_cases import SPLITS, all_rows, collect, summary
 from pool import Pools
 
-from nemo_oprd.bridge.sampling import assign_parts
+from nemo_oprd.bridge.row_sample import assign_parts
 
 EXACT = {"teacher rows", "student rows"}
 

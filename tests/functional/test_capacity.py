@@ -9,11 +9,11 @@ import torch
 from pool import Pools
 
 from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
-from nemo_oprd.capacity.estimate import Lengths, estimate
-from nemo_oprd.capacity.gpus import GPUS, Cluster
-from nemo_oprd.capacity.operations import attention_flops, step_flops
-from nemo_oprd.capacity.sampling import Demand, in_process, rollout_copy
-from nemo_oprd.capacity.workload import make_workload
+from nemo_oprd.commands.plan.estimate import Lengths, estimate
+from nemo_oprd.commands.plan.gpus import GPUS, Cluster
+from nemo_oprd.commands.plan.operations import attention_flops, step_flops
+from nemo_oprd.commands.plan.rollout_cost import Demand, in_process, rollout_copy
+from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
 
 SHAPE = Shape(4, 128, 352, 8, 2, 2048, 2048)

@@ -17,10 +17,10 @@ from pool import Pools
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, SIZES, Models, assert_same_tensors, edit_tensors
 
-from nemo_oprd.weights import convert
-from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
-from nemo_oprd.weights.hf import HFCheckpoint
-from nemo_oprd.weights.torch_dist import open_torch_dist
+from nemo_oprd.models.weights import convert
+from nemo_oprd.models.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.models.weights.torch_dist import open_torch_dist
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_layers_that_are_alike_and_stored_one_by_one(
 ) -> None:
     """As Megatron stores them where its `moe_layer_freq` is a list of ones."""
     with monkeypatch.context() as patch:
-        patch.setattr("nemo_oprd.weights.convert.stacks_layers", lambda spec: False)
+        patch.setattr("nemo_oprd.models.weights.convert.stacks_layers", lambda spec: False)
         hf_to_megatron(models("mixtral"), tmp_path / "megatron", progress=False)
     keys = MegatronCheckpoint(tmp_path / "megatron")._tensors
     assert "decoder.layers.3.mlp.router.weight" in keys and "decoder.layers.mlp.router.weight" not in keys

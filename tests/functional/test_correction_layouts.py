@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.reference.hugging_face import agreement
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.verification.reference import agreement
 
 TOLERANCE = 1e-5
 TEMPERATURE = 0.8

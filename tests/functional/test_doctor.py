@@ -17,7 +17,7 @@ from pool import Pools
 from tiny_models import edit_config, edit_tensors
 
 from benchmarks import known_sums as doctor_models
-from nemo_oprd.diagnosis.findings import Finding
+from nemo_oprd.commands.doctor.findings import Finding
 
 CHECKS = [
     "settings",

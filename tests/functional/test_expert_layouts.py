@@ -17,8 +17,8 @@ from layout_grid import SMALL
 from pool import Pools
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.verification.reference import agreement, reference
 
 TOLERANCE = 1e-5
 QWEN, MIXTRAL = "qwen3_moe", "mixtral"

@@ -21,10 +21,10 @@ from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.bridge.sampling import TRAIN, assign_parts
+from nemo_oprd.bridge.row_sample import TRAIN, assign_parts
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.verification.reference import agreement, reference
 
 STUDENT = SIZES | MODELS["qwen3_untied"]
 DEEP = {"num_hidden_layers": 6}

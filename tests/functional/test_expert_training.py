@@ -13,8 +13,8 @@ from pool import Pools
 from reference_adamw import ReferenceAdamW
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.verification.reference import reference
 
 SP2 = ["student.parallel.tensor=2", "student.parallel.sequence=true"]
 EP2 = ["student.parallel.expert=2"]

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import fit_ridge
-from nemo_oprd.bridge.sampling import TRAIN, assign_parts
+from nemo_oprd.bridge.row_sample import TRAIN, assign_parts
+from nemo_oprd.commands.toy.task import write_tokenizer
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.toy.task import write_tokenizer
-from nemo_oprd.verification.reference import agreement, reference
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = {"student": GOLDEN / "student", "teacher": GOLDEN / "wide_teacher"}

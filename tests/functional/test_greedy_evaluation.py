@@ -12,7 +12,7 @@ import pytest
 from pool import Pools
 
 from benchmarks import known_sums as doctor_models
-from nemo_oprd.toy import task
+from nemo_oprd.commands.toy import task
 
 LIMIT = 13  # `\boxed{2007}` and the end-of-sequence token
 

@@ -9,7 +9,7 @@ from pool import Pools
 
 from benchmarks.objective_flops import RESPONSES, Count
 from benchmarks.random_pair import Shape
-from benchmarks.toy_arms import OPD
+from studies.toy_arms import OPD
 
 SHAPE = Shape(2, 32, 64, 4, 2, 128, 512)
 # passes through the head, by the teacher and by the student: one forward and two backward, none of them twice; whole

@@ -19,8 +19,8 @@ from golden_runs import check as check_verify
 from pool import Pools
 from safetensors.torch import load_file
 
-from nemo_oprd.models.bridge_config import RUN_CONFIG, read_run_config
-from nemo_oprd.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+from nemo_oprd.models.megatron_bridge_config import RUN_CONFIG, read_run_config
+from nemo_oprd.models.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
 pytestmark = pytest.mark.nemo
 CASES = "nemo_bridge_cases.py"

@@ -23,9 +23,9 @@ from nemo_rl_cases import source_named
 from omegaconf import OmegaConf
 from pool import Pools, WorkerError
 
+from nemo_oprd.commands.from_nemo_rl.keys import translate
+from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
 from nemo_oprd.config.loading import from_composed
-from nemo_oprd.config.nemo_rl_keys import translate
-from nemo_oprd.config.nemo_rl_recipe import load_recipe
 
 HERE = Path(__file__).parent
 STAND_IN = HERE / "nemo_rl_stand_in"

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from nemo_oprd.cli import _users_mistake
 from nemo_oprd.data.prompts import load_prompts
+from nemo_oprd.models.weights.convert import hf_to_megatron
+from nemo_oprd.models.weights.safe_unpickling import read_index
+from nemo_oprd.models.weights.torch_dist import open_torch_dist
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.weights.convert import hf_to_megatron
-from nemo_oprd.weights.safe_unpickling import read_index
-from nemo_oprd.weights.torch_dist import open_torch_dist
 
 SOURCES = sorted([*(ROOT / "nemo_oprd").rglob("*.py"), *(ROOT / "checkpoint_tools").glob("*.py")])
 # the one module that may know pickle: it is the restricted reader

@@ -20,9 +20,9 @@ from tiny_models import SIZES, Models
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.models.weights.convert import hf_to_megatron
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.verification.reference import agreement, reference
-from nemo_oprd.weights.convert import hf_to_megatron
 
 EOS = (1, 3)
 STEPS = 8

@@ -11,7 +11,7 @@ import pytest
 from golden_runs import BASE
 from pool import Pools, WorkerError
 
-from nemo_oprd.report.page import write_report
+from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.rollout.replay import read_rollouts
 
 LAYOUTS = {

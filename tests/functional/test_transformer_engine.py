@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 from tiny_models import SIZES, Models, assert_same_tensors
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.models.weights.convert import hf_to_megatron, megatron_to_hf
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.verification.reference import agreement, reference
-from nemo_oprd.weights.convert import hf_to_megatron, megatron_to_hf
 
 HERE = Path(__file__).parent
 TE, LOCAL = "transformer_engine", "local"
@@ -307,7 +307,7 @@ def test_sampling_from_a_student_of_these_layers(run: Callable[..., Any], models
 
 def test_backend_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, without Transformer Engine and without CUDA."""
-    from nemo_oprd.megatron.model import LAYERS_VARIABLE, layer_backend
+    from nemo_oprd.models.megatron.model import LAYERS_VARIABLE, layer_backend
 
     monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
     assert layer_backend(torch.bfloat16) == LOCAL

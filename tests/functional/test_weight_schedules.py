@@ -20,9 +20,9 @@ from reference_adamw import ReferenceAdamW
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import reference
+from nemo_oprd.models.weights.convert import MegatronCheckpoint
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.verification.reference import reference
-from nemo_oprd.weights.convert import MegatronCheckpoint
 
 # The first layer for two updates, then it fades while the distributions come in: layers 2 and 3, final norm and head
 # begin with the third update.

@@ -9,8 +9,8 @@ import pytest
 from golden_runs import metrics
 from pool import Pools
 
-from nemo_oprd.tokenization.tokenizer import Tokenizer
-from nemo_oprd.toy.pair import make_tiny_pair
+from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 
 STEPS = 2
 

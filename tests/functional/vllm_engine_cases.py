@@ -47,8 +47,8 @@ def make_bench(root: Path, **faults: Any) -> Path:
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """Random tensors by all HF names of the model; the servers look at names and bytes only."""
-    from nemo_oprd.megatron.param_names import mappings_by_name
     from nemo_oprd.models import parse_model_spec
+    from nemo_oprd.models.megatron.param_names import mappings_by_name
 
     generator = torch.Generator().manual_seed(seed)
     names = [name for mapping in mappings_by_name(parse_model_spec(MODEL)).values() for name in mapping.hf]
@@ -95,8 +95,8 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
 
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.layout import Layout
-    from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.parallel import init_distributed
     from nemo_oprd.rollout.vllm import client, guard, transport
     from nemo_oprd.rollout.vllm import engine as module
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron import parallel
+from nemo_oprd.models.megatron import parallel
 
 
 def wait_for_the_late(late_s: float) -> dict[str, Any]:

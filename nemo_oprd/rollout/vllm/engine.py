@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.fault_tolerance.signals import agree
 from nemo_oprd.layout import Layout
-from nemo_oprd.megatron.parallel import device, init_distributed
-from nemo_oprd.megatron.param_names import mappings_by_name
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.megatron.parallel import device, init_distributed
+from nemo_oprd.models.megatron.param_names import mappings_by_name
+from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
 from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, check_model, find_python, server_arguments
@@ -34,7 +34,7 @@ from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
 from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused, check_url
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
-from nemo_oprd.weights.hf import TensorReader
+from nemo_oprd.runtime.signals import agree
 
 # how often a rank that waits for responses asks whether it should cancel
 CANCEL_CHECK_S = 0.5

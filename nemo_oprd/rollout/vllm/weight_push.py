@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.megatron.parallel import COLLECTIVE_TIMEOUT
+from nemo_oprd.models.megatron.parallel import COLLECTIVE_TIMEOUT
 from nemo_oprd.rollout.vllm import transport
 from nemo_oprd.rollout.vllm.controlled import Controlled
 from nemo_oprd.rollout.vllm.placement import Place

@@ -1,0 +1,150 @@
+"""The check of the values in both models' config.json that training does not touch, and that no error would show.
+
+Weights are made for one base of the rotation, one epsilon of the norms, one number of heads. With another value a model
+still loads, and computes something else. Which differences are a mistake depends on what the two models have in common:
+
+- one family, width and depth, or one family and width with fewer layers (a checkpoint, or a pruned copy, of the other):
+  any difference is a warning, because such models usually have one origin.
+- one family, another width: sizes of a family are often made with another base, so two bases are a warning only if they
+  differ by less than a factor of 2, which no family does on purpose.
+- other families have nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.setup.models import ModelFiles
+
+CHECK = "config values"
+EPS = (1e-12, 1e-3)
+FACTOR = 2.0
+
+
+def config_values(
+    student: ModelFiles, teacher: ModelFiles, *, response_tokens: Mapping[str, int], shares_ids: bool
+) -> Iterator[Finding]:
+    """Findings about single values, with those of both models; one that says that there are none.
+
+    Args:
+        response_tokens: key -> the most tokens of a response, which the models' positions must hold.
+        shares_ids: whether both models read the same token ids.
+    """
+    found = [*_of_each(student, teacher, response_tokens), *_between(student.spec, teacher.spec)]
+    if shares_ids:
+        found += _special_ids(student, teacher)
+    yield from found
+    if not found:
+        kin = "of one origin by their shape" if is_kin(student.spec, teacher.spec) else "of different shapes"
+        text = f"the two config.json ({kin}) have no value that is likely to be a mistake: rope_theta "
+        text += (
+            f"{student.spec.rope.theta:g} and {teacher.spec.rope.theta:g}, rms_norm_eps {student.spec.norm_eps:g} and"
+        )
+        yield Finding(CHECK, "ok", f"{text} {teacher.spec.norm_eps:g}")
+
+
+def is_kin(student: ModelSpec, teacher: ModelSpec) -> bool:
+    """Whether two models look like checkpoints of one model, or one like a pruned copy of the other."""
+    return student.model_type == teacher.model_type and student.hidden_size == teacher.hidden_size
+
+
+def _differ(code: str, key: str, ours: Any, theirs: Any, why: str) -> Finding:
+    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in (ours, theirs)]
+    text = (
+        f"{key} is {shown[0]} in the student's config.json and {shown[1]} in the teacher's: {why}; expected the same "
+    )
+    text += "for two models of one origin; fix: correct the one that differs from its model's source"
+    return Finding(CHECK, "warning", text, {"student": ours, "teacher": theirs}, code=code)
+
+
+def _between(student: ModelSpec, teacher: ModelSpec) -> Iterator[Finding]:
+    if student.model_type != teacher.model_type:
+        return
+    kin = is_kin(student, teacher)
+    ours, theirs = student.rope.theta, teacher.rope.theta
+    if ours != theirs and (kin or max(ours, theirs) < FACTOR * min(ours, theirs)):
+        why = "all attention of one of them turns by other angles than it was trained with"
+        yield _differ("rope-theta-differs", "rope_theta", ours, theirs, why)
+    if not kin:
+        return
+    if student.rope.share != teacher.rope.share:
+        why = "other channels are rotated"
+        yield _differ("rope-theta-differs", "partial_rotary_factor", student.rope.share, teacher.rope.share, why)
+    if student.norm_eps != teacher.norm_eps:
+        why = "the norms of one of them scale its states otherwise than in training"
+        yield _differ("norm-eps-differs", "rms_norm_eps", student.norm_eps, teacher.norm_eps, why)
+    for key, name in _ATTENTION.items():
+        if getattr(student, name) != getattr(teacher, name):
+            why = "the same weights are cut into other heads"
+            yield _differ("attention-differs", key, getattr(student, name), getattr(teacher, name), why)
+    if student.experts is not None and teacher.experts is not None:
+        for key, name in (("num_experts_per_tok", "per_token"), ("norm_topk_prob", "normalized")):
+            values = getattr(student.experts, name), getattr(teacher.experts, name)
+            if values[0] != values[1]:
+                yield _differ("experts-differ", key, *values, "experts are weighed otherwise than in training")
+
+
+_ATTENTION = {
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "the bias of q, k and v": "qkv_bias",
+    "the norm of q and k": "qk_norm",
+}
+
+
+def _of_each(student: ModelFiles, teacher: ModelFiles, response_tokens: Mapping[str, int]) -> Iterator[Finding]:
+    for role, spec in (("student", student.spec), ("teacher", teacher.spec)):
+        if not EPS[0] <= spec.norm_eps <= EPS[1]:
+            text = f"rms_norm_eps is {spec.norm_eps:g} in the {role}'s config.json; expected 1e-6 or 1e-5: the norms "
+            text += "do not normalise; fix: the value of the model's source"
+            yield Finding(CHECK, "warning", text, {role: spec.norm_eps}, code="norm-eps-unusual")
+        for key, tokens in response_tokens.items():
+            if spec.max_positions <= tokens:
+                text = f"the {role}'s max_position_embeddings is {spec.max_positions}, and {key}={tokens}: prompt and "
+                text += f"response end there; expected more than {tokens}; fix: lower {key}, or correct config.json"
+                numbers = {"positions": spec.max_positions, "tokens": tokens}
+                yield Finding(CHECK, "warning", text, numbers, code="positions-too-few")
+                break
+    size = {name: parameters(files.spec) for name, files in (("student", student), ("teacher", teacher))}
+    if size["teacher"] < size["student"]:
+        text = f"the teacher has {size['teacher']:.3g} weights in its layers and the student {size['student']:.3g}; "
+        text += "expected a teacher of the same size or a larger one; fix: exchange the two paths, unless it is meant"
+        yield Finding(CHECK, "warning", text, size, code="teacher-smaller")
+
+
+def parameters(spec: ModelSpec) -> float:
+    """The number of weights in the layers of a model, without biases and norms."""
+    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    experts = spec.experts
+    total = 0.0
+    for layer in range(1, spec.num_layers + 1):
+        ffn = experts.count * experts.ffn_size if experts and spec.is_sparse(layer) else spec.ffn_size
+        total += attention + (3 if spec.gated else 2) * spec.hidden_size * ffn
+    return total
+
+
+def _special_ids(student: ModelFiles, teacher: ModelFiles) -> Iterator[Finding]:
+    """The ids that config.json names, where both models have one vocabulary."""
+    for role, files in (("student", student), ("teacher", teacher)):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = _ids(files.spec.hf_config.get(key))
+            beyond = sorted(i for i in ids if i >= files.spec.vocab_size)
+            if beyond:
+                text = f"{key} of the {role}'s config.json names {beyond[0]}, and the model has ids below "
+                text += f"{files.spec.vocab_size}; expected one of these; fix: correct it as in the model's source"
+                yield Finding(CHECK, "warning", text, {role: sorted(ids)}, code="special-id-beyond-model")
+                return
+    if is_kin(student.spec, teacher.spec) and student.spec.num_layers == teacher.spec.num_layers:
+        for key in ("bos_token_id", "eos_token_id"):
+            ours, theirs = (files.spec.hf_config.get(key) for files in (student, teacher))
+            if _ids(ours) and _ids(theirs) and not _ids(ours) & _ids(theirs):
+                yield _differ("special-ids-differ", key, ours, theirs, "one of them may belong to another tokenizer")
+
+
+def _ids(value: Any) -> set[int]:
+    values = value if isinstance(value, list) else [value]
+    return {i for i in values if isinstance(i, int) and not isinstance(i, bool)}

@@ -1,0 +1,233 @@
+r"""The checks of the prompts: what `nemo-oprd data` counts, judged, and what shows in single prompts.
+
+Duplicates and contamination are counted by `setup/prompt_files.py`, as a run and the command `data` do it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.commands.doctor.findings import Finding, Verdict
+from nemo_oprd.commands.doctor.instructions import SPECIAL
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.preparation import DataReport
+from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.setup.prompt_files import prepare_prompts, training_prompts, validation_problems
+
+CHECK = "data"
+# A set whose problems nearly all stand in the training data is the training data.
+NEARLY_ALL = 0.9
+# DAPO-Math-17k repeats 7 % of its prompts.
+DUPLICATES, CONTRADICTING = 0.1, 0.01
+# visits of a prompt in a run; fewer problems than this show no difference below a third of them
+VISITS, PROBLEMS = 50, 8
+# answers stand in their own prompts more often than in those of others by this share of the prompts
+ANSWER_SHARE, STATED_SHARE = 0.25, 0.02
+ALIKE, ENOUGH, UNANSWERED = 0.9, 16, 0.05
+# prompts of a file, evenly spaced, of which the texts are looked at
+LOOKED_AT = 5000
+MARKED, EMPTY, OTHER_ROLE, UNKNOWN, LONG = 0.01, 0.01, 0.01, 0.01, 0.2
+# of a prompt's characters that its tokens must stand for
+KEPT = 0.95
+
+
+def prompt_files(config: Config) -> Iterator[Finding]:
+    """Findings about the files' texts, without a tokenizer; one that says that there are none.
+
+    Raises:
+        ValueError: a file cannot be read, or `train` would refuse the prompts.
+    """
+    report = DataReport()
+    # what is refused or dropped is counted first
+    prepare_prompts(replace(config, data=replace(config.data, contamination="warn")), report)
+    found = list(_counted(config, report.content))
+    training = training_prompts(config)
+    sets = validation_problems(config)
+    for source, prompts in {"data.train": training, **{f"data.validation.{n}": p for n, p in sets.items()}}.items():
+        found += _texts(source, prompts[:: -(-len(prompts) // LOOKED_AT) or 1])
+    for name, problems in sets.items():
+        found += _problems(f"data.validation.{name}", problems, graded=config.evaluation.every > 0)
+    yield from found
+    if not found:
+        text = f"{len(training):,} prompts and {sum(map(len, sets.values())):,} problems of validation: few repeat,"
+        yield Finding(CHECK, "ok", f"{text} none hold their answers")
+
+
+def _say(verdict: Verdict, code: str, text: str, **numbers: Any) -> Finding:
+    return Finding(CHECK, verdict, text, numbers, code=code)
+
+
+def _counted(config: Config, content: dict[str, Any]) -> Iterator[Finding]:
+    """What `nemo-oprd data` counts."""
+    repeated = content["duplicates"]
+    share = repeated["prompts"] / max(repeated["of"], 1)
+    unique = repeated["of"] - repeated["prompts"]
+    if share >= DUPLICATES and not config.data.deduplicate:
+        text = (
+            f"data.train: {repeated['prompts']:,} of {repeated['of']:,} prompts repeat an earlier one, {unique:,} are "
+        )
+        yield _say(
+            "warning", "duplicate-prompts", f"{text}left; expected each once; fix: data.deduplicate=true", **repeated
+        )
+    if repeated["with_another_answer"] >= max(2, CONTRADICTING * repeated["of"]):
+        text = f"data.train: {repeated['with_another_answer']:,} prompts repeat an earlier one with another answer; "
+        yield _say("warning", "contradicting-answers", f"{text}expected one answer; fix: correct the file", **repeated)
+    visited = config.train.steps * config.train.prompts_per_step
+    if config.rollout.replay is None and unique and visited > VISITS * unique:
+        text = f"data.train: {unique:,} different prompts are visited {visited / unique:.0f} times each in train.steps="
+        text += f"{config.train.steps}; expected at most {VISITS} visits; fix: more prompts, or fewer steps"
+        yield _say("warning", "few-prompts", text, prompts=unique, visits=visited / unique)
+    yield from _contained(config, content.get("contamination", {"sets": {}})["sets"])
+
+
+def _contained(config: Config, sets: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    action = config.data.contamination
+    files = {Path(file).resolve() for file in config.data.train_files}
+    for name, found in sets.items():
+        share = found["contained"] / max(found["problems"], 1)
+        is_file = Path(config.data.validation.get(name, "")).resolve() in files
+        said = f"data.validation.{name}: {found['contained']:,} of {found['problems']:,} problems stand in data.train"
+        if is_file or share >= NEARLY_ALL:
+            text = f"{said}: an evaluation shows what was learned by heart; expected other problems; fix: another "
+            yield _say("wrong", "validation-is-training", f"{text}file, or data.held_out", contained=share)
+        elif found["contained"] and action == "warn":
+            example = next(entry for entry in found["examples"] if entry["contained"])
+            text = f"{said} ({found['same_text']:,} with the same text), e.g. {example['text'][:60]!r}; expected none; "
+            yield _say("warning", "contaminated", f"{text}fix: data.contamination=drop", contained=share)
+
+
+def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What is wrong with single prompts of a file, if many are."""
+    count = len(prompts)
+    if not count:
+        return
+
+    def many(number: int, share: float) -> bool:
+        return number >= max(min(2, count), share * count)
+
+    contents = [prompt.messages[-1]["content"] for prompt in prompts]
+    marked = [text for text in contents if SPECIAL.search(text)]
+    if many(len(marked), MARKED):
+        match = SPECIAL.search(marked[0])
+        mark = "" if match is None else match[0]
+        text = f"{source}: {len(marked):,} of {count:,} prompts hold marks of a chat template, e.g. {mark!r}; expected "
+        yield _say(
+            "warning", "template-marks-in-prompt", f"{text}text alone, because the template adds them; fix: remove them"
+        )
+    empty = sum(not re.search(r"\w", text) for text in contents)
+    if many(empty, EMPTY):
+        text = f"{source}: {empty:,} of {count:,} prompts hold no word; expected problems; fix: correct the file"
+        yield _say("warning", "prompts-empty", text, prompts=empty)
+    roles = Counter(prompt.messages[-1]["role"] for prompt in prompts)
+    if many(count - roles["user"], OTHER_ROLE):
+        other = next(role for role in roles if role != "user")
+        text = f"{source}: {count - roles['user']:,} of {count:,} prompts end with a message of the role {other!r}; "
+        yield _say("warning", "role-unusual", f"{text}expected the user's; fix: remove what follows the user's message")
+    told = _told(prompts)
+    if told:
+        text = (
+            f"{source}: {told:,} of {count:,} prompts hold their own answer; expected none; fix: remove it, or move it "
+        )
+        yield _say("warning", "answer-in-prompt", f"{text}into a field that teacher.prompt names", prompts=told)
+    answers = Counter(prompt.answer for prompt in prompts if prompt.answer is not None)
+    (answer, same), *_ = answers.most_common(1) or [("", 0)]
+    if answers.total() >= ENOUGH and same >= ALIKE * answers.total():
+        text = f"{source}: {same:,} of {answers.total():,} answers are {str(answer)[:40]!r}; expected different ones; "
+        yield _say("warning", "answers-alike", f"{text}fix: check the file's answers", share=same / answers.total())
+
+
+def _told(prompts: Sequence[Prompt]) -> int:
+    """The number of prompts that hold their answer, if these are more than chance explains; else 0.
+
+    Short answers stand in many prompts. By chance, they stand in the next prompt of the file as often.
+    """
+    pairs = [(p.messages[-1]["content"], p.answer.strip()) for p in prompts if p.answer and p.answer.strip()]
+    if len(pairs) < 2:
+        return 0
+    own = sum(_holds(text, answer) for text, answer in pairs)
+    others = sum(_holds(pairs[i - 1][0], pairs[i][1]) for i in range(len(pairs)))
+    stated = sum(_states(text, answer) for text, answer in pairs)
+    if own - others > ANSWER_SHARE * len(pairs):
+        return own
+    return stated if stated >= max(2, STATED_SHARE * len(pairs)) else 0
+
+
+def _holds(text: str, answer: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(answer)}(?![\w])", text) is not None
+
+
+def _states(text: str, answer: str) -> bool:
+    wrapped = rf"[\s$*:=({{]*(?:\\boxed\{{)?\s*{re.escape(answer)}(?!\w)"
+    return re.search(rf"(?:\b(?:answer|solution|result)\b(?: is| equals)?|\\boxed\{{){wrapped}", text, re.I) is not None
+
+
+def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Iterator[Finding]:
+    """What is wrong with a validation set; `graded`: whether the run evaluates."""
+    count = len(problems)
+    if 0 < count < PROBLEMS:
+        text = (
+            f"{source}: {count} problems show no difference between two models; expected {PROBLEMS} and more; fix: a "
+        )
+        yield _say("warning", "few-problems", f"{text}larger set", problems=count)
+    missing = sum(problem.answer is None for problem in problems)
+    if graded and missing >= max(1, UNANSWERED * count):
+        text = (
+            f"{source}: {missing:,} of {count:,} problems have no answer, so no response to them is correct; expected "
+        )
+        yield _say("warning", "answers-missing", f"{text}an answer; fix: add a field answer", problems=missing)
+    repeated = count - len({" ".join(p.messages[-1]["content"].split()) for p in problems})
+    if repeated >= max(2, DUPLICATES * count):
+        text = (
+            f"{source}: {repeated:,} of {count:,} problems repeat an earlier one; expected each once; fix: remove them"
+        )
+        yield _say("warning", "duplicate-problems", text, problems=repeated)
+
+
+def tokenized(
+    config: Config, student: Tokenizer, teacher: Tokenizer | None, prompts: Sequence[Prompt]
+) -> Iterator[Finding]:
+    """Findings about the tokens of training prompts.
+
+    Args:
+        teacher: the tokenizer of a teacher that reads the student's ids; else None.
+        prompts: a sample.
+    """
+    count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
+    contents = [prompt.messages[-1]["content"] for prompt in prompts]
+    ids = student.encode_plain(contents)
+    found = []
+    lost = [text for text, own in zip(contents, ids, strict=True) if _is_lost(student, text, own)]
+    if len(lost) >= max(min(2, count), UNKNOWN * count):
+        text = f"the student's tokens leave out characters of {len(lost):,} of {count:,} prompts, e.g. of "
+        text += f"{lost[0][:60]!r}; expected all of a text; fix: the model's own tokenizer, or other prompts"
+        found.append(Finding(check, "warning", text, {"prompts": len(lost)}, code="unknown-characters"))
+    if teacher is not None and teacher is not student and teacher.fingerprint() == student.fingerprint():
+        others = teacher.encode_plain(contents)
+        other = sum(one != two for one, two in zip(ids, others, strict=True))
+        if other:
+            text = f"both tokenizers have the same tokens and cut {other:,} of {count:,} prompts differently; expected "
+            text += f"the same; fix: copy tokenizer.json from {student.path} or {teacher.path} to the other"
+            found.append(Finding(check, "warning", text, {"prompts": other}, code="tokenizers-split-differently"))
+    if limit is not None:
+        long = sum(len(student.encode_prompt(list(prompt.messages))) > limit for prompt in prompts)
+        if long > LONG * count:
+            text = f"{long:,} of {count:,} prompts are longer than data.max_prompt_tokens={limit} (data.over_long="
+            text += f"{config.data.over_long}); expected at most a fifth; fix: raise it"
+            found.append(Finding(check, "warning", text, {"prompts": long}, code="prompts-over-limit"))
+    yield from found
+    if not found:
+        yield Finding(check, "ok", f"the tokens of {count:,} prompts stand for their whole text")
+
+
+def _is_lost(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:
+    unknown = tokenizer.hf.unk_token_id
+    if unknown is not None and unknown in ids:
+        return True
+    plain = "".join(str(tokenizer.hf.decode(ids, clean_up_tokenization_spaces=False)).split())
+    return len(plain) < KEPT * len("".join(text.split()))

@@ -1,0 +1,163 @@
+"""The checks of sampled responses: whether they end, and whether the teacher solves more than the student."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.commands.doctor.findings import Finding
+
+# responses "dominate" if they are more than half of all
+DOMINATES = 0.5
+# Repetitions never end, whatever the limit, so fewer of them matter.
+LOOPS_DOMINATE = 0.25
+# the end of a response that is looked at, and the longest repeated part: it stands there twice at least
+LOOP_TOKENS, LONGEST_PERIOD = 64, 32
+# probability of a difference as large by chance, one-sided
+SIGNIFICANCE = 0.05
+# fewer problems than this show only differences of more than half of all problems
+MIN_PROBLEMS = 8
+# what +- stands for everywhere: the half width of a 95 % interval, in standard errors
+NORMAL_95 = 1.96
+
+
+def truncation(rollouts: list[Rollout], limit: int, run_limit: int) -> Finding:
+    """Whether most responses are cut off at their limit.
+
+    A cut response has no end and no answer: with `positions=last_k` the supervised tokens are in the middle of a
+    thought, or in a loop, and the loss falls on text that no evaluation grades. Measured on sampled responses; more
+    than half is a warning. At a limit below the run's own one, few cut responses show that the longer limit cuts no
+    more, while many say nothing, unless they repeat themselves: more than a quarter of loops is a warning at any limit.
+
+    Args:
+        limit, run_limit: the most tokens of a response here, and in the run.
+    """
+    cut = [rollout for rollout in rollouts if rollout.finish_reason == "length"]
+    loops = sum(repeats_itself(rollout.response_ids) for rollout in cut)
+    share, looping = len(cut) / len(rollouts), loops / len(rollouts)
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    numbers = {"responses": len(rollouts), "cut": share, "loops": looping, "limit": limit, "run_limit": run_limit}
+    numbers["mean_tokens"] = float(np.mean(lengths))
+    said = f"{len(cut)} of {len(rollouts)} responses reach the limit of {limit} tokens"
+    said += f", {loops} of them in a loop" if cut else ""
+    said += f" (mean length {numbers['mean_tokens']:.0f})"
+    if looping > LOOPS_DOMINATE:
+        text = f"{said}; expected endings: a loop never ends; fix: a student that ends, or another rollout.temperature"
+        return Finding(
+            "truncation",
+            "warning",
+            f"{text}; compare the stop ids and the templates above",
+            numbers,
+            code="responses-loop",
+        )
+    if share <= DOMINATES:
+        return Finding("truncation", "ok", said, numbers)
+    if limit < run_limit:
+        text = f"{said}, but the run's limit is {run_limit}: what is cut here may end; --max-new-tokens {run_limit} "
+        return Finding("truncation", "skipped", f"{text}shows it", numbers)
+    return Finding(
+        "truncation",
+        "warning",
+        f"{said}; expected at most half; fix: raise rollout.max_new_tokens={run_limit}, or compare the stop ids above",
+        numbers,
+        code="responses-cut",
+    )
+
+
+def repeats_itself(ids: Sequence[int]) -> bool:
+    """Whether the last 64 tokens are one part of at most 32 tokens again and again."""
+    end = list(ids[-LOOP_TOKENS:])
+    if len(end) < LOOP_TOKENS:
+        return False
+    return any(end[period:] == end[:-period] for period in range(1, LONGEST_PERIOD + 1))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One model's responses to validation problems.
+
+    Attributes:
+        solved: which problems are solved.
+        without_answer: responses in which the grader found no answer.
+        cut: responses that reached the limit.
+    """
+
+    solved: Sequence[bool]
+    without_answer: int = 0
+    cut: int = 0
+
+    def describe(self, limit: int) -> str:
+        """What became of the responses that may explain an accuracy."""
+        return f"{self.without_answer} had no answer and {self.cut} were cut at {limit} tokens"
+
+
+def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit: int) -> Finding:
+    """Whether the teacher solves more validation problems than the student.
+
+    A teacher that is no better has nothing to give, and the loss falls nevertheless. Measured by one response of each
+    model per problem, paired: only problems that one of the two solves count, and under equal models either is the
+    solver with probability 1/2 (McNemar's exact test). The teacher must be ahead at the 5 % level, else it is a
+    warning; a student that is ahead at this level is wrong. A teacher that solves nothing has a line of its own, which
+    says how many responses had no answer, or no end.
+
+    Args:
+        limit, run_limit: the most tokens of a response here, and in the run's evaluations.
+    """
+    check, count = "teacher is better", len(student.solved)
+    difference = np.asarray(teacher.solved, dtype=float) - np.asarray(student.solved, dtype=float)
+    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
+    # Agresti and Min's interval for paired proportions, which is no point where no problem tells the two apart
+    error = math.sqrt(wins + losses + 1 - (wins - losses) ** 2 / (count + 2)) / (count + 2)
+    accuracies = float(np.mean(student.solved)), float(np.mean(teacher.solved))
+    cut = student.cut + teacher.cut
+    numbers = {"problems": count, "student": accuracies[0], "teacher": accuracies[1], "only_teacher": wins}
+    numbers |= {"only_student": losses, "cut": cut, "limit": limit}
+    numbers |= {"student_cut": student.cut, "teacher_cut": teacher.cut}
+    numbers |= {"student_without_answer": student.without_answer, "teacher_without_answer": teacher.without_answer}
+    numbers["standard_error"] = error
+    if count < MIN_PROBLEMS:
+        return Finding(check, "skipped", f"{count} problems show nothing; expected at least {MIN_PROBLEMS}", numbers)
+    if limit < run_limit and cut > 2 * count * LOOPS_DOMINATE:
+        text = f"{cut} of {2 * count} responses are cut at {limit} tokens, where evaluations allow {run_limit}: "
+        return Finding(check, "skipped", f"{text}--max-new-tokens {run_limit} compares them whole", numbers)
+    said = f"of {count} problems the teacher solves {accuracies[1]:.1%} and the student {accuracies[0]:.1%}, "
+    said += f"{100 * (accuracies[1] - accuracies[0]):+.1f} +- {100 * NORMAL_95 * error:.1f} points"
+    if losses > wins and _chance(losses, wins) < SIGNIFICANCE:
+        text = f"{said}: the student is better ({_both(student, teacher, limit)}); expected a better teacher; fix: "
+        text += "another teacher, or exchange the paths"
+        return Finding(check, "wrong", text, numbers, code="teacher-worse")
+    if not any(teacher.solved):
+        text = f"{said}: of the teacher's responses {teacher.describe(limit)}, of the student's "
+        text += f"{student.describe(limit)}; expected a teacher that solves some; fix: "
+        if teacher.cut > count / 2:
+            text += "evaluation.max_new_tokens, or the stop ids above"
+        elif teacher.without_answer > count / 2:
+            text += "a prompt that asks for the answer as the grader expects it (data.suffix, evaluation.graders)"
+        else:
+            text += "easier problems, or another teacher"
+        return Finding(check, "warning", text, numbers, code="teacher-solves-nothing")
+    if wins > losses and _chance(wins, losses) < SIGNIFICANCE:
+        return Finding(check, "ok", said, numbers)
+    text = f"{said}: no more than the student beyond chance ({_both(student, teacher, limit)}); expected a better "
+    text += "teacher; fix: another teacher, or "
+    return Finding(
+        check,
+        "warning",
+        f"{text}--problems above {count} to see a small difference",
+        numbers,
+        code="teacher-not-better",
+    )
+
+
+def _both(student: Answers, teacher: Answers, limit: int) -> str:
+    return f"of the teacher's responses {teacher.describe(limit)}, of the student's {student.describe(limit)}"
+
+
+def _chance(more: int, fewer: int) -> float:
+    """The probability that of more + fewer fair coins at least `more` fall on one given side."""
+    total = more + fewer
+    return sum(math.comb(total, k) for k in range(more, total + 1)) / 2**total

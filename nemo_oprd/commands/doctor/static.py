@@ -1,0 +1,123 @@
+"""All checks that need the configuration and the files alone: no forward pass, no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from nemo_oprd.commands.doctor import files as file_checks
+from nemo_oprd.commands.doctor.config_values import config_values
+from nemo_oprd.commands.doctor.files import Reads
+from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.commands.doctor.instructions import instructions
+from nemo_oprd.commands.doctor.layer_map import LayerMap
+from nemo_oprd.commands.doctor.prompts import prompt_files, tokenized
+from nemo_oprd.commands.doctor.run_settings import settings
+from nemo_oprd.commands.doctor.tokenizers import own_files
+from nemo_oprd.commands.doctor.weights import damaged_weights, layer_origins, same_weights, survey
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.distillation.teacher_routing import Routing
+from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers
+from nemo_oprd.setup.models import RunFiles
+from nemo_oprd.setup.prompt_files import training_prompts, validation_problems
+
+# prompts per file in which instructions are searched; rendering takes about 0.1 ms each
+RENDERED_PROMPTS = 2000
+
+
+def teacher_reads(config: Config) -> Reads:
+    """What the teachers of a run read."""
+    if config.teacher.reads == "text":
+        return "text"
+    return "ids" if config.teacher.prompt is None else "prompt"
+
+
+def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
+    """The findings in the order of the report; those of one of several teachers name it.
+
+    Args:
+        run: the configuration of the run, whose settings are judged.
+
+    Raises:
+        ValueError: a file that every check needs is missing or malformed.
+    """
+    prompts, student = training_prompts(run), files.student
+    yield from settings(run, student.spec.num_layers, student.spec.hidden_size)
+    yield from own_files("student", student.tokenizer, run.data.chat_template_args)
+    surveyed = survey(student)
+    yield from damaged_weights("student", surveyed)
+    routing = Routing(tuple(run.teacher_sources))
+    for number, source in enumerate(run.teacher_sources):
+        taught = [p for p in prompts if routing.teachers_of([p.data_source]) == [number]] or prompts
+        for finding in _of_teacher(run, files, number, taught):
+            yield finding.about(source.label if run.teachers else None)
+        if run.teacher.weights != "own":
+            for check in ("teacher's weights", "layer map"):
+                yield Finding(check, "ok", "the teacher has the student's weights, layer for layer")
+        else:
+            other = survey(files.teachers[number])
+            layers = _layer_map(run, files, number)
+            skipped = Finding("layer map", "skipped", "the run compares no hidden states, or `train` refuses the map")
+            of_map = skipped if layers is None else layer_origins(surveyed, other, layers)
+            for finding in (*damaged_weights("teacher", other), of_map):
+                yield finding.about(source.label if run.teachers else None)
+    yield from prompt_files(run)
+    some = prompts[:: -(-len(prompts) // RENDERED_PROMPTS)]
+    shares_ids = teacher_reads(run) != "text"
+    yield from tokenized(run, student.tokenizer, files.teachers[0].tokenizer if shares_ids else None, some)
+    yield from instructions(_rendered(run, files, some))
+
+
+def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt]) -> Iterator[Finding]:
+    student, teacher, reads = files.student, files.teachers[number], teacher_reads(run)
+    if teacher is not student:
+        yield from own_files("teacher", teacher.tokenizer, {} if reads == "ids" else run.data.chat_template_args)
+    yield file_checks.stop_ids(student.tokenizer, teacher.tokenizer, reads)
+    yield file_checks.templates(student.tokenizer, teacher.tokenizer, taught[0].messages, reads)
+    yield file_checks.vocabularies(student, teacher, reads)
+    yield file_checks.rope(student.spec, teacher.spec)
+    limits = {"rollout.max_new_tokens": run.rollout.max_new_tokens} if run.rollout.replay is None else {}
+    yield from config_values(student, teacher, response_tokens=limits, shares_ids=reads != "text")
+    if run.teacher.weights != "own":
+        text = f"teacher.weights={run.teacher.weights}: the teacher is the student, with a prompt of its own"
+        yield Finding("same weights", "skipped", text)
+        return
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    yield same_weights(student, teacher, dtype, reads_more=run.teacher.prompt is not None)
+
+
+def _layer_map(run: Config, files: RunFiles, number: int) -> LayerMap | None:
+    """The layer map of a teacher; None if the run compares no states, or `train` would refuse the map."""
+    loss, student, teacher = run.loss.representation, files.student.spec, files.teachers[number].spec
+    if loss.layers == "none" or largest(loss.weight) == 0:
+        return None
+    try:
+        supervised = supervised_layers(loss.layers, student.num_layers)
+        pairs = layer_pairs(supervised, student.num_layers, teacher.num_layers, loss.layer_map)
+    except ValueError:
+        return None
+    freely = run.teacher_sources[number].bridge is None
+    return LayerMap(pairs, (student.num_layers, teacher.num_layers), loss.final_norm, freely)
+
+
+def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, list[str]]:
+    """Prompts as the models read them, by where they come from: at most `RENDERED_PROMPTS` each, evenly spaced.
+
+    Nothing if a prompt cannot be made; `train` names it.
+    """
+    student, template = files.student.tokenizer, run.teacher.prompt
+    try:
+        found = {"data.train": [student.render(list(p.messages), True) for p in some]}
+        if teacher_reads(run) != "ids":
+            teacher = files.teachers[0].tokenizer
+            texts = [teacher.render(list(p.teacher_messages(template)), True) for p in some]
+            found["data.train as the teacher reads it"] = texts
+        for name, problems in validation_problems(run).items():
+            first = problems[:RENDERED_PROMPTS]
+            found[f"data.validation.{name}"] = [student.render(list(p.messages), True) for p in first]
+    except ValueError:
+        return {}
+    return found

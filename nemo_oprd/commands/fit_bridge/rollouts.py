@@ -1,0 +1,166 @@
+"""The rollouts that `fit-bridge` runs both models over: recorded ones, or sampled ones that an interrupted fit keeps.
+
+Sampled rollouts are written to `output/rollouts`, one file per step of `train.prompts_per_step` prompts, beside
+`about.json`, which says how they were sampled. The command started again reads the files that exist.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.distiller import Distiller
+from nemo_oprd.rollout.engine import Request, RolloutEngine
+from nemo_oprd.rollout.make_engine import check_on_device, make_engine
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.rollout.training_rollouts import training_requests, training_sampling
+from nemo_oprd.runtime.files import read_json, write_atomically
+from nemo_oprd.setup.data import read_prompts, recorded_rollouts
+from nemo_oprd.setup.models import RunFiles
+from nemo_oprd.setup.training import is_first_rank
+
+DIRECTORY = "rollouts"
+
+
+class RecordedRollouts:
+    """The rollouts of `rollout.replay`.
+
+    Attributes:
+        count: responses in all batches together.
+        student_tokenizer, teacher_tokenizer: None, because recorded rollouts need no tokenizer.
+    """
+
+    student_tokenizer = teacher_tokenizer = None
+
+    def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
+        self.config, self.rollouts, self.count = config, rollouts, len(rollouts)
+
+    def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
+        """All rollouts, as many at a time as `SampledRollouts` samples in a step."""
+        size = _batch_size(self.config)
+        yield from (self.rollouts[start : start + size] for start in range(0, self.count, size))
+
+
+class SampledRollouts:
+    """The student's responses to the prompts of `data.train`, sampled step by step and kept.
+
+    Attributes:
+        count: responses in all batches together.
+        student_tokenizer, teacher_tokenizer: fingerprints.
+    """
+
+    def __init__(self, config: Config, files: RunFiles) -> None:
+        self.config, self.student = config, files.student
+        check_on_device(config, files.student.spec)
+        prompts, (self.teacher_inputs,) = read_prompts(config, files)
+        self.prompts = prompts.training
+        if is_first_rank():
+            for line in prompts.report.lines:
+                print(line, file=sys.stderr, flush=True)
+        tokenizer = files.student.tokenizer
+        self.student_tokenizer = tokenizer.fingerprint()
+        self.teacher_tokenizer = (self.teacher_inputs.teacher if self.teacher_inputs else tokenizer).fingerprint()
+        self.count = config.bridge.prompts * config.rollout.per_prompt
+
+    def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
+        """All rollouts, `train.prompts_per_step` prompts at a time; the same on every rank."""
+        self._claim_directory()
+        size, engine = _batch_size(self.config), None
+        try:
+            for step, start in enumerate(range(0, self.count, size)):
+                file = Path(self.config.output) / DIRECTORY / f"step_{step + 1:07d}.jsonl"
+                requests = self._requests(start, min(size, self.count - start))
+                rollouts = _read_kept(file, requests, self.student.spec.vocab_size)
+                if rollouts is None:
+                    engine = engine or self._engine(distiller)
+                    rollouts = engine.generate(requests, training_sampling(self.config, step))
+                    if dist.get_rank() == 0:
+                        write_rollouts(file, rollouts)
+                yield rollouts if self.teacher_inputs is None else self.teacher_inputs.add_to(rollouts, requests)
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def _engine(self, distiller: Distiller) -> RolloutEngine:
+        """The engine, with the student's weights; not made unless something has to be sampled."""
+        files, layout, limit = self.student, distiller.student.role.layout, distiller.objective.vocab_limit
+        engine = make_engine(self.config, files.spec, files.directory, layout, files.tokenizer.eos_ids, limit)
+        engine.update_weights(distiller.student.hf_weights, 0)
+        return engine
+
+    def _claim_directory(self) -> None:
+        """Records in `rollouts/about.json` how the rollouts are sampled.
+
+        Raises:
+            ValueError: the directory holds rollouts that were sampled in another way.
+        """
+        file, settings = Path(self.config.output) / DIRECTORY / "about.json", self.config.rollout
+        about = {
+            "student": str(self.student.directory),
+            "precision": self.config.precision,
+            "seed": self.config.seed,
+            "per_prompt": settings.per_prompt,
+            "sampling": [settings.temperature, settings.top_p, settings.max_new_tokens],
+        }
+        if settings.engine != "megatron":  # absent from directories of earlier versions
+            about["engine"] = settings.engine
+        problem: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            problem[0] = self._other_settings(file, about)
+            if problem[0] is None:
+                write_atomically(file, json.dumps(about) + "\n")
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise ValueError(problem[0])
+
+    @staticmethod
+    def _other_settings(file: Path, about: dict[str, Any]) -> str | None:
+        """What is wrong with an existing about.json; None if there is none, or if it holds `about`."""
+        fix = "remove that directory, or choose another output"
+        try:
+            existing = read_json(file, "how these rollouts were sampled", fix) if file.exists() else about
+        except ValueError as error:
+            return str(error)
+        if existing == about:
+            return None
+        return (
+            f"{file.parent} holds rollouts that were sampled with {json.dumps(existing)}, expected "
+            f"{json.dumps(about)}; {fix}"
+        )
+
+    def _requests(self, start: int, count: int) -> list[Request]:
+        per_prompt = self.config.rollout.per_prompt
+        return training_requests(self.prompts, self.config, start // per_prompt, count // per_prompt)
+
+
+def rollout_source(config: Config, files: RunFiles) -> RecordedRollouts | SampledRollouts:
+    """The rollouts that the configuration asks for.
+
+    Raises:
+        ValueError: the recorded rollouts, the prompts, the tokenizers or `data.train` are wrong.
+    """
+    recorded = recorded_rollouts(config, files)
+    return SampledRollouts(config, files) if recorded is None else RecordedRollouts(config, recorded)
+
+
+def _batch_size(config: Config) -> int:
+    return config.train.prompts_per_step * config.rollout.per_prompt
+
+
+def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
+    """The rollouts of these requests that an earlier start kept in `file`, or None; the same on every rank."""
+    answer: list[list[Rollout] | None] = [None]
+    if dist.get_rank() == 0 and file.is_file():
+        rollouts = read_rollouts(file, vocab_size)
+        if [r.prompt_ids for r in rollouts] == [request.prompt_ids for request in requests]:
+            answer[0] = rollouts
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]

@@ -1,0 +1,78 @@
+"""`from-nemo-rl`: a distillation recipe of NeMo-RL as a configuration of this project."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import yaml
+
+from nemo_oprd.commands.from_nemo_rl.keys import ranks, translate
+from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
+from nemo_oprd.config.loading import from_composed, load_config
+from nemo_oprd.config.schema import Config
+from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.output_directories import check_file
+
+
+def from_nemo_rl(recipe: str, output: str | None, models: str, *, oprd: bool) -> None:
+    """Writes the configuration, and prints where it is, what has no counterpart, and what to run next.
+
+    Everything is computed and checked before the file is written.
+
+    Args:
+        recipe: a YAML file, with the files that it inherits from beside it.
+        output: a file NAME.yaml other than the recipe; None prints the configuration, with the notes as comments.
+        models: the directory of the Hugging Face models.
+        oprd: whether the hidden-state loss takes the place of the recipe's divergence.
+
+    Raises:
+        ValueError: the recipe cannot be read, is none of distillation, or has values that the configuration refuses;
+            or `output` is the recipe or has another ending.
+    """
+    path = Path(recipe)
+    if output is not None:
+        _check_output(Path(output), path)
+    values = load_recipe(path)
+    name = path.name.removesuffix(".yaml")
+    made = translate(values, name, models)
+    if oprd:
+        made.config["loss"] = {"representation": {"kind": "mse", "weight": 1.0}}
+        made.note("loss_fn: the hidden-state loss takes its place; other widths need a bridge (docs/bridge.md)")
+    needed = ranks(values)
+    checked = from_composed(made.config, name)  # refuses what the configuration refuses, with the recipe's name
+    lines = [f"Made of the recipe {path.name} of NeMo-RL. Without a counterpart, or not the same:", *made.notes]
+    text = "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(made.config, sort_keys=False)
+    assert _read_back(text) == checked, "the notes have changed the configuration"
+    if output is None:
+        print(text, end="")
+        return
+    target = Path(output)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, text)
+    print(f"{target}: the configuration. Without a counterpart, or not the same:")
+    for note in made.notes:
+        print(f"- {note}")
+    where = f"--config-dir {shlex.quote(str(target.parent))} --config-name {shlex.quote(target.stem)}"
+    print(f"next: nemo-oprd plan {where} --ranks {needed}")
+
+
+def _check_output(target: Path, recipe: Path) -> None:
+    if target.suffix != ".yaml":
+        raise ValueError(
+            f"--output {target}: expected a name that ends in .yaml, because --config-name finds no other file: name "
+            f"{target.with_suffix('.yaml') if target.name else 'FILE.yaml'}"
+        )
+    if target.exists() and recipe.exists() and target.samefile(recipe):
+        raise ValueError(
+            f"--output {target}: is the recipe itself, which would be lost; expected another file: name a new one"
+        )
+    check_file(target, "from-nemo-rl", "--output", "# Made of the recipe ")
+
+
+def _read_back(text: str) -> Config:
+    """What other commands read from a file with this text."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "made.yaml").write_text(text)
+        return load_config("made", [], folder)

@@ -1,0 +1,202 @@
+"""Reads a recipe of NeMo-RL, as its own loader does, and hands out its values.
+
+A recipe is a YAML file with `defaults`, one file or a list of files relative to it, over which it is merged in order. A
+group with `_override_: true` replaces the group below it. Values may refer to others (`${policy.model_name}`) and
+compute (`${mul:2, 3}`). What was not asked for is left over: `Recipe.unread` names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.runtime.files import why_no_file
+
+# longer values are cut off in messages
+_LONGEST = 80
+_RESOLVERS = {
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+}
+
+
+def load_recipe(path: str | Path) -> dict[str, Any]:
+    """The recipe with all files it inherits from, every reference resolved.
+
+    Raises:
+        ValueError: a file is missing or no mapping, files inherit from each other in a circle, or a reference leads
+            nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for name, function in _RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, function)
+    try:
+        plain = OmegaConf.to_container(_inherited(Path(path), ()), resolve=True)
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path}: {' '.join(str(error).split())}; expected a recipe of NeMo-RL: correct the file"
+        ) from error
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+def _inherited(path: Path, above: tuple[Path, ...]) -> Any:
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    file = path.resolve()
+    if file in above:
+        raise ValueError(
+            f"{path}: inherits from itself by way of {above[-1].name}; expected no circle: correct the defaults"
+        )
+    if not file.is_file():
+        named = f", which {above[-1]} names in its defaults" if above else ""
+        raise ValueError(f"{path}: {why_no_file(file, '.yaml')}{named}; expected a recipe of NeMo-RL: correct the path")
+    own = OmegaConf.load(file)
+    if not isinstance(own, DictConfig):
+        raise ValueError(f"{path}: holds a {type(own).__name__}; expected a mapping of keys: name a recipe of NeMo-RL")
+    defaults = own.pop("defaults", None)
+    parents = list(defaults) if isinstance(defaults, ListConfig) else [defaults] if defaults else []
+    merged: Any = OmegaConf.create({})
+    for parent in parents:
+        merged = _merged(merged, _inherited(file.parent / str(parent), (*above, file)))
+    return _merged(merged, own)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    from omegaconf import DictConfig, OmegaConf
+
+    for name in list(above.keys()):
+        group = above._get_node(name)
+        if isinstance(group, DictConfig) and not group._is_none() and group.get("_override_", False):
+            group.pop("_override_")
+            below.pop(name, None)
+    return OmegaConf.merge(below, above)
+
+
+def wrong(key: str, value: Any, expected: str) -> ValueError:
+    """The error for a value of the wrong type or out of range."""
+    shown = repr(value)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+    return ValueError(f"{key}={shown}: expected {expected}: correct the recipe")
+
+
+@dataclass
+class Translated:
+    """The configuration as nested keys, and the notes on what is not the same, in the recipe's order."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a key such as `train.lr`; null leaves the default."""
+        if value is None:
+            return
+        *groups, last = key.split(".")
+        place = self.config
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+
+    def note(self, text: str) -> None:
+        """Adds a note, as one line of printable characters whatever the recipe's values hold."""
+        line = " ".join(text.split())
+        self.notes.append("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+
+
+class Recipe:
+    """The values of a recipe by key, such as `policy.generation.temperature`, and which of them were read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self._read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where there is none or null. Marks the key, and all below it, as read."""
+        self._read.add(key)
+        value = self.peek(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: Any = None, *, whole: bool = False, low: float | None = None) -> Any:
+        """As `get`, for a number: an int if `whole`, and not below `low`.
+
+        Raises:
+            ValueError: the value is none. A number in quotes is a text, as for NeMo-RL.
+        """
+        value = self.get(key)
+        if value is None:
+            return default
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or (whole and value != int(value)) or (low is not None and value < low):
+            least = "" if low is None else f" of at least {low}"
+            raise wrong(key, value, f"a {'whole ' if whole else ''}number{least}, without quotes")
+        return int(value) if whole else value
+
+    def text(self, key: str, default: Any = None) -> Any:
+        """As `get`, for a text that is not empty. Raises ValueError for another value."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str) or not value.strip():
+            raise wrong(key, value, "a text")
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """As `get`, for true or false. Raises ValueError for another value."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise wrong(key, value, "true or false, without quotes")
+        return value
+
+    def peek(self, key: str) -> Any:
+        """The value, or None; the key stays unread."""
+        value: Any = self._values
+        for part in key.split("."):
+            if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
+            elif isinstance(value, dict) and part in value:
+                value = value[part]
+            else:
+                return None
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value other than null; the key stays unread."""
+        return self.peek(key) is not None
+
+    def names(self, key: str) -> bool:
+        """Whether the key is there, be it with the value null; it stays unread."""
+        group, _, last = key.rpartition(".")
+        place = self.peek(group) if group else self._values
+        return isinstance(place, dict) and last in place
+
+    def unread(self) -> dict[str, Any]:
+        """The keys that nobody has asked for, with values other than null, false and empty ones.
+
+        Groups with `enabled: false` are left out.
+        """
+
+        def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+            if key in self._read or value is None or value is False or value in ([], {}, ""):
+                return
+            if isinstance(value, dict):
+                if value.get("enabled") is False and key:
+                    return
+                for name, inner in value.items():
+                    yield from leaves(f"{key}.{name}".removeprefix("."), inner)
+            elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+                for number, inner in enumerate(value):
+                    yield from leaves(f"{key}.{number}", inner)
+            else:
+                yield key, value
+
+        return dict(leaves("", self._values))

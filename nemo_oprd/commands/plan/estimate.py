@@ -1,0 +1,281 @@
+"""The estimate of a run on some GPUs: memory per GPU, operations, bytes, seconds, and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu
+from nemo_oprd.commands.plan.memory import (
+    Memory,
+    captured_bytes,
+    student_state,
+    target_bytes,
+    teacher_forward,
+    teacher_heads,
+    teacher_weights,
+    transfer_bytes,
+    update_memory,
+)
+from nemo_oprd.commands.plan.operations import StepBytes, StepFlops, step_bytes, step_flops
+from nemo_oprd.commands.plan.rollout_cost import Demand, Sampling, in_process, rollout_copy, with_servers
+from nemo_oprd.commands.plan.seconds import bubble, training_seconds
+from nemo_oprd.commands.plan.workload import Workload, make_workload
+from nemo_oprd.config.schema import Config
+from nemo_oprd.layout import Layout
+from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
+from nemo_oprd.setup.preflight import check_layouts
+
+
+@dataclass(frozen=True)
+class RankKind:
+    """Ranks with the same memory: their pipeline stages in the two roles (None: not a member), and one of the ranks."""
+
+    student: int | None
+    teacher: int | None
+    rank: int
+    memory: Memory
+
+    @property
+    def name(self) -> str:
+        """Such as "student stage 0, teacher stage 1"."""
+        parts = [("student", self.student), ("teacher", self.teacher)]
+        return ", ".join(f"{role} stage {stage}" for role, stage in parts if stage is not None)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run needs on `ranks` GPUs.
+
+    Attributes:
+        kinds: the kinds of ranks, the fullest first.
+        work: the work of a step with responses of average length.
+        rollout, evaluation: sampling in a step and in one evaluation (None: there is none).
+        evaluation_seconds: seconds of one evaluation; None if the number of problems is unknown.
+        seconds: phase -> seconds of a step.
+        bubbles: role -> the share of its pipeline's time in which a rank waits.
+        idle: the ranks without a response; None: there are none.
+        problems: what does not fit, one line each.
+    """
+
+    work: Workload
+    gpu: Gpu
+    ranks: int
+    student: Layout
+    teacher: Layout
+    kinds: tuple[RankKind, ...]
+    rollout: Sampling | None
+    evaluation: Sampling | None
+    evaluation_seconds: float | None
+    flops: StepFlops
+    bytes: StepBytes
+    seconds: dict[str, float]
+    bubbles: dict[str, float]
+    idle: IdleRanks | None
+    problems: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What the configuration does not say; None: see `make_workload`.
+
+    Attributes:
+        prompt: tokens of a prompt.
+        response: tokens of a response on average, for operations and seconds. Memory is that of the longest responses
+            that the configuration allows.
+        problems: problems of one evaluation; None: `evaluation.limit` of each set, or unknown.
+    """
+
+    prompt: int | None = None
+    response: int | None = None
+    problems: int | None = None
+
+
+@dataclass(frozen=True)
+class Works:
+    """The work of a step with the longest responses, for memory, and with average ones, for operations and seconds."""
+
+    longest: Workload
+    mean: Workload
+
+
+UNKNOWN = Lengths()
+# `target_budget.CUDA_SHARE`
+TARGET_SHARE = 0.25
+
+
+def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Estimate:
+    """What a training run of `config` needs on `cluster`.
+
+    Raises:
+        ValueError: the layouts do not fit the ranks or the models.
+    """
+    return estimate_works(make_works(config, lengths), cluster, lengths)
+
+
+def make_works(config: Config, lengths: Lengths) -> Works:
+    """The work of a step of `config`.
+
+    Raises:
+        ValueError: a model or its layers do not fit the configuration.
+    """
+    longest = make_workload(config, prompt=lengths.prompt)
+    return Works(longest, make_workload(config, prompt=lengths.prompt, response=lengths.response))
+
+
+def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate:
+    """What a training run with this work needs on `cluster`; see `estimate`."""
+    gpu, ranks = cluster.gpu, cluster.ranks
+    config = _with_waves(works.longest, cluster)
+    work, mean = replace(works.longest, config=config), replace(works.mean, config=config)
+    student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], ranks)
+    kinds = [
+        _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)
+        for stages, rank in _stages(student, teacher).items()
+    ]
+    usable = gpu.memory - ASSUMED.reserve
+    left = usable - max(sum(kind.memory.always.values()) for kind in kinds if kind.student is not None)
+    engine = Engine(work, student.size, gpu, left)
+    rollout = engine.sample(_rollouts(work, mean)) if config.rollout.replay is None else None
+    evaluation, known = _evaluation(work, mean, lengths.problems, student.size)
+    tested = None if evaluation is None else engine.sample(evaluation)
+    kinds = sorted((_with_sampling(kind, rollout, tested) for kind in kinds), key=lambda kind: -kind.memory.peak)
+    seconds = training_seconds(mean, gpu, student, teacher, gpus_per_node=cluster.gpus_per_node)
+    if rollout is not None:
+        seconds = {"sampling": rollout.seconds, **seconds}
+    problems = [
+        f"{kind.name}: {kind.memory.peak / 1e9:.1f} GB in phase '{kind.memory.fullest}', but {usable / 1e9:.1f} GB of "
+        f"a {gpu.name} can be used ({ASSUMED.reserve / 1e9:.1f} GB are for CUDA and NCCL)"
+        for kind in kinds
+        if kind.memory.peak > usable
+    ]
+    problems += [each.problem for each in (rollout, tested) if each is not None and each.problem is not None]
+    return Estimate(
+        mean,
+        gpu,
+        ranks,
+        student,
+        teacher,
+        tuple(kinds),
+        rollout,
+        tested,
+        tested.seconds if tested is not None and known else None,
+        step_flops(mean),
+        step_bytes(mean, student),
+        seconds,
+        {"student": bubble(student, mean.on(student).count), "teacher": bubble(teacher, mean.on(teacher).count)},
+        idle_ranks(config, student, teacher),
+        tuple(problems),
+    )
+
+
+def _with_waves(work: Workload, cluster: Cluster) -> Config:
+    """The configuration with the number of microbatches that `teacher.resident_microbatches=auto` allows, if it is set.
+
+    As in `distillation/target_budget.py`: targets may take a quarter of what is left.
+    """
+    config = work.config
+    if config.teacher.resident_microbatches != "auto":
+        return config
+    student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], cluster.ranks)
+    kinds = [
+        _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)
+        for stages, rank in _stages(student, teacher).items()
+    ]
+    left = cluster.gpu.memory - ASSUMED.reserve - max(sum(kind.memory.always.values()) for kind in kinds)
+    count = work.on(student).count
+    each = max(target_bytes(work, student, stage) for stage in range(student.pipeline)) / count
+    allowed = max(1, min(count, int(TARGET_SHARE * left // max(1.0, each))))
+    return replace(config, teacher=replace(config.teacher, resident_microbatches=allowed))
+
+
+def _stages(student: Layout, teacher: Layout) -> dict[tuple[int | None, int | None], int]:
+    """(Student stage, teacher stage) of every kind of rank -> the first such rank."""
+    found: dict[tuple[int | None, int | None], int] = {}
+    for rank in sorted({*student.ranks, *teacher.ranks}):
+        stages = tuple(
+            layout.coordinates(rank).pipeline if rank in layout.ranks else None for layout in (student, teacher)
+        )
+        found.setdefault((stages[0], stages[1]), rank)
+    return found
+
+
+def _without_sampling(
+    work: Workload,
+    student: Layout,
+    teacher: Layout,
+    stages: tuple[int | None, int | None],
+    rank: int,
+    *,
+    transformer_engine: bool,
+) -> RankKind:
+    """A kind of rank with all phases but those of sampling."""
+    learns, teaches = stages
+    config = work.config
+    always: dict[str, float] = {}
+    phases: dict[str, dict[str, float]] = {}
+    captured = targets = 0.0
+    if teaches is not None:
+        weights = teacher_weights(work, teacher, teaches) if config.teacher.weights != "student" else 0.0
+        captured = captured_bytes(work, student, teacher, teaches)
+        phases["teacher"] = {"forward pass": teacher_forward(work, teacher), "captured rows": captured}
+        (phases["teacher"] if config.teacher.offload else always)["teacher weights"] = weights
+    if learns is not None:
+        always |= student_state(work, student, learns)
+        always["teacher's head"] = teacher_heads(work, student, learns)
+        if config.rollout.engine == "megatron" and config.rollout.replay is None:
+            always["rollout copy"] = rollout_copy(work)
+        targets = target_bytes(work, student, learns)
+    phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
+    if learns is not None:
+        moments = update_memory(work, student, learns, transformer_engine=transformer_engine)
+        phases |= {name: {"targets": targets, **parts} for name, parts in moments.items()}
+    return RankKind(learns, teaches, rank, Memory(always, phases))
+
+
+def _with_sampling(kind: RankKind, rollout: Sampling | None, evaluation: Sampling | None) -> RankKind:
+    """`kind` with the phases of sampling, on the student's ranks."""
+    if kind.student is None:
+        return kind
+    found = {"rollout": rollout, "evaluation": evaluation}
+    phases = {name: each.parts for name, each in found.items() if each is not None}
+    return RankKind(kind.student, kind.teacher, kind.rank, Memory(kind.memory.always, {**phases, **kind.memory.phases}))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The rollout engine of a run, on `ranks` ranks with `left` bytes each."""
+
+    work: Workload
+    ranks: int
+    gpu: Gpu
+    left: float
+
+    def sample(self, demand: Demand) -> Sampling:
+        """How the engine meets `demand`."""
+        if self.work.config.rollout.engine == "vllm":
+            return with_servers(self.work, demand, self.ranks, self.gpu)
+        return in_process(self.work, demand, self.ranks, self.gpu, self.left)
+
+
+def _rollouts(work: Workload, mean: Workload) -> Demand:
+    return Demand(work.responses, work.response, mean.response, "rollout.max_new_tokens")
+
+
+def _evaluation(work: Workload, mean: Workload, problems: int | None, ranks: int) -> tuple[Demand | None, bool]:
+    """(One evaluation, or None without one; whether the number of its problems is known)."""
+    config = work.config
+    sets = len(config.data.sets)
+    if not config.evaluation.every or not sets:
+        return None, False
+    if problems is None and config.evaluation.limit is not None:
+        problems = config.evaluation.limit * sets
+    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    # in proportion to the responses of training
+    average = max(1, round(longest * mean.response / work.response))
+    responses = ranks * config.rollout.max_batch if problems is None else problems * config.evaluation.samples
+    return Demand(responses, longest, average, "evaluation.max_new_tokens"), problems is not None

@@ -1,0 +1,238 @@
+"""Memory per GPU, by part and by phase of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nemo_oprd.commands.plan.activations import (
+    feed_forward_values,
+    kept_bytes,
+    layer_bytes,
+    microbatches_in_flight,
+    transient_bytes,
+)
+from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
+from nemo_oprd.commands.plan.workload import TeacherWork, Workload
+from nemo_oprd.layout import Layout
+from nemo_oprd.models import ModelSpec
+
+# Rows of a chunk in which the representation loss is computed in float32 (`gradient_injection.ROW_CHUNK`), and the
+# tensors [rows, D] of a chunk that are alive at a time.
+ROW_CHUNK, ROW_TENSORS = 8192, 5
+# `target_transfer.LAYERS_AT_A_TIME_BYTES`.
+LAYERS_AT_A_TIME_BYTES = 1 << 28
+# Tensors [chunk, vocabulary] of the output loss that are alive at a time, and slabs of SLAB columns of such a tensor
+# (`python -m benchmarks.live_bytes` counts them; `vocab_parallel.SLAB`).
+SLAB = 16384
+LOGIT_TENSORS = {"sampled_token": (1, 2), "watched": (2, 1), "jsd": (3, 3), "others": (3, 1)}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    Attributes:
+        always: part -> bytes that are there in every phase.
+        phases: phase -> part -> bytes that are there in that phase only.
+    """
+
+    always: dict[str, float]
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """Bytes in the phase that needs most."""
+        return sum(self.always.values()) + max((sum(parts.values()) for parts in self.phases.values()), default=0.0)
+
+    @property
+    def fullest(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()), default="")
+
+
+def student_parameters(work: Workload, layout: Layout, pipeline: int) -> StageParameters:
+    """The student's parameters on a rank of stage `pipeline`."""
+    return stage_parameters(
+        work.student,
+        layout,
+        pipeline,
+        trained_depth=work.trained_depth,
+        trains_norm=work.final_layer_after_norm or work.output_kind not in ("none", "watched"),
+        trains_head=work.output_kind not in ("none", "watched"),
+    )
+
+
+def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
+    """Weights, gradients (float32) and AdamW's state of the student on a rank of stage `pipeline`."""
+    count, train = student_parameters(work, layout, pipeline), work.config.train
+    # a float32 copy of the weights where they are bfloat16, and two moments
+    state = 12 if work.value_bytes < 4 else 8
+    shards, copies = 1, 1
+    if train.distributed_optimizer:
+        shards, copies = layout.data * layout.context, layout.expert_copies
+    return {
+        "weights": float(count.all_held * work.value_bytes),
+        "gradients": 4.0 * count.all_trained,
+        "optimizer": state * (count.trained / shards + count.experts_trained / copies),
+    }
+
+
+def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
+    """Bytes of the teachers' weights on a rank of their stage `pipeline`; with `teacher.offload` of the largest."""
+    each = []
+    for teacher in work.teachers:
+        head = teacher.head or work.config.teacher.weights == "ema"
+        count = stage_parameters(teacher.spec, layout, pipeline, depth=teacher.depth, head=head)
+        each.append(float(count.all_held * work.value_bytes))
+    return max(each) if work.config.teacher.offload else sum(each)
+
+
+def teacher_heads(work: Workload, layout: Layout, pipeline: int) -> float:
+    """Bytes of the copies of the teachers' heads on the student's last stage."""
+    if pipeline != layout.pipeline - 1 or work.config.teacher.weights in ("student", "ema"):
+        return 0.0
+    rows = work.student.padded_vocab(layout.tensor) // layout.tensor
+    return float(sum(rows * t.spec.hidden_size * work.value_bytes for t in work.teachers if t.sends_states))
+
+
+def rows_on_rank(work: Workload, layout: Layout, rows: float) -> float:
+    """Rows in a rank's hidden states per microbatch, of the last `rows` rows per response; of the fullest rank.
+
+    A context rank holds two chunks of a sequence, the first rank the first and the last one (zig-zag).
+    """
+    if layout.context > 1:
+        chunk = work.needed / (2 * layout.context)
+        rows = min(rows, chunk) + max(0.0, rows - (2 * layout.context - 1) * chunk)
+    return work.on(layout).per_pack * rows / (layout.tensor if layout.sequence else 1)
+
+
+def resident_microbatches(work: Workload, layout: Layout) -> int:
+    """Microbatches whose targets are in memory at the same time; with `auto` all of a step, see `estimate.py`."""
+    count, setting = work.on(layout).count, work.config.teacher.resident_microbatches
+    return min(count, setting) if isinstance(setting, int) else count
+
+
+def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
+    """Bytes of the targets that a student's rank holds for one wave of microbatches."""
+    owned = set(layout.owned_layers(pipeline, work.student.num_layers))
+    rows, waves = rows_on_rank(work, layout, work.rows), resident_microbatches(work, layout)
+    teacher = work.teachers[0]
+    held = rows * len(owned & set(work.layers)) * teacher.width * teacher.value_bytes
+    if work.output_rows and pipeline == layout.pipeline - 1:
+        output = work.on(layout).per_pack * work.output_rows / layout.context
+        held += output * output_target_bytes(work, teacher)
+    return held * waves
+
+
+def update_memory(
+    work: Workload, layout: Layout, pipeline: int, *, transformer_engine: bool
+) -> dict[str, dict[str, float]]:
+    """The moments of an update on a rank of stage `pipeline`: the output loss, and the backward pass of a layer.
+
+    Returns:
+        Moment -> part -> bytes. All activations are there when the backward pass begins.
+    """
+    student, spec = work.config.student, work.student
+    batches = work.on(layout)
+    tokens = batches.tokens / layout.context
+    each = layer_bytes(spec, layout, work.value_bytes, transformer_engine=transformer_engine)
+    layers = [i for i in layout.owned_layers(pipeline, spec.num_layers) if i <= max(work.trained_depth, 1)]
+    settings = student.recompute, student.recompute_method, student.recompute_num_layers
+    last = pipeline == layout.pipeline - 1
+    # the embedding, or the state that came from the stage before; and the final norm's
+    ends = (1 + last) * each.input
+    kept = tokens * (kept_bytes(len(layers), each, *settings) + ends)
+    activations = kept * microbatches_in_flight(layout, pipeline, batches.count)
+    transient = tokens * max(transient_bytes(len(layers), each, *settings), each.norm if last else 0.0)
+    if work.rows:
+        transient = max(transient, injection_bytes(work, layout, tokens * each.input))
+    moments = {"update": {"activations": activations, "backward of a layer": transient}}
+    if last and work.output_rows:
+        moments["output loss"] = {"activations": activations, "logits chunk": logits_chunk(work, layout)}
+    return moments
+
+
+def injection_bytes(work: Workload, layout: Layout, state: float) -> float:
+    """Bytes while the gradient of a layer's loss is added: the gradient twice, and a chunk of rows in float32.
+
+    Args:
+        state: bytes of one hidden state of a microbatch.
+    """
+    widest = max(work.student.hidden_size, *(teacher.width for teacher in work.teachers))
+    return 2 * state + 4.0 * ROW_TENSORS * min(ROW_CHUNK, rows_on_rank(work, layout, work.rows)) * widest
+
+
+def logits_chunk(work: Workload, layout: Layout) -> float:
+    """Bytes of the output loss: tensors [chunk, vocabulary / tensor] in float32, the rows, and their gradients."""
+    rows = work.on(layout).per_pack * work.output_rows / layout.context
+    columns = work.student.padded_vocab(layout.tensor) / layout.tensor
+    chunk = min(work.config.loss.output.chunk_tokens, rows)
+    whole, slabs = LOGIT_TENSORS.get(work.output_kind, LOGIT_TENSORS["others"])
+    tensors = whole + min(2.0 if work.output_kind == "jsd" else 1.0, slabs * SLAB / columns)
+    return tensors * 4.0 * chunk * columns + rows * work.student.hidden_size * 2 * (4.0 + work.value_bytes)
+
+
+def captured_bytes(work: Workload, student: Layout, teacher: Layout, pipeline: int) -> float:
+    """Bytes of the rows that a rank of the teacher's stage `pipeline` keeps for one wave, until they are sent."""
+    most = 0.0
+    for each in work.teachers:
+        owned = set(teacher.owned_layers(pipeline, each.spec.num_layers))
+        layers = sum(1 for layer in each.pairs.values() if layer in owned)
+        # a rank keeps the rows that it sends: an equal part of those that the tensor ranks hold, of whole responses
+        responses = -(-_responses_of_wave(work, student) // teacher.data) / teacher.context / teacher.tensor
+        held = responses * work.rows * layers * each.width * each.value_bytes
+        if work.output_rows and pipeline == teacher.pipeline - 1:
+            # final states, of which only two numbers per row are sent for sampled_token
+            held += responses * work.output_rows * each.spec.hidden_size * work.value_bytes
+        most = max(most, held)
+    return most
+
+
+def _responses_of_wave(work: Workload, student: Layout) -> int:
+    """Responses, over all ranks, whose targets are in memory at the same time."""
+    at_a_time = resident_microbatches(work, student) * work.on(student).per_pack
+    return min(work.responses, at_a_time * student.data)
+
+
+def output_target_bytes(work: Workload, teacher: TeacherWork) -> float:
+    """Bytes that a teacher sends per row of the output loss: its final state, or two numbers."""
+    return float(teacher.spec.hidden_size * work.value_bytes if teacher.sends_states else 8)
+
+
+def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: float, targets: float) -> float:
+    """Bytes on a rank while `captured` bytes are sent and `targets` bytes arrive, a few layers at a time.
+
+    What was sent is freed; the layers under way are there twice, and three times where they come from another rank.
+    """
+    each = work.teachers[0]
+    rows = _responses_of_wave(work, student) * work.rows
+    layers = max(1, len(work.layers))
+    at_a_time = max(1, LAYERS_AT_A_TIME_BYTES // max(1, rows * each.width * each.value_bytes))
+    share = min(1.0, at_a_time / layers)
+    received = 0.0 if student == teacher else targets
+    return max(captured + share * (captured + targets + received), targets + share * (2 * captured + received))
+
+
+def teacher_forward(work: Workload, teacher: Layout) -> float:
+    """Bytes that come and go in a teacher's forward pass over one microbatch."""
+    tokens = work.on(teacher).tokens / teacher.context
+    per_token = max(
+        # a state on its way between two stages, too
+        forward_bytes(each.spec, teacher, work.value_bytes)
+        + (each.spec.hidden_size * work.value_bytes if teacher.pipeline > 1 else 0)
+        for each in work.teachers
+    )
+    return tokens * per_token
+
+
+def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
+    """Bytes per token that a forward pass without gradients has alive at a time: in the MLP or attention of a layer."""
+    d = spec.hidden_size / (layout.tensor if layout.sequence else 1)
+    q, kv = (heads * spec.head_dim / layout.tensor for heads in (spec.num_heads, spec.num_kv_heads))
+    attention = 2 * d + 5 * q + 6 * kv
+    return value_bytes * max(3 * d + feed_forward_values(spec, layout), attention)
+
+
+def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
+    """Bytes of the keys and values of one token on one tensor rank of the in-process engine."""
+    return spec.num_layers * (spec.num_kv_heads // tensor) * spec.head_dim * 2 * value_bytes

@@ -1,0 +1,165 @@
+"""An estimate as text, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_oprd.commands.plan.alternatives import Alternative
+from nemo_oprd.commands.plan.estimate import Estimate
+from nemo_oprd.commands.plan.gpus import ASSUMED
+from nemo_oprd.commands.plan.parameters import model_parameters
+from nemo_oprd.commands.plan.rollout_cost import Sampling
+
+
+def lines(found: Estimate, near: list[Alternative], name: str) -> Iterator[str]:
+    """The report, line by line.
+
+    Args:
+        near: alternatives that fit, where the configuration does not.
+        name: the configuration's name.
+    """
+    yield f"{name} on {found.ranks} x {found.gpu.name}"
+    yield ""
+    yield from _roles(found)
+    yield ""
+    yield from _memory(found)
+    yield ""
+    yield from _step(found)
+    yield ""
+    if found.idle is not None:
+        yield found.idle.line
+    if not found.problems:
+        yield f"it fits: {found.kinds[0].memory.peak / 1e9:.1f} GB on the fullest GPU"
+        return
+    for problem in found.problems:
+        yield f"does not fit: {problem}"
+    yield from (f"fits: {each.arguments}   ({_brief(each.estimate)})" for each in near)
+    if not near:
+        yield "no layout near this one fits: start more ranks, or lower train.tokens_per_microbatch or the lengths"
+
+
+def _brief(found: Estimate) -> str:
+    return f"{found.kinds[0].memory.peak / 1e9:.1f} GB, {found.step_seconds:.0f} s per step"
+
+
+def _roles(found: Estimate) -> Iterator[str]:
+    work, config = found.work, found.work.config
+    student, teacher = found.student, found.teacher
+    yield (
+        f"student    {model_parameters(work.student) / 1e9:.2f} B parameters, {student.describe()}, ranks "
+        f"{_ranks(student.ranks)}"
+    )
+    for each in work.teachers:
+        depth = f", layers 1 to {each.depth}" if each.depth < each.spec.num_layers else ""
+        offload = ", weights on the host between its passes" if config.teacher.offload else ""
+        yield (
+            f"teacher    {model_parameters(each.spec) / 1e9:.2f} B parameters{depth}, {teacher.describe()}, ranks "
+            f"{_ranks(teacher.ranks)}{offload}"
+        )
+    if found.rollout is not None:
+        engine = "in-process engine" if config.rollout.engine == "megatron" else "vLLM"
+        yield (
+            f"sampling   {engine}, {found.rollout.groups} group(s) of "
+            f"{config.rollout.tensor if config.rollout.engine == 'megatron' else config.rollout.vllm.tensor} GPU(s), "
+            f"{found.rollout.at_a_time} response(s) at a time"
+        )
+    batches = work.on(student)
+    yield (
+        f"a step     {work.responses} responses of {work.response:,} tokens (at most "
+        f"{config.rollout.max_new_tokens:,}) after prompts of {work.prompt:,}; {batches.count} microbatch(es) of "
+        f"{batches.tokens:,} tokens, {batches.responses} response(s), on the fullest data-parallel rank"
+    )
+
+
+def _ranks(ranks: range) -> str:
+    return f"{ranks.start} to {ranks.stop - 1}" if len(ranks) > 1 else str(ranks.start)
+
+
+def _memory(found: Estimate) -> Iterator[str]:
+    yield "GB per GPU, with the longest responses"
+    kinds = found.kinds[:4]
+    header = [kind.name for kind in kinds]
+    width = max(14, *(len(name) for name in header)) + 2
+    yield f"{'':<34}" + "".join(f"{name:>{width}}" for name in header)
+    parts = {part: None for kind in kinds for part in kind.memory.always}
+    for part in parts:
+        yield _row(part, [kind.memory.always.get(part, 0.0) for kind in kinds], width)
+    phases = {phase: None for kind in kinds for phase in kind.memory.phases}
+    for phase in phases:
+        inside = {part: None for kind in kinds for part in kind.memory.phases.get(phase, {})}
+        for part in inside:
+            values = [kind.memory.phases.get(phase, {}).get(part, 0.0) for kind in kinds]
+            yield _row(f"{phase}: {part}", values, width)
+    yield _row("peak", [kind.memory.peak for kind in kinds], width)
+    yield f"{'reached in':<34}" + "".join(f"{kind.memory.fullest:>{width}}" for kind in kinds)
+    if len(found.kinds) > len(kinds):
+        yield f"and {len(found.kinds) - len(kinds)} other kinds of ranks with less"
+
+
+def _row(name: str, values: list[float], width: int) -> str:
+    return f"{name:<34}" + "".join(f"{value / 1e9:>{width}.2f}" for value in values)
+
+
+def _step(found: Estimate) -> Iterator[str]:
+    flops = found.flops
+    yield (
+        f"operations per step: sampling {flops.sampling:.2e}, teacher {flops.teacher:.2e}, update {flops.update:.2e}"
+    )
+    moved = ", ".join(f"{kind} {value / 1e9:.2f}" for kind, value in found.bytes.by_kind().items() if value)
+    yield f"GB that the busiest GPU receives per step: {moved}"
+    waiting = {role: share for role, share in found.bubbles.items() if share}
+    if waiting:
+        shares = ", ".join(f"{role} {share:.0%}" for role, share in waiting.items())
+        yield f"share of a pipeline's time in which a rank waits: {shares}"
+    seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in found.seconds.items())
+    steps = found.work.config.train.steps
+    hours = found.step_seconds * steps / 3600
+    yield f"seconds per step, estimated: {found.step_seconds:.1f} ({seconds}); {steps} steps: {hours:.1f} h"
+    if found.evaluation is not None:
+        yield f"one evaluation, estimated: {_evaluation(found.evaluation, found.evaluation_seconds)}"
+    launch = f", {ASSUMED.launch * 1e6:.0f} us to start an operation of the in-process engine"
+    yield (
+        f"assumed, not measured: {ASSUMED.compute:.0%} of {found.gpu.flops / 1e12:.0f} TFLOP/s, "
+        f"{ASSUMED.bandwidth:.0%} of {found.gpu.bandwidth / 1e12:.2f} TB/s"
+        + (launch if found.work.config.rollout.engine == "megatron" else "")
+    )
+
+
+def _evaluation(sampling: Sampling, seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown without the number of problems (--problems)"
+    return f"{seconds / 60:.0f} min in {sampling.waves} batch(es) of {sampling.at_a_time} response(s)"
+
+
+def as_json(found: Estimate, near: list[Alternative]) -> dict[str, Any]:
+    """All numbers of the report: bytes, operations and seconds."""
+    return {
+        "ranks": found.ranks,
+        "gpu": found.gpu.name,
+        "student": found.student.describe(),
+        "teacher": found.teacher.describe(),
+        "parameters": {
+            "student": model_parameters(found.work.student),
+            "teachers": [model_parameters(each.spec) for each in found.work.teachers],
+        },
+        "memory": [
+            {"kind": kind.name, "rank": kind.rank, "always": kind.memory.always, "phases": kind.memory.phases}
+            | {"peak": kind.memory.peak, "fullest": kind.memory.fullest}
+            for kind in found.kinds
+        ],
+        "flops": vars(found.flops),
+        "bytes": found.bytes.by_kind(),
+        "bubbles": found.bubbles,
+        "findings": [] if found.idle is None else [found.idle.as_json()],
+        "seconds": found.seconds,
+        "step_seconds": found.step_seconds,
+        "evaluation_seconds": found.evaluation_seconds,
+        "fits": not found.problems,
+        "problems": list(found.problems),
+        "alternatives": [
+            {"changes": each.changes, "peak": each.estimate.kinds[0].memory.peak}
+            | {"step_seconds": each.estimate.step_seconds}
+            for each in near
+        ],
+    }

@@ -1,0 +1,209 @@
+"""The work of one step: which models compute what, and how many tokens of which length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.layout import Layout
+from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.runtime.files import read_json
+from nemo_oprd.setup.idle_ranks import shares
+from nemo_oprd.setup.preflight import model_spec
+
+
+@dataclass(frozen=True)
+class TeacherWork:
+    """What one teacher computes and sends.
+
+    Attributes:
+        pairs: supervised student layer -> teacher layer.
+        width: numbers per row and layer that it sends.
+        value_bytes: bytes of each of them.
+        depth: the deepest layer that it computes.
+        head: whether it computes log-probabilities with its own head.
+        sends_states: whether it sends final hidden states for the output loss.
+    """
+
+    spec: ModelSpec
+    pairs: dict[int, int]
+    width: int
+    value_bytes: int
+    depth: int
+    head: bool
+    sends_states: bool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run. Lengths are in tokens; every response is taken to be equally long.
+
+    Attributes:
+        responses: responses of a step.
+        prompt, response: tokens of a prompt and of a response.
+        needed: tokens of a sequence that an update computes.
+        rows, output_rows: rows per response of the representation loss and of the output loss.
+        layers: the supervised student layers.
+        value_bytes: bytes of a number in the run's precision.
+        trained_depth: the deepest student layer that a gradient reaches.
+        output_kind: kind of the output loss, `none` without one.
+    """
+
+    config: Config
+    student: ModelSpec
+    teachers: tuple[TeacherWork, ...]
+    responses: int
+    prompt: int
+    response: int
+    needed: int
+    rows: int
+    output_rows: int
+    layers: tuple[int, ...]
+    value_bytes: int
+    trained_depth: int
+    output_kind: str
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the output loss trains the student's head."""
+        return self.output_kind != "none"
+
+    @property
+    def final_layer_after_norm(self) -> bool:
+        """Whether the last layer is supervised after the final norm."""
+        return self.config.loss.representation.final_norm and self.student.num_layers in self.layers
+
+    def on(self, layout: Layout) -> Microbatches:
+        """The microbatches of one data-parallel rank of `layout`, the one with the most responses.
+
+        It has whole responses; those of each teacher are divided over the ranks, and packed, on their own.
+        """
+        per_rank = [-(-share // layout.data) for share in self.shares]
+        per_pack = min(per_rank[0], max(1, self.config.train.tokens_per_microbatch // self.needed))
+        return Microbatches(per_pack, sum(-(-each // per_pack) for each in per_rank), sum(per_rank), self.needed)
+
+    @property
+    def shares(self) -> list[int]:
+        """The responses of each teacher, the largest number first."""
+        return shares(self.responses, len(self.teachers))
+
+    def work_share(self, layout: Layout) -> float:
+        """What the fullest data-parallel rank of `layout` computes of a step."""
+        return self.on(layout).responses / self.responses
+
+    def teacher_share(self, student: Layout, teacher: Layout) -> float:
+        """What the teachers' fullest data-parallel rank computes of a step: whole responses in every wave of targets.
+
+        A wave is `teacher.resident_microbatches` microbatches of the student's ranks.
+        """
+        batches, resident = self.on(student), self.config.teacher.resident_microbatches
+        at_a_time = resident if isinstance(resident, int) else batches.count
+        fullest = 0
+        for share in filter(None, self.shares):
+            wave = min(share, at_a_time * batches.per_pack * student.data)
+            waves, rest = divmod(share, wave)
+            fullest += waves * -(-wave // teacher.data) + -(-rest // teacher.data)
+        return fullest / self.responses
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """Responses per microbatch, microbatches and responses of one data-parallel rank, and tokens of a sequence."""
+
+    per_pack: int
+    count: int
+    responses: int
+    needed: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch, over all context ranks."""
+        return self.per_pack * self.needed
+
+
+def make_workload(config: Config, *, prompt: int | None = None, response: int | None = None) -> Workload:
+    """The work of a step of `config`.
+
+    Args:
+        prompt: tokens of a prompt; None: `data.max_prompt_tokens`, else 256.
+        response: tokens of a response; None: the most that the configuration allows.
+
+    Raises:
+        ValueError: a model or its layers do not fit the configuration.
+    """
+    student = model_spec(config.student)
+    prompt = prompt or config.data.max_prompt_tokens or 256
+    response = min(response or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
+    loss, output = config.loss.representation, config.loss.output
+    layers = tuple(supervised_layers(loss.layers, student.num_layers))
+    rows = 0 if not layers else response if loss.positions == "all" else min(loss.k, response)
+    kind = output.kind if largest(output.weight) > 0 else "none"
+    watched = output.kind == "none" and config.logging.output_metrics_every > 0
+    responses = config.train.prompts_per_step * config.rollout.per_prompt
+    output_rows = response if kind != "none" else 0
+    if watched:
+        output_rows = min(response, -(-config.logging.output_metrics_rows // responses))
+    only_first = loss.positions == "first_k" and kind == "none" and not watched
+    value_bytes = 2 if config.precision == "bf16" else 4
+    teachers = tuple(
+        _teacher(config, student, number, layers, kind, watched=watched, value_bytes=value_bytes)
+        for number in range(len(config.teacher_sources))
+    )
+    return Workload(
+        config,
+        student,
+        teachers,
+        responses,
+        prompt,
+        response,
+        prompt + (rows if only_first else response),
+        rows,
+        output_rows,
+        layers,
+        value_bytes,
+        student.num_layers if kind != "none" else max(layers, default=0),
+        kind if kind != "none" else "watched" if watched else "none",
+    )
+
+
+def _teacher(
+    config: Config,
+    student: ModelSpec,
+    number: int,
+    layers: tuple[int, ...],
+    kind: str,
+    *,
+    watched: bool,
+    value_bytes: int,
+) -> TeacherWork:
+    source = config.teacher_sources[number]
+    spec = model_spec(source)
+    pairs = layer_pairs(list(layers), student.num_layers, spec.num_layers, config.loss.representation.layer_map)
+    sampled_watched = kind == "sampled_token" and config.logging.output_metrics_every > 0
+    sends_states = kind not in ("none", "sampled_token") or watched or sampled_watched
+    whole = kind != "none" or watched
+    width, bytes_each = spec.hidden_size, value_bytes
+    if source.bridge is not None and source.bridge != "full_width":
+        width, bytes_each = _bridge_rank(config, source.bridge, student, spec), 4
+    return TeacherWork(
+        spec,
+        pairs,
+        width,
+        bytes_each,
+        spec.num_layers if whole else max(pairs.values(), default=0),
+        kind == "sampled_token",
+        sends_states,
+    )
+
+
+def _bridge_rank(config: Config, directory: str, student: ModelSpec, teacher: ModelSpec) -> int:
+    """The rank of a bridge; the configured one where the bridge is not made yet."""
+    manifest = Path(directory) / "bridge.json"
+    if manifest.is_file():
+        return int(read_json(manifest, "a manifest that fit-bridge wrote", "copy it again")["rank"])
+    if config.bridge.rank != "auto":
+        return int(config.bridge.rank)
+    return min(student.hidden_size, teacher.hidden_size)

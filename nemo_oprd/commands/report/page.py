@@ -1,0 +1,130 @@
+"""Turns run directories into one self-contained HTML page: how far the runs are, what they reached, and what they cost.
+
+The page is made of the jinja2 templates in this directory, which escape all text; the other modules compute what they
+show. Left out: scripts (filters and colours are CSS), anything from the network, and the date. Equal input gives an
+equal page, byte for byte, so pages can be compared. The page of an unfinished run asks the browser to load it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from nemo_oprd.commands.report.cards import cards
+from nemo_oprd.commands.report.comparison import COLUMNS, DIRECTORY, Comparison, read_comparison
+from nemo_oprd.commands.report.costs import costs
+from nemo_oprd.commands.report.evaluations import groups, meanings, paired, read_evaluations
+from nemo_oprd.commands.report.figures import COLORS, Key, Panel, run_key, svg
+from nemo_oprd.commands.report.panels import panels
+from nemo_oprd.commands.report.responses import prompt_decoder, responses
+from nemo_oprd.commands.report.settings import changed_settings, differing_settings
+from nemo_oprd.commands.report.tables import first_and_last, validation_metrics, validation_rows
+from nemo_oprd.commands.report.tokens import HEAD, LEVELS, MEASURES, token_panel
+from nemo_oprd.commands.report.visible import in_attribute, in_text
+from nemo_oprd.observability.run_reader import Run, read_run, short_names
+from nemo_oprd.runtime.files import write_atomically
+
+TEMPLATE = "page.html.jinja"
+REFRESH_S = 30
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A panel whose plots are drawn: (caption, SVG element) each."""
+
+    title: str
+    note: str
+    legend: list[Key]
+    plots: list[tuple[str, Markup]]
+
+
+def write_report(runs: Sequence[Path], output: Path) -> Path:
+    """Writes the page that shows `runs` (directories with metrics.jsonl and config.yaml) side by side to `output`.
+
+    A run whose last line of metrics.jsonl was cut off is shown without that line, and the page mentions it.
+
+    Returns: `output`; its parent directories are created.
+
+    Raises:
+        ValueError: there are no runs, a file is missing or malformed, or a run has no metrics yet.
+    """
+    output = Path(output)
+    if output.is_dir():
+        raise ValueError(f"{output} is a directory, expected a file to write; add a name such as report.html")
+    read = _read(runs)
+    page = _render(read, [read_comparison(run.path / DIRECTORY) for run in read])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, page)
+    return output
+
+
+def unfinished(runs: Sequence[Path]) -> bool:
+    """Whether any of the runs is unfinished (`Run.unfinished`). Raises ValueError as `write_report`."""
+    return any(run.unfinished for run in _read(runs))
+
+
+def _read(runs: Sequence[Path]) -> list[Run]:
+    if not runs:
+        raise ValueError("no run directories, expected at least one; name the directories of the runs to report")
+    paths = [Path(run) for run in runs]
+    return [read_run(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
+
+
+def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
+    # autoescape: names of runs, sets and models come from files
+    environment = Environment(
+        loader=FunctionLoader(_template),
+        autoescape=True,
+        finalize=in_text,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["in_attribute"] = in_attribute
+    steps = min(run.steps[0] for run in runs), max(run.steps[1] for run in runs)
+    kept = [read_evaluations(index, run) for index, run in enumerate(runs)]
+    metrics, differences = validation_metrics(runs), paired(kept)
+    return environment.get_template(TEMPLATE).render(
+        title=", ".join(run.name for run in runs),
+        refresh=REFRESH_S if any(run.unfinished for run in runs) else None,
+        colors=COLORS,
+        cards=cards(runs),
+        validation={"metrics": metrics, "rows": validation_rows(runs, kept)},
+        differences=differences,
+        meanings=meanings([*metrics, *differences.metrics]),
+        groups=groups(kept),
+        columns=COLUMNS,
+        comparisons=[
+            (run_key(index, run), comparison)
+            for index, (run, comparison) in enumerate(zip(runs, comparisons, strict=True))
+            if comparison is not None
+        ],
+        figures=[_figure(panel, steps, f"f{index}") for index, panel in enumerate(panels(runs))],
+        costs=costs(runs),
+        settings=differing_settings(runs),
+        changed=changed_settings(runs),
+        samples=[each for run, own in zip(runs, kept, strict=True) for each in responses(own, prompt_decoder(run))],
+        measures=MEASURES,
+        levels=LEVELS,
+        head=HEAD,
+        tokens=[panel for index, run in enumerate(runs) if (panel := token_panel(index, run)) is not None],
+        metrics=first_and_last(runs),
+    )
+
+
+def _template(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _figure(panel: Panel, steps: tuple[int, int], ident: str) -> Figure:
+    """Draws the plots of a panel; `ident` keeps their ids apart from the ids of other panels."""
+    plots = [
+        (caption, Markup(svg(draw, steps, in_attribute(f"{panel.title} {caption}".strip()), f"{ident}-{index}")))
+        for index, (caption, draw) in enumerate(panel.plots)
+    ]
+    return Figure(panel.title, panel.note, panel.keys, plots)

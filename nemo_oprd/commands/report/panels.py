@@ -1,0 +1,320 @@
+"""The figures of the report: the metrics that they show. Left out: metrics without a figure, which TensorBoard shows.
+
+The paper's figures are here under their metrics: accuracy over steps, and over training time with the memory of the
+run; response length; cosine similarity over steps and by position; the policy-gradient loss; the overlap of the top-k
+sets; both models' entropies; the cosine of a bridge over its rank. Runs side by side give those that compare methods or
+weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_oprd.commands.report.figures import COLORS, SMOOTH_FROM, Draw, Key, Panel, last, line, run_key, smooth
+from nemo_oprd.observability.run_reader import Run
+
+CURVES = (  # metric, title, note, logarithmic
+    ("rep/loss", "Representation loss", "mean over layers, log scale", True),
+    ("rep/cosine_similarity", "Cosine similarity", "student and teacher hidden states, mean over layers", False),
+    ("output/loss", "Output-space loss", "log scale", True),
+    ("actor/pg_loss", "Policy-gradient loss", "log ratio of student to teacher at the sampled tokens, nats", False),
+    ("output/reverse_kl", "KL of student from teacher", "nats per response token, log scale", True),
+    ("val-topk/overlap_ratio", "Top-k overlap", "share of ids that both models have among their k likeliest", False),
+    ("response_length/mean", "Response length", "mean, tokens", False),
+    ("actor/grad_norm", "Gradient norm", "before clipping, log scale", True),
+    ("perf/tokens_per_s", "Throughput", "tokens per second", False),
+    ("perf/peak_memory_gb", "Peak memory", "GB; of the GPU, on a CPU of the first rank's process", False),
+)
+NUM_LOSSES = 6  # the first of CURVES, which stand before the figures of the models' outputs
+LAYER_COSINE = re.compile(r"rep/cosine_similarity_layer/(\d+)")
+POSITION_COSINE = re.compile(r"rep/cosine_(first|last)_k/(\d+)")
+METRICS = ("avg", "best", "pass", "maj", "avg_len", "truncated", "no_answer", "dist_4g")
+PHASES = ("generate", "check", "teacher", "update", "sync", "gradient_noise")
+VALIDATION = re.compile(r"val/(.+?)(/teacher)?/((?:avg|best|pass|maj)@\d+|avg_len|truncated|no_answer|dist_4g)")
+
+
+def panels(runs: list[Run]) -> list[Panel]:
+    """The figures for which the runs have data, in the order of the page."""
+    averages = [(name, metric) for name, metric in validation_names(runs) if metric.startswith("avg@")]
+    chosen = [_accuracy(runs, name, metric) for name, metric in averages]
+    chosen += [_accuracy_over_time(runs, name, metric) for name, metric in averages]
+    chosen += [_curve(runs, *curve) for curve in CURVES[:2]] + [_layers(runs), _positions(runs)]
+    chosen += [_curve(runs, *curve) for curve in CURVES[2:NUM_LOSSES]] + [_entropies(runs)]
+    chosen += [_curve(runs, *curve) for curve in CURVES[NUM_LOSSES:]] + [_phases(runs), _bridge_ranks(runs)]
+    return [panel for panel in chosen if panel.plots]
+
+
+def validation_names(runs: list[Run]) -> list[tuple[str, str]]:
+    """The (set, metric) pairs of all students' validations: sets by name, metrics in the order of `METRICS`.
+
+    pass@1, which is avg@k, and pass@k of all k samples, which is best@k, are left out.
+    """
+    matches = [match for run in runs for name in run.metrics if (match := VALIDATION.fullmatch(name))]
+    pairs = {(match[1], match[3]) for match in matches if not match[2]}
+    known = {(name, "pass@1") for name, _ in pairs}
+    known |= {(name, metric.replace("best", "pass")) for name, metric in pairs if metric.startswith("best@")}
+    order = {pair: (METRICS.index(pair[1].split("@")[0]), int(pair[1].partition("@")[2] or 0)) for pair in pairs}
+    return sorted(pairs - known, key=lambda pair: (pair[0], order[pair]))
+
+
+def _curve(runs: list[Run], metric: str, title: str, note: str, logarithmic: bool) -> Panel:
+    curves = [(run_key(i, run), run.metrics[metric]) for i, run in enumerate(runs) if metric in run.metrics]
+    logarithmic = logarithmic and not any(value <= 0 for _, series in curves for value in series.values())
+    smoothed = any(len(series) >= SMOOTH_FROM for _, series in curves)
+
+    def draw(axes: Any) -> None:
+        for key, series in curves:
+            line(axes, key, series)
+        if logarithmic:
+            from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+
+    if not logarithmic:
+        note = note.replace(", log scale", "").replace("log scale", "")
+    if smoothed:
+        note = f"{note}; bold: moving average".lstrip("; ")
+    return Panel(title, note, [key for key, _ in curves], [("", draw)] if curves else [])
+
+
+def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
+    """Students as curves over the steps, teachers as horizontal lines."""
+    student = f"val/{name}/{metric}"
+    curves = [(run_key(i, run), run.metrics[student]) for i, run in enumerate(runs) if student in run.metrics]
+    teachers = _teachers(runs, f"val/{name}/teacher/{metric}")
+    values = [value for _, series in curves for value in series.values()]
+
+    def draw(axes: Any) -> None:
+        for key, series in curves:
+            line(axes, key, series)
+        _draw_shares(axes, values, teachers)
+
+    keys = [key for key, _ in curves] + [key for key, _ in teachers]
+    return Panel(f"Accuracy on {name}", f"{metric} on validation", keys, [("", draw)] if curves else [])
+
+
+def _teachers(runs: list[Run], metric: str) -> list[tuple[Key, float]]:
+    """The teachers' values: one neutral entry if all runs have the same one."""
+    levels = [(run_key(i, run), last(run, metric)) for i, run in enumerate(runs) if metric in run.metrics]
+    if len({value for _, value in levels}) == 1:
+        return [(Key("teacher", "ink", "dashed"), levels[0][1])]
+    return [(Key(f"teacher of {key.label}", key.color, "dashed"), value) for key, value in levels]
+
+
+def _draw_shares(axes: Any, values: list[float], teachers: list[tuple[Key, float]]) -> None:
+    """Teachers as horizontal lines, and a vertical axis in percent on which differences stay visible near 100 %."""
+    from matplotlib.ticker import FuncFormatter
+
+    for key, value in teachers:
+        axes.axhline(value, color=COLORS[key.color][0], linestyle=key.style, linewidth=1.3)
+    shown = [value for value in (*values, *(value for _, value in teachers)) if math.isfinite(value)]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    bottom = 0.0 if low < high / 2 else low - 0.5 * (high - low)
+    axes.set_ylim(bottom - 0.01, high + 0.08 * (high - bottom) + 0.01)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+
+
+def _position_limits(runs: list[Run]) -> tuple[float, float]:
+    """The vertical axis of all position figures of a page."""
+    curves = [series for run in runs for name, series in run.metrics.items() if POSITION_COSINE.fullmatch(name)]
+    ends = [series[step] for series in curves for step in (min(series), max(series)) if math.isfinite(series[step])]
+    low, high = min(ends, default=0.0), max(ends, default=1.0)
+    margin = 0.06 * (high - low) or 0.05
+    return low - margin, high + margin
+
+
+def phase_seconds(run: Run) -> dict[str, float]:
+    """Phase -> its seconds in all steps together, without phases of less than a thousandth of the time."""
+    seconds = {phase: sum(run.metrics.get(f"timing/{phase}_s", {}).values()) for phase in PHASES}
+    return {phase: value for phase, value in seconds.items() if value > 1e-3 * sum(seconds.values())}
+
+
+def training_minutes(run: Run) -> dict[int, float]:
+    """Step -> minutes of all phases of the steps up to it, without evaluations and checkpoints; {} if not logged."""
+    series = [run.metrics[f"timing/{phase}_s"] for phase in PHASES if f"timing/{phase}_s" in run.metrics]
+    steps = sorted(set().union(*series)) if series else []
+    seconds = [sum(one.get(step, 0.0) for one in series) for step in steps]
+    return dict(zip(steps, (total / 60 for total in itertools.accumulate(seconds)), strict=True))
+
+
+def _accuracy_over_time(runs: list[Run], name: str, metric: str) -> Panel:
+    """The paper's first figure: accuracy over training time; with several runs, circles as large as their memory."""
+    student, curves = f"val/{name}/{metric}", []
+    for i, run in enumerate(runs):
+        minutes = {0: 0.0, **training_minutes(run)}
+        points = {minutes[step]: value for step, value in run.metrics.get(student, {}).items() if step in minutes}
+        if len(points) > 1:
+            memory = run.metrics.get("perf/peak_memory_gb", {})
+            curves.append((run_key(i, run), points, max(memory.values(), default=math.nan)))
+    teachers = _teachers(runs, f"val/{name}/teacher/{metric}")
+    largest = max((memory for *_, memory in curves if math.isfinite(memory)), default=0.0)
+    bubbles = len(curves) > 1 and largest > 0
+
+    def draw(axes: Any) -> None:
+        for key, points, memory in curves:
+            times, values, color = list(points), list(points.values()), COLORS[key.color][0]
+            axes.plot(times, values, color=color, linestyle=key.style, linewidth=1.8, marker="o", markersize=3.5)
+            if bubbles and math.isfinite(memory):
+                axes.scatter(times[-1:], values[-1:], s=600 * memory / largest, color=color, alpha=0.3, linewidths=0)
+        _draw_shares(axes, [value for _, points, _ in curves for value in points.values()], teachers)
+        axes.set_xlabel("minutes of training")
+
+    memories = ", ".join(f"{memory:.3g} GB" for *_, memory in curves)
+    note = f"{metric}; time without evaluations" + (f"; circle area: peak memory ({memories})" if bubbles else "")
+    keys = [key for key, *_ in curves] + [key for key, _ in teachers]
+    return Panel(f"Accuracy on {name} over time", note, keys, [("", draw)] if curves else [])
+
+
+def _entropies(runs: list[Run]) -> Panel:
+    """Both models' entropies on the student's responses, the teacher's dashed."""
+    curves = []
+    for i, run in enumerate(runs):
+        key = run_key(i, run)
+        prefix = f"{key.label}, " if len(runs) > 1 else ""
+        for metric, role, style in (("actor", "student", key.style), ("teacher", "teacher", "dashed")):
+            if f"{metric}/entropy" in run.metrics:
+                curves.append((Key(f"{prefix}{role}", key.color, style), run.metrics[f"{metric}/entropy"]))
+
+    def draw(axes: Any) -> None:
+        for key, series in curves:
+            line(axes, key, series)
+
+    return Panel("Entropies", "nats per response token", [key for key, _ in curves], [("", draw)] if curves else [])
+
+
+def _layers(runs: list[Run]) -> Panel:
+    """Cosine similarity per layer and step as a heat map, one per run, all on the same colour scale."""
+    maps: list[tuple[str, list[int], list[int], np.ndarray]] = []
+    for run in runs:
+        layers = sorted(int(match[1]) for name in run.metrics if (match := LAYER_COSINE.fullmatch(name)))
+        series = [run.metrics[f"rep/cosine_similarity_layer/{layer}"] for layer in layers]
+        steps = sorted(set().union(*series))
+        if layers:
+            values = np.array([[one.get(step, np.nan) for step in steps] for one in series])
+            maps.append((run.name, steps, layers, values))
+    finite = [value for *_, values in maps for value in values[np.isfinite(values)].tolist()]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+
+    def draw_map(steps: list[int], layers: list[int], values: np.ndarray) -> Draw:
+        def draw(axes: Any) -> None:
+            middles = (np.array(steps[:-1]) + np.array(steps[1:])) / 2
+            edges = np.concatenate(([steps[0] - 0.5], middles, [steps[-1] + 0.5]))
+            rows = np.arange(len(layers) + 1) - 0.5
+            mesh = axes.pcolormesh(edges, rows, values, vmin=low, vmax=high, cmap="viridis", rasterized=True)
+            shown = range(0, len(layers), math.ceil(len(layers) / 10))
+            axes.set_yticks(list(shown), [str(layers[i]) for i in shown])
+            axes.set_ylabel("layer")
+            axes.grid(False)
+            axes.figure.colorbar(mesh, ax=axes, pad=0.02).outline.set_visible(False)
+
+        return draw
+
+    plots = [(name if len(runs) > 1 else "", draw_map(steps, layers, values)) for name, steps, layers, values in maps]
+    return Panel("Cosine similarity by layer", "student layer over steps; brighter is closer", [], plots)
+
+
+def _positions(runs: list[Run]) -> Panel:
+    """Cosine similarity over the first or last k tokens, at the first and the last step of a run, as in the paper."""
+    keys = {
+        ("first", 0): Key("first k, start", "series-0", "dotted"),
+        ("first", 1): Key("first k, end", "series-0"),
+        ("last", 0): Key("last k, start", "series-1", "dotted"),
+        ("last", 1): Key("last k, end", "series-1"),
+    }
+
+    def draw_curves(curves: dict[tuple[str, int], dict[int, float]]) -> Draw:
+        def draw(axes: Any) -> None:
+            for which, curve in sorted(curves.items()):
+                line(axes, keys[which], dict(sorted(curve.items())))
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("k")
+            axes.set_ylim(*limits)
+
+        return draw
+
+    limits = _position_limits(runs)
+    plots, drawn = [], set()
+    for run in runs:
+        curves: dict[tuple[str, int], dict[int, float]] = {}
+        for name, series in run.metrics.items():
+            if match := POSITION_COSINE.fullmatch(name):
+                for end, step in enumerate((min(series), max(series))):
+                    curves.setdefault((match[1], end), {})[int(match[2])] = series[step]
+        if curves:
+            plots.append((run.name if len(runs) > 1 else "", draw_curves(curves)))
+            drawn |= set(curves)
+    shown = [key for which, key in keys.items() if which in drawn]
+    return Panel("Cosine similarity by position", "deepest layer, first or last k response tokens", shown, plots)
+
+
+def _phases(runs: list[Run]) -> Panel:
+    """Seconds per step, stacked by phase, one plot per run, all on one scale. A phase without a value counts as 0."""
+    measured = [phase for phase in PHASES if any(phase in phase_seconds(run) for run in runs)]
+    keys = [Key(phase.replace("_", " "), f"phase-{PHASES.index(phase)}") for phase in measured]
+    stacks: list[tuple[str, list[int], np.ndarray]] = []
+    for run in runs:
+        series = [run.metrics.get(f"timing/{phase}_s", {}) for phase in measured]
+        steps = sorted(set().union(*series))
+        if steps:
+            stack = np.array([smooth(np.array([one.get(step, 0.0) for step in steps])) for one in series])
+            stacks.append((run.name, steps, stack))
+    top = max((float(stack.sum(axis=0).max()) for _, _, stack in stacks), default=1.0)
+
+    def draw_stack(steps: list[int], stack: np.ndarray) -> Draw:
+        def draw(axes: Any) -> None:
+            if len(steps) == 1:  # an area needs two points
+                steps_, stack_ = [steps[0] - 0.4, steps[0] + 0.4], stack.repeat(2, axis=1)
+            else:
+                steps_, stack_ = [float(step) for step in steps], stack
+            axes.stackplot(steps_, stack_, colors=[COLORS[key.color][0] for key in keys], linewidth=0)
+            axes.set_ylim(0, 1.08 * top)
+
+        return draw
+
+    plots = [(name if len(runs) > 1 else "", draw_stack(steps, stack)) for name, steps, stack in stacks]
+    return Panel("Time per step", "seconds, by phase", keys, plots)
+
+
+def _bridge_ranks(runs: list[Run]) -> Panel:
+    """The held-out cosine over the rank, as `fit-bridge` measured it for the bridges of the runs, mean over layers."""
+    curves = []
+    for i, run in enumerate(runs):
+        key, file = run_key(i, run), run.path / "bridge" / "bridge.json"
+        for name, series in _rank_curves(file).items():
+            label = {"bridge": "after the fit", "before": "before the fit"}[name]
+            style = key.style if name == "bridge" else "dashed"
+            curves.append((Key(f"{key.label}, {label}" if len(runs) > 1 else label, key.color, style), series))
+
+    def draw(axes: Any) -> None:
+        for key, series in curves:
+            line(axes, key, series)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("rank of the bridge")
+
+    note = "held-out states of both models after projection, mean over layer pairs"
+    return Panel("Cosine similarity by rank", note, [key for key, _ in curves], [("", draw)] if curves else [])
+
+
+def _rank_curves(file: Path) -> dict[str, dict[int, float]]:
+    """ "bridge" and "before" -> rank -> cosine; {} without a file, or for a bridge that was not fitted here."""
+    try:
+        layers = json.loads(file.read_bytes())["report"]["layers"].values()
+        found: dict[str, dict[int, float]] = {}
+        for name in ("bridge", "before"):
+            curves = [report["curves"][name]["cosine"] for report in layers if name in report["curves"]]
+            if curves and len(curves) == len(layers):
+                ranks = sorted(set.intersection(*(set(map(int, curve)) for curve in curves)))
+                found[name] = {rank: sum(curve[str(rank)] for curve in curves) / len(curves) for rank in ranks}
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # the bridge is checked where it is used; the page is complete without this figure

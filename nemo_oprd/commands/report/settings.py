@@ -1,0 +1,69 @@
+"""What runs were started with, where they differ: from each other, and in one run from start to start."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.commands.report.figures import Key, run_key
+from nemo_oprd.config.resume_rules import Change, changes
+from nemo_oprd.observability.config_history import starts
+from nemo_oprd.observability.run_reader import Run
+
+ABSENT = "\N{EM DASH}"
+# names of the runs themselves, when they started, and which files say so
+_LEFT_OUT = ("output", *(f"environment.{name}" for name in ("started", "config", "after_step")))
+_MODELS = "environment.models"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings with which steps of a run were made: the steps, the file, and what differs from the steps before."""
+
+    steps: str
+    file: str
+    changed: list[Change]
+
+
+def differing_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
+    """(Key, value per run) of every key whose value is not the same in all runs, in the order of the first run.
+
+    Keys of environment.json (the last start of a run) begin with `environment.`.
+    """
+    flat = [_flat(run.config) | _flat({"environment": _environment(run.path)}) for run in runs]
+    keys = dict.fromkeys(key for one in flat for key in one if not key.startswith(_MODELS) and key not in _LEFT_OUT)
+    rows = [(key, [one.get(key, ABSENT) for one in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def changed_settings(runs: list[Run]) -> list[tuple[Key, list[Settings]]]:
+    """The settings of each run whose steps were not all made with the same ones, in the order of the steps."""
+    found = []
+    for index, run in enumerate(runs):
+        ends = [after for after, _, _ in run.history[1:]] + [run.steps[1]]
+        rows, before = [], None
+        for (after, file, config), end in zip(run.history, ends, strict=True):
+            if end > after:
+                steps = f"{after + 1:,}" if end == after + 1 else f"{after + 1:,} to {end:,}"
+                rows.append(Settings(steps, file, changes(before, config) if before and config else []))
+                before = config
+        if len(rows) > 1:
+            found.append((run_key(index, run), rows))
+    return found
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """The last entry of environment.json; {} if there is none: it only informs, as for the run that writes it."""
+    return (starts(path) or [{}])[-1]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested mappings as dotted key -> text of its value, as in JSON without quotes around texts."""
+    if not isinstance(value, dict):
+        return {prefix: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}
+    found: dict[str, str] = {}
+    for name, item in value.items():
+        found |= _flat(item, f"{prefix}.{name}" if prefix else str(name))
+    return found

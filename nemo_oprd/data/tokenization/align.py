@@ -1,0 +1,274 @@
+"""The alignment of two tokenizations of one response: which teacher token stands for which student token.
+
+The student's response is converted to text, byte for byte, and tokenized again with the teacher's tokenizer; the
+teacher reads it after the prompt in the teacher's chat template. Token ends are byte offsets in that text. The partner
+of a student token is the last teacher token that ends at or before the end of the student token, so that the teacher
+has read no text that the student has not read. Student tokens without a partner are masked, and the coverage (the share
+of tokens that remain) is computed.
+
+The response never passes through the template: a template may drop or move the reasoning of earlier turns, which is
+right for history but wrong for the response. A template that rewrites plain text is rejected, because a teacher trained
+with such a template has never seen text in the form in which the student writes it.
+
+    student  the   cat         ends 3 7        teacher  t  he ca t      ends 1 3 6 7     (with a space before ca)
+    teacher_index               1 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_oprd.data.tokenization.identity import (
+    Messages,
+    check_fingerprint,
+    fingerprint,
+    teacher_eos_id,
+    teacher_prompts,
+)
+from nemo_oprd.data.tokenization.matching import bytes_outside, equal_spans, map_ends
+from nemo_oprd.data.tokenization.token_bytes import ByteTable, byte_ends, byte_table, check_ids
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+
+__all__ = [
+    "Alignment",
+    "Coverage",
+    "align",
+    "align_batch",
+    "byte_ends",
+    "check_coverage",
+    "check_fingerprint",
+    "coverage_of",
+]
+
+# Without `exact` nearly every token has a partner. Coverage below one half means that the two texts differ.
+MIN_COVERAGE = 0.5
+_REPLACEMENT = np.frombuffer("\ufffd".encode(), np.uint8)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """One response of n student tokens as the teacher reads it.
+
+    Attributes:
+        teacher_prompt_ids: the prompt in the teacher's chat template.
+        teacher_response_ids: the response in the teacher's tokens, its end of sequence included where both stop.
+        teacher_index: int64 [n], the partner of each student token in `teacher_response_ids`; -1 where masked.
+        mask: bool [n], the student's mask, set to false where a token has no partner.
+        num_supervised: number of student tokens with mask 1 before alignment.
+        changed_bytes: number of bytes that change when the text is encoded and decoded with the teacher's tokenizer;
+            the tokens that contain them are masked.
+    """
+
+    teacher_prompt_ids: list[int]
+    teacher_response_ids: list[int]
+    teacher_index: np.ndarray
+    mask: np.ndarray
+    num_supervised: int
+    changed_bytes: int = 0
+
+    @property
+    def coverage(self) -> float:
+        """The share of the student's mask-1 tokens that have a partner; 1 where there are none."""
+        return float(self.mask.sum()) / self.num_supervised if self.num_supervised else 1.0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many tokens of a batch are aligned.
+
+    `tokens` counts the tokens with mask 1, `aligned` those that have a partner; `lowest` is the lowest coverage of one
+    response; `changed` counts the responses whose text is changed by encoding and decoding, `changed_bytes` the bytes.
+    """
+
+    responses: int
+    tokens: int
+    aligned: int
+    lowest: float
+    changed: int
+    changed_bytes: int
+
+    @property
+    def share(self) -> float:
+        """The aligned share of all mask-1 tokens of the batch; 1 where there are none."""
+        return self.aligned / self.tokens if self.tokens else 1.0
+
+    def __str__(self) -> str:
+        lost = f"; {self.changed} responses with {self.changed_bytes} bytes that do not survive decode-encode"
+        return (
+            f"alignment coverage {self.share:.4f} ({self.aligned} of {self.tokens} tokens of {self.responses} "
+            f"responses, lowest {self.lowest:.4f}){lost if self.changed else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class _Response:
+    """A student response as text.
+
+    `text` is valid UTF-8; `ends` int64 [n] are byte offsets; `usable` bool [n] marks the tokens that have text, all of
+    it valid UTF-8 in the original; `stops` says whether the last token ends the sequence.
+    """
+
+    text: bytes
+    ends: np.ndarray
+    usable: np.ndarray
+    stops: bool
+    invalid_bytes: int
+
+
+def align(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    messages: Messages,
+    student_ids: Sequence[int],
+    *,
+    mask: Sequence[int] | None = None,
+    exact: bool = False,
+) -> Alignment:
+    """Aligns one response, with no minimum coverage; `align_batch` is faster for several responses."""
+    return align_batch(student, teacher, [messages], [student_ids], masks=[mask], exact=exact, min_coverage=0.0)[0]
+
+
+def align_batch(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    messages: Sequence[Messages],
+    student_ids: Sequence[Sequence[int]],
+    *,
+    masks: Sequence[Sequence[int] | None] | None = None,
+    exact: bool = False,
+    min_coverage: float = MIN_COVERAGE,
+) -> list[Alignment]:
+    """Aligns B responses.
+
+    Where the vocabularies are equal, the teacher gets the student's ids unchanged and the alignment is the identity.
+    Otherwise these tokens are masked: special tokens inside a response, which have no text; tokens whose bytes are not
+    valid UTF-8 (the teacher reads U+FFFD there); tokens whose text the teacher's tokenizer changes or cannot encode.
+
+    Args:
+        messages: [B] conversations, for the teacher's chat template.
+        student_ids: [B] sampled response ids, including the end-of-sequence id where the response stopped.
+        masks: [B] lists of 0 or 1 for each response token; None stands for all 1.
+        exact: keep only pairs of tokens that end on the same byte.
+        min_coverage: the minimum share of the batch's mask-1 tokens that must have a partner.
+
+    Raises:
+        ValueError: lengths differ, an id is not in the student's vocabulary, a tokenizer has no byte offsets, the
+            teacher's template changes text, or the coverage is below `min_coverage`.
+    """
+    masks = [None] * len(student_ids) if masks is None else masks
+    if not len(messages) == len(student_ids) == len(masks):
+        raise ValueError(
+            f"{len(messages)} conversations, {len(student_ids)} responses and {len(masks)} masks to align, expected "
+            "one of each per response; repeat a prompt's conversation for each of its responses"
+        )
+    checked = [_mask(mask, len(ids), at) for at, (mask, ids) in enumerate(zip(masks, student_ids, strict=True))]
+    eos_id = teacher_eos_id(teacher)
+    prompts = teacher_prompts(teacher, messages)
+    if fingerprint(student) == fingerprint(teacher):
+        return [
+            Alignment(prompt, list(ids), np.where(mask, np.arange(len(ids)), -1), mask, int(mask.sum()))
+            for prompt, ids, mask in zip(prompts, student_ids, checked, strict=True)
+        ]
+
+    table = byte_table(teacher)
+    responses = [_to_text(student, ids) for ids in student_ids]
+    encoded = teacher.encode_plain([response.text.decode() for response in responses])
+    alignments = []
+    for prompt, response, ids, mask in zip(prompts, responses, encoded, checked, strict=True):
+        index, changed = _partners(response, table, ids, exact)
+        if response.stops:
+            ids = [*ids, eos_id]
+            index[-1] = len(ids) - 1
+        index[~mask] = -1
+        alignments.append(Alignment(prompt, ids, index, index >= 0, int(mask.sum()), changed))
+    check_coverage(coverage_of(alignments), min_coverage, exact=exact)
+    return alignments
+
+
+def coverage_of(alignments: Sequence[Alignment]) -> Coverage:
+    """The batch's coverage, weighted by token counts, and the lowest coverage of a response."""
+    return Coverage(
+        responses=len(alignments),
+        tokens=sum(alignment.num_supervised for alignment in alignments),
+        aligned=sum(int(alignment.mask.sum()) for alignment in alignments),
+        lowest=min((alignment.coverage for alignment in alignments), default=1.0),
+        changed=sum(alignment.changed_bytes > 0 for alignment in alignments),
+        changed_bytes=sum(alignment.changed_bytes for alignment in alignments),
+    )
+
+
+def check_coverage(coverage: Coverage, minimum: float, *, exact: bool) -> None:
+    """Raises ValueError where the batch's coverage is below `minimum`."""
+    if coverage.share >= minimum:
+        return
+    fix = "align without `exact`, or lower the minimum" if exact else "check that these are the student's ids"
+    raise ValueError(
+        f"{coverage}: expected at least {minimum}; {fix}, or choose a teacher whose tokenizer covers this text"
+    )
+
+
+def _mask(mask: Sequence[int] | None, length: int, at: int) -> np.ndarray:
+    """The mask as bool [n]; `at` is the response's number, for the error message."""
+    if mask is None:
+        return np.ones(length, dtype=bool)
+    if len(mask) != length:
+        raise ValueError(
+            f"response {at}: the mask has {len(mask)} entries, expected one for each of the {length} tokens; omit the "
+            "mask, or write one entry per token"
+        )
+    return np.asarray(mask, dtype=bool)
+
+
+def _to_text(student: Tokenizer, ids: Sequence[int]) -> _Response:
+    """The response's text and where its tokens end in the text; each invalid byte becomes one U+FFFD."""
+    table = byte_table(student)
+    array = check_ids(student, ids)
+    raw = table.join(ids)
+    prefix = table.prefix(raw)
+    ends = np.maximum(np.cumsum(table.lengths[array]) - prefix, 0)
+    text, invalid = _valid_utf8(raw[prefix:])
+    before = np.searchsorted(invalid, ends)  # invalid bytes before each end
+    usable = table.is_text[array] & (np.diff(before, prepend=0) == 0)
+    stops = bool(len(ids)) and int(ids[-1]) in student.eos_ids
+    return _Response(text, ends + before * (len(_REPLACEMENT) - 1), usable, stops, len(invalid))
+
+
+def _valid_utf8(raw: bytes) -> tuple[bytes, np.ndarray]:
+    """(the text, with U+FFFD for each byte that is not part of a character; the offsets of those bytes in `raw`)."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        pass
+    else:
+        return raw, np.empty(0, dtype=np.int64)
+    # Each invalid byte becomes a lone surrogate, ED A0..BF xx: valid text never has one, and it is as long as U+FFFD.
+    text = np.frombuffer(raw.decode(errors="surrogateescape").encode(errors="surrogatepass"), np.uint8).copy()
+    at = np.flatnonzero((text[:-1] == 0xED) & (text[1:] >= 0xA0))
+    text[at[:, None] + np.arange(len(_REPLACEMENT))] = _REPLACEMENT
+    return text.tobytes(), at - np.arange(len(at)) * (len(_REPLACEMENT) - 1)
+
+
+def _partners(response: _Response, table: ByteTable, teacher_ids: list[int], exact: bool) -> tuple[np.ndarray, int]:
+    """(int64 [n] partners among the teacher's text tokens, -1 for none; number of bytes that encoding changes)."""
+    raw = table.join(teacher_ids)
+    # Sentencepiece models put a space before a text (some only if it does not begin with one); that space is not part
+    # of the response.
+    lead = int(raw[:1] == b" " and (response.text[:1] != b" " or raw[1:] == response.text))
+    spans = equal_spans(response.text, raw[lead:]) + np.array([0, lead, 0])
+    lengths = table.lengths[np.asarray(teacher_ids, dtype=np.int64)]
+    ends = map_ends(spans, np.cumsum(lengths))
+    # Tokens without bytes (unknown) stand for text of unknown length, so the byte at which they end is not known.
+    partners = np.flatnonzero((ends > 0) & (lengths > 0))
+    if not len(partners):
+        partners, ends = np.array([-1]), np.array([0])
+    at = np.searchsorted(ends[partners], response.ends, side="right") - 1
+    index = np.where(at >= 0, partners[at], -1)
+    outside = bytes_outside(spans, len(response.text))
+    changed = np.diff(outside[response.ends], prepend=0) > 0
+    aligned = response.usable & (index >= 0) & ~changed
+    if exact:
+        aligned &= ends[index] == response.ends
+    return np.where(aligned, index, -1), int(outside[-1]) + response.invalid_bytes

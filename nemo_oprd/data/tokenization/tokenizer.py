@@ -1,0 +1,244 @@
+"""A model's tokenizer: conversations and text -> ids -> text, the ids that end a response, and a fingerprint.
+
+A thin wrapper around Hugging Face's `AutoTokenizer`. It exists because the stop ids may be in any of three files, and
+because special tokens that a chat template has already written must not be added twice. Batches, padding and truncation
+are not supported (packs are made of exact id lists); code from the model's repository is never run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.runtime.files import read_json
+
+# The files of which a tokenizer may consist, in all formats in use; generation_config.json holds the stop ids.
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+# what the project itself gives to `apply_chat_template`, or transformers takes for settings of its own
+_NO_TEMPLATE_VARIABLES = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+
+
+class Tokenizer:
+    """The tokenizer in a model's directory; build it with `Tokenizer.load`.
+
+    Attributes:
+        path: the directory that it was loaded from.
+        vocab_size: largest id + 1, including added tokens. A model's embedding may have more rows.
+        eos_ids: the ids that end a response, in the order in which the model's file lists them.
+    """
+
+    def __init__(self, path: Path, hf_tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
+        self.path = path
+        self.eos_ids = eos_ids
+        self._hf = hf_tokenizer
+        self._variables: dict[str, Any] = {}
+        self._vocab: dict[str, int] = hf_tokenizer.get_vocab()
+        self.vocab_size = max(self._vocab.values()) + 1
+
+    @staticmethod
+    def load(path: str | Path) -> Tokenizer:
+        """Reads the tokenizer of the model in directory `path`; nothing is downloaded.
+
+        `eos_ids` are `eos_token_id` of generation_config.json, else of config.json, else the tokenizer's own.
+
+        Raises:
+            ValueError: there is no such directory, it holds no tokenizer, or no file names the end-of-sequence id.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise ValueError(f"{path}: no such directory; expected a downloaded Hugging Face model with its tokenizer")
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            raise ValueError(
+                f"{path}: no tokenizer.json, tokenizer.model or vocab.json; "
+                "copy the tokenizer files of the model's source there"
+            )
+        from transformers import AutoTokenizer  # seconds to import
+
+        _refuse_remote_code(path)
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # damaged files raise errors of many types; the Rust parser raises plain Exception
+            raise ValueError(
+                f"{path}: the tokenizer can't be read ({' '.join(str(error).split())[:200]}); copy the tokenizer files "
+                "from the model's source again"
+            ) from error
+        return Tokenizer(path, hf_tokenizer, _eos_ids(path, hf_tokenizer.eos_token_id))
+
+    def set_chat_template(self, file: str | Path | None, variables: Mapping[str, Any]) -> None:
+        """Replaces the chat template by the Jinja template in `file` (None: keeps it), and sets its variables.
+
+        Example of variables: {"enable_thinking": False}. A template ignores those that it does not use.
+
+        Raises:
+            ValueError: there is no such file, it holds no Jinja template, or a variable has a reserved name.
+        """
+        wrong = sorted(_NO_TEMPLATE_VARIABLES & variables.keys())
+        if wrong:
+            raise ValueError(
+                f"data.chat_template_args.{wrong[0]}={variables[wrong[0]]!r}: that is no variable of a template; "
+                "expected one that the template reads, such as enable_thinking: remove it"
+            )
+        self._variables = dict(variables)
+        if file is None:
+            return
+        import jinja2
+
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation_marks(text))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"data.chat_template={file}: can't be read ({error}); expected a file with a Jinja template: correct "
+                "the path"
+            ) from error
+        except jinja2.TemplateError as error:
+            raise ValueError(
+                f"data.chat_template={file}: not a Jinja template ({error}); expected one as in a model's "
+                "chat_template.jinja: correct it"
+            ) from error
+        self._hf.chat_template = text
+
+    def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """The ids of the conversation in the model's chat template, up to where the model's response begins.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or the template rejects the conversation.
+        """
+        encoded = self._apply_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """The conversation as text in the model's chat template.
+
+        Args:
+            add_generation_prompt: also write what precedes the model's next response.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or the template rejects the conversation.
+        """
+        return str(self._apply_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+
+    def encode_plain(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, without added special tokens; special tokens in a text are read as ordinary characters.
+
+        Added tokens that are not special (`<think>`) keep their ids: a model writes them as part of its text.
+        """
+        if not texts:
+            return []
+        encoded = self._hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    @property
+    def hf(self) -> Any:
+        """The Hugging Face tokenizer, for code that reads its vocabulary or decoder."""
+        return self._hf
+
+    def _apply_template(self, messages: list[dict[str, str]], **kwargs: Any) -> Any:
+        if not self._hf.chat_template:
+            raise ValueError(
+                f"{self.path}: the tokenizer has no chat template, expected one to format the conversation; add "
+                "chat_template.jinja there, or name it in data.chat_template (that of the model's instruction-tuned "
+                "version, or \"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for plain text)"
+            )
+        import jinja2  # a dependency of transformers
+
+        try:
+            return self._hf.apply_chat_template(messages, return_tensors=None, **self._variables, **kwargs)
+        except jinja2.TemplateError as error:
+            raise ValueError(
+                f"{self.path}: the chat template refuses the conversation with roles "
+                f"{[message['role'] for message in messages]} ({error}); expected one that it accepts: change the "
+                "roles, or the template"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without beginning- or end-of-sequence tokens."""
+        return list(self._hf.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, without special tokens such as the end of sequence; spaces are not changed."""
+        return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.
+
+        Merges, normalisation and the chat template are not hashed: the fingerprint tells whether two models share ids.
+        """
+        pairs = json.dumps(sorted(self._vocab.items()), ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(pairs.encode("ascii")).hexdigest()
+
+
+def _without_generation_marks(template: str) -> str:
+    """The template without transformers' own tag {% generation %}, which plain Jinja does not know."""
+    return re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", template)
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
+    """Copies the tokenizer files in `source` byte for byte to `target`, which is created if missing.
+
+    Returns:
+        The names of the copied files, sorted.
+
+    Raises:
+        ValueError: `source` is not a directory.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such directory; expected the model directory whose tokenizer is to be copied")
+    target.mkdir(parents=True, exist_ok=True)
+    names = sorted({file.name for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()})
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return read_json(file, "an object", "copy the file from the model's source again")
+
+
+def _refuse_remote_code(path: Path) -> None:
+    file = path / "tokenizer_config.json"
+    auto_map = _read_json(file).get("auto_map") if file.is_file() else None
+    if auto_map:
+        raise ValueError(
+            f"{file}: auto_map={auto_map!r} asks for code from the model's directory, which is never run; expected a "
+            "tokenizer.json that needs no code: save it as a fast tokenizer and remove auto_map"
+        )
+
+
+def _eos_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """The stop ids of the first file that names any, otherwise the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        value = _read_json(file).get("eos_token_id") if file.is_file() else None
+        if value is None or value == []:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"{file}: eos_token_id is {value!r}, expected a token id or a list of them; correct it")
+        return tuple(ids)
+    if tokenizer_eos is None:
+        raise ValueError(
+            f"{path}: no eos_token_id in generation_config.json or config.json, and the tokenizer has none of its own; "
+            "add the id that ends a response to generation_config.json"
+        )
+    return (tokenizer_eos,)

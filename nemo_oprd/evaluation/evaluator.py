@@ -1,0 +1,225 @@
+"""Evaluation by sampling: k responses per problem from a rollout engine, which `grading.py` grades."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.preparation import DataReport, say_suffix
+from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
+from nemo_oprd.data.text import with_suffix
+from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.evaluation.generations import Generations, SetKey, digest
+from nemo_oprd.evaluation.grading.grade_sets import GradedSet, finish, grade_set
+from nemo_oprd.evaluation.grading.graders import GraderChoice
+from nemo_oprd.evaluation.intervals import scalars
+from nemo_oprd.evaluation.progress import Progress, say
+from nemo_oprd.evaluation.responses import Response
+from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
+
+
+class Evaluator:
+    """Evaluates models on the validation sets of a configuration.
+
+    All evaluations use the same random numbers, so their results differ by the weights alone.
+
+    Attributes:
+        notes: what was done to the problems, for the log.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, max_positions: int, held_out: Sequence[Prompt] = ()
+    ) -> None:
+        """Reads and encodes the validation sets.
+
+        Args:
+            held_out: the problems of the set that `data.held_out` makes.
+
+        Raises:
+            ValueError: a set cannot be read, a problem has no answer or leaves no room for a response, a grader cannot
+                be imported, or it cannot compare with the answer of a problem.
+        """
+        self.config, self.tokenizer = config, tokenizer
+        self.graders = GraderChoice(config.evaluation.graders, config.evaluation.judge)
+        self.sets: dict[str, list[Prompt]] = {}
+        self.ids: dict[str, list[list[int]]] = {}
+        report = DataReport()
+        for name, where, problems in self._read_sets(held_out, report):
+            unanswered = [p.index for p in problems if p.answer is None]
+            if unanswered:
+                raise ValueError(
+                    f"{where}: problem {unanswered[0]} has no answer to grade against; add "
+                    "an answer to each, or remove those without"
+                )
+            for problem in problems:
+                try:
+                    self.graders.of(name, problem.data_source).check(problem.answer or "")
+                except ValueError as error:
+                    raise ValueError(f"{where}: problem {problem.index}: {error}") from error
+            self.sets[name] = problems
+            self.ids[name] = [tokenizer.encode_prompt(list(p.messages)) for p in problems]
+            long = [p.index for p, ids in zip(problems, self.ids[name], strict=True) if len(ids) >= max_positions]
+            if long:
+                raise ValueError(
+                    f"{where}: problem {long[0]} leaves no room for a response in the model's "
+                    f"{max_positions} positions; expected shorter ones: remove it"
+                )
+
+        self.notes = report.lines
+
+    def _read_sets(self, held_out: Sequence[Prompt], report: DataReport) -> Iterator[tuple[str, str, list[Prompt]]]:
+        """Name, place for messages and problems of each set."""
+        data, limit = self.config.data, self.config.evaluation.limit
+        for name, path in data.validation.items():
+            problems, counts = with_suffix(load_prompts(path), data.suffix)
+            say_suffix(counts, f"data.validation.{name}", data.suffix, report)
+            yield name, f"data.validation.{name}={path}", problems[:limit]
+        if held_out:
+            yield HELD_OUT, f"data.held_out={data.held_out} of data.train", list(held_out)[:limit]
+
+    def generations(self, directory: Path, model: dict[str, Any]) -> Generations:
+        """The directory of an evaluation of `model`, an identity that `evaluation/generations.py` made."""
+        settings = self.config.evaluation
+        sets = {
+            name: {"number": number, "problems": len(problems), "prompts": digest(self.ids[name])}
+            for number, (name, problems) in enumerate(self.sets.items())
+        }
+        about = {
+            "model": model,
+            "engine": self.config.rollout.engine,
+            "precision": self.config.precision,
+            "seed": self.config.seed,
+            "samples": settings.samples,
+            "sampling": {
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "max_new_tokens": self._max_new_tokens,
+                "stop_ids": list(self.tokenizer.eos_ids),
+            },
+            "sets": sets,
+        }
+        return Generations(directory, about)
+
+    def evaluate(
+        self,
+        engine: Callable[[], RolloutEngine],
+        place: Generations,
+        prefix: str = "",
+        should_cancel: Callable[[], bool] | None = None,
+    ) -> dict[str, float]:
+        """The metrics `val/<set>/<prefix>avg@k` etc., the same on every rank. Every rank calls this; rank 0 grades.
+
+        Intervals and the metrics of subjects and levels are in evaluation.json only.
+
+        Responses that `place` has are not sampled again, and those that are sampled are kept there at once.
+
+        Args:
+            engine: returns the engine with the weights to evaluate; called on every rank, if responses are missing.
+            place: the evaluation's directory, after `begin`.
+            prefix: inserted between the set and the metric, but not in the files.
+            should_cancel: see `RolloutEngine.generate`.
+
+        Raises:
+            GenerationCancelled: see `RolloutEngine.generate`; the complete responses are kept.
+        """
+        samples, metrics = self.config.evaluation.samples, dict[str, dict[str, float]]()
+        graded: list[GradedSet] = []
+        for number, name in enumerate(self.sets):
+            key = (self.config.seed, EVALUATION_STREAM, number)
+            of = SetKey(name, samples, key, place.about["model"]["name"], self._facts(name))
+            rollouts, sampled = self._responses(engine, place, of, prefix, should_cancel)
+            summary: list[dict[str, float] | None] = [None]
+            if dist.get_rank() == 0:
+                texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
+                if sampled or place.has_parts(name) or not place.is_current(of):
+                    place.finish(of, rollouts, texts)
+                graded.append(grade_set(place.directory, name, self._to_grade(of, rollouts, texts), self.graders))
+                summary = [scalars(graded[-1].metrics())]
+            dist.broadcast_object_list(summary, src=0)
+            assert summary[0] is not None
+            metrics[name] = summary[0]
+        if dist.get_rank() == 0:
+            finish(place.directory, graded, keep_others=False)
+        return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
+
+    def _responses(
+        self,
+        engine: Callable[[], RolloutEngine],
+        place: Generations,
+        of: SetKey,
+        prefix: str,
+        should_cancel: Callable[[], bool] | None,
+    ) -> tuple[list[Rollout], bool]:
+        """(The responses to a set in order, whether any was sampled now).
+
+        If none was sampled, the responses are empty on other ranks than the first.
+        """
+        problems = zip(self.sets[of.name], self.ids[of.name], strict=True)
+        requests = [Request(ids, answer=p.answer) for p, ids in problems for _ in range(of.samples)]
+        kept = place.kept(of, requests) if dist.get_rank() == 0 else {}
+        # the other ranks need no responses of a set that is complete
+        answer: list[dict[int, Rollout] | None] = [None if len(kept) == len(requests) else kept]
+        dist.broadcast_object_list(answer, src=0)
+        if kept:
+            say(
+                f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses are kept from an earlier start"
+            )
+        if answer[0] is None:
+            return [kept[i] for i in range(len(kept))], False
+        done, limit, settings = answer[0], self._max_new_tokens, self.config.evaluation
+        progress = Progress(f"{prefix}{of.name}", len(done), len(requests))
+
+        def keep(rollouts: dict[int, Rollout]) -> None:
+            texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts.values()]
+            place.keep(of, dist.get_rank(), zip(rollouts, rollouts.values(), texts, strict=True))
+            progress.add(len(rollouts.keys() - done.keys()))
+
+        sampling = SamplingParams(settings.temperature, settings.top_p, limit, of.key)
+        try:
+            return engine().generate(requests, sampling, should_cancel, done, keep), True
+        finally:
+            progress.close()
+
+    def _facts(self, name: str) -> list[dict[str, str]]:
+        """What the lines of a set say of each problem, so that `nemo-oprd grade` needs neither data nor a model."""
+        grader = self.config.evaluation.graders.get(name)
+        return [
+            {
+                field: value
+                for field, value in (
+                    ("answer", problem.answer),
+                    ("data_source", problem.data_source),
+                    ("subject", problem.subject),
+                    ("level", problem.level),
+                    ("grader", grader),
+                )
+                if value is not None
+            }
+            for problem in self.sets[name]
+        ]
+
+    def _to_grade(self, of: SetKey, rollouts: list[Rollout], texts: list[str]) -> list[Response]:
+        problems = self.sets[of.name]
+        return [
+            Response(
+                problem=i // of.samples,
+                sample=i % of.samples,
+                text=text,
+                tokens=len(rollout.response_ids),
+                truncated=rollout.finish_reason == "length",
+                answer=problems[i // of.samples].answer or "",
+                data_source=problems[i // of.samples].data_source,
+                subject=problems[i // of.samples].subject,
+                level=problems[i // of.samples].level,
+            )
+            for i, (text, rollout) in enumerate(zip(texts, rollouts, strict=True))
+        ]
+
+    @property
+    def _max_new_tokens(self) -> int:
+        return self.config.evaluation.max_new_tokens or self.config.rollout.max_new_tokens

@@ -1,0 +1,309 @@
+"""The graders by name, the grader of each data source, and graders of a user's own. Imports no torch.
+
+A grader takes the text of a response and the reference answer, and says what answer it found and whether that is right.
+`MODULE:FUNCTION` names a function of the user's, which is imported from Python's path or from the working directory.
+docs/evaluation.md says what such a function looks like.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_oprd.evaluation.grading import extraction, numerals
+from nemo_oprd.evaluation.grading.equality import Judgement, judge
+from nemo_oprd.evaluation.grading.spelling import canonical, is_number, is_percentage
+from nemo_oprd.losses.import_path import import_function, is_import_path
+
+# increase when a built-in grader gives another grade for the same response: kept partial grades are then not used
+VERSION = 3
+DEFAULT = "boxed"
+JUDGES = ("math_verify", "text")
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The grade of one response.
+
+    Attributes:
+        extracted: the answer in the response; None if the grader found none.
+        correct: whether it is right.
+        judgement: how it was compared; None for graders that compare without math-verify.
+    """
+
+    extracted: str | None
+    correct: bool
+    judgement: Judgement | None = None
+
+
+class Grader(Protocol):
+    """Grades responses. `name` is written beside every grade; `key` changes whenever grades may change."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
+    def check(self, answer: str) -> None:
+        """Raises ValueError if the grader can't compare with this reference answer."""
+
+    def __call__(self, response: str, answer: str) -> Grade: ...
+
+
+@dataclass(frozen=True)
+class _Builtin:
+    """What a built-in grader extracts, how it compares, and what its reference answers look like.
+
+    Attributes:
+        summary: for messages.
+        extract: finds the answer in the final part of a response.
+        mathematical: compared by value with math-verify; else by `compare`.
+        decide: decides about an answer and a reference without math-verify; None where it can't.
+        reference: what answers are compared with by value, from the reference answer; None: with nothing.
+    """
+
+    summary: str
+    extract: Callable[[str], str | None]
+    mathematical: bool = True
+    decide: Callable[[str, str], Judgement | None] = lambda given, answer: None
+    reference: Callable[[str], str | None] = lambda answer: answer
+    compare: Callable[[str, str], bool] = lambda given, answer: given == answer
+    accepts: Callable[[str], bool] = lambda answer: True
+    expected: str = "an answer"
+
+
+@cache
+def _math_verify_version() -> str:
+    try:
+        return importlib.metadata.version("math-verify")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@lru_cache(maxsize=100_000)
+def _judged(extracted: str, answer: str, by_text: bool) -> Judgement:
+    """Most samples of a problem give one of a few answers, and math-verify takes milliseconds for each."""
+    return judge(extracted, answer, both=True, by_text=by_text)
+
+
+def _letter(answer: str) -> str | None:
+    return extraction.extract_choice(answer) or extraction.extract_choice(f"Answer: {answer}")
+
+
+@lru_cache(maxsize=100_000)
+def _number(answer: str) -> str | None:
+    """The number of a reference answer: an expression itself, and what a text marks, or the only number in a text."""
+    if is_number(canonical(answer)):  # also with a unit; a percentage must stay one
+        return answer
+    if extraction.marked_number(answer) is not None:
+        return extraction.extract_number(answer)
+    if re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)) is None:
+        return answer if extraction.numbers_in(answer) else None
+    found = numerals.read(answer)
+    return found.spelling if found is not None and not re.search(r"\d", found.outside) else None
+
+
+@lru_cache(maxsize=100_000)
+def _same_number(given: str, answer: str) -> Judgement | None:
+    """Whether two numbers are equal, exactly; None if the reference is an expression that is no plain number."""
+    found, wanted = numerals.read(given), numerals.read(answer)
+    if found is None or wanted is None:
+        return None
+    equal = found.value == wanted.value or (is_percentage(answer) and 100 * found.value == wanted.value)
+    return Judgement(equal, equal)
+
+
+def _one_space(text: str) -> str:
+    return " ".join(text.split())
+
+
+BUILTIN: dict[str, _Builtin] = {
+    "boxed": _Builtin(r"the last \boxed{...}", extraction.extract_boxed),
+    "answer_line": _Builtin('the last "Answer:" line', extraction.extract_answer_line),
+    "answer_line_or_boxed": _Builtin(
+        r'the last "Answer:" line, without one the last \boxed{...}', extraction.extract_answer_line_or_boxed
+    ),
+    "number": _Builtin(
+        r'the number in the last \boxed{...}, "Answer:", "answer is" or "####", without any the last number',
+        extraction.extract_number,
+        decide=_same_number,
+        reference=_number,
+        accepts=lambda answer: _number(answer) is not None,
+        expected="a number, or a text that marks one number as GSM8K does (#### 72)",
+    ),
+    "choice": _Builtin(
+        r'the letter in the last \boxed{...}, "Answer:" or "answer is"',
+        extraction.extract_choice,
+        mathematical=False,
+        compare=lambda given, answer: given == _letter(answer),
+        accepts=lambda answer: _letter(answer) is not None,
+        expected="a letter such as C or (C)",
+    ),
+    "exact": _Builtin(
+        r'the text of the last \boxed{...} or "Answer:" line, without any the whole response; compared exactly',
+        extraction.extract_exact,
+        mathematical=False,
+        compare=lambda given, answer: _one_space(given) == _one_space(answer),
+    ),
+}
+# the data sources whose prompts ask for another form than a box, as their files name them
+DATA_SOURCES = {
+    "math_dapo": "answer_line_or_boxed",
+    "openai/gsm8k": "number",
+    "gsm8k": "number",
+}
+
+
+@dataclass(frozen=True)
+class BuiltinGrader:
+    """A built-in grader with its judge: `math_verify`, or `text` for comparison as text alone."""
+
+    grader: str
+    judge: str = "math_verify"
+
+    @property
+    def name(self) -> str:
+        return self.grader if self.judge == "math_verify" or not self._entry.mathematical else f"{self.grader} (text)"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} version {VERSION}, math-verify {_math_verify_version()}"
+
+    @property
+    def _entry(self) -> _Builtin:
+        return BUILTIN[self.grader]
+
+    def check(self, answer: str) -> None:
+        if not self._entry.accepts(answer):
+            raise ValueError(
+                f"answer {answer!r} with grader {self.grader!r}, expected {self._entry.expected}; choose another grader"
+            )
+
+    def __call__(self, response: str, answer: str) -> Grade:
+        entry, final = self._entry, extraction.final_part(response)
+        extracted = entry.extract(final) if final.strip() else None
+        if not extracted:
+            return Grade(extracted, correct=False)
+        if not entry.mathematical:
+            return Grade(extracted, entry.compare(extracted, answer))
+        reference = entry.reference(answer)
+        if reference is None:
+            return Grade(extracted, correct=False)
+        judgement = entry.decide(extracted, reference) or _judged(extracted, reference, self.judge == "text")
+        return Grade(extracted, judgement.correct, judgement)
+
+
+@dataclass(frozen=True)
+class OwnGrader:
+    """A function of the user's: `f(response, answer)` returns a bool, or (bool, the answer that it found or None)."""
+
+    name: str
+    function: Callable[[str, str], Any]
+
+    @property
+    def key(self) -> str:
+        """Contains a digest of the function's file, so that grades of an earlier version are not kept."""
+        source = inspect.getsourcefile(inspect.unwrap(self.function))
+        content = Path(source).read_bytes() if source else b""
+        return f"{self.name} {hashlib.sha256(content).hexdigest()[:12]}"
+
+    def check(self, answer: str) -> None:
+        """Tries the function on an empty response."""
+        self("", answer)
+
+    def __call__(self, response: str, answer: str) -> Grade:
+        try:
+            result = self.function(response, answer)
+        except Exception as error:
+            error.add_note(f"grader {self.name}, answer {answer!r}, response ending with {response[-200:]!r}")
+            raise
+        correct, extracted = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if type(correct).__name__ not in ("bool", "bool_") or not isinstance(extracted, str | None):
+            raise ValueError(
+                f"grader {self.name} returned {result!r} for answer {answer!r}, expected a bool, or (bool, text of the "
+                "answer that it found or None); correct the function (docs/evaluation.md)"
+            )
+        # a bare bool does not say whether there was an answer: it counts as gradable
+        shown = extracted if isinstance(result, tuple) else ""
+        return Grade(shown, bool(correct))
+
+
+def check_name(key: str, name: str) -> None:
+    """Checks the name of a grader; imports nothing.
+
+    Args:
+        key: where the name was given, for the message. Example: "evaluation.graders.aime24".
+
+    Raises:
+        ValueError: `name` is neither a built-in grader nor MODULE:FUNCTION.
+    """
+    if name in BUILTIN or is_import_path(name):
+        return
+    near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.5)
+    fix = f"did you mean {near[0]!r}?" if near else "choose one"
+    raise ValueError(
+        f"{key}={name!r}: expected one of {', '.join(BUILTIN)}, or MODULE:FUNCTION for a function of your own "
+        f"(docs/evaluation.md); {fix}"
+    )
+
+
+def check_judge(key: str, judge: str) -> None:
+    """Raises ValueError unless `judge` is known and, if it is math-verify, installed; imports nothing."""
+    if judge not in JUDGES:
+        raise ValueError(f"{key}={judge!r}: expected one of {', '.join(JUDGES)}; choose one")
+    if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise ValueError(
+            f"{key}=math_verify, but math-verify is not installed, expected it for grading; pip install "
+            f"'math-verify[antlr4_9_3]', or compare answers as text only with {key}=text"
+        )
+
+
+def resolve(key: str, name: str, judge: str = "math_verify") -> Grader:
+    """The grader of that name; a user's own is imported.
+
+    Raises:
+        ValueError: as `check_name`, or there is no such function, or it can't be called with (response, answer).
+    """
+    check_name(key, name)
+    if name in BUILTIN:
+        return BuiltinGrader(name, judge)
+    function = import_function(key, name, "docs/evaluation.md")
+    try:
+        inspect.signature(function).bind("response", "answer")
+    except (TypeError, ValueError) as error:  # ValueError: some functions written in C have no signature
+        raise ValueError(
+            f"{key}={name} can't be called with a response and an answer ({error}); expected a function(response, "
+            "answer): correct the function"
+        ) from error
+    return OwnGrader(name, function)
+
+
+class GraderChoice:
+    """Chooses the grader of a response: by its set where one was named, else by its data source, else `boxed`.
+
+    Args:
+        named: set -> name of a grader; "" stands for all sets that are not named.
+        judge: `math_verify`, or `text` for comparison as text alone.
+        key: where the names were given, for messages; a set's name is inserted for {}.
+    """
+
+    def __init__(
+        self, named: Mapping[str, str], judge: str = "math_verify", key: str = "evaluation.graders.{}"
+    ) -> None:
+        self._named = {name: resolve(key.format(name).rstrip(" ."), grader, judge) for name, grader in named.items()}
+        self._by_name = {name: BuiltinGrader(name, judge) for name in BUILTIN}
+
+    def of(self, set_name: str, data_source: str | None) -> Grader:
+        """The grader of a response to a problem of this set and data source."""
+        named = self._named.get(set_name) or self._named.get("")
+        return named or self._by_name[DATA_SOURCES.get(data_source or "", DEFAULT)]

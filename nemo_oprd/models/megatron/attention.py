@@ -1,0 +1,253 @@
+"""Core attention on PyTorch's SDPA, used where Transformer Engine is not: packed training and cached decoding.
+
+Replaces Megatron's `DotProductAttention`, which rejects packed sequences and context parallelism and builds the whole
+score matrix. Three paths, chosen by the `PackedSeqParams` of the microbatch:
+- packed (THD), one context rank: sequences of similar length share one causal SDPA call;
+- packed, several context ranks: keys and values are gathered, and each zig-zag chunk attends up to its own end;
+- decoding: keys and values are in a `KVCache` indexed by position.
+
+Shapes: S packed tokens, s tokens of a decoding call, A query heads and G key/value heads on this TP rank, C channels
+per head, B sequences, T positions of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch.nn.functional import scaled_dot_product_attention
+
+from nemo_oprd.batch.packing import Pack
+from nemo_oprd.models.megatron.router_replay import Routes
+
+# Sequences share a padded SDPA call if the longest is at most this many times the shortest; this bounds wasted work.
+BUCKET_RATIO = 1.5
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length that share a padded call of SDPA.
+
+    Attributes:
+        index: int64 [B * T] into the packed tokens, for B sequences padded to T tokens; None: the bucket is the pack.
+    """
+
+    index: torch.Tensor | None
+    sequences: int
+    longest: int
+
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """[S, heads, C] -> [B, heads, T, C]."""
+        if self.index is not None:
+            states = states.index_select(0, self.index)
+        return states.view(self.sequences, self.longest, *states.shape[1:]).transpose(1, 2)
+
+
+@dataclass
+class AttentionPlan:
+    """Index arithmetic of one microbatch, computed once on the host and used by every layer.
+
+    Attributes:
+        buckets: groups of sequences of similar length; without context parallelism.
+        order: int64 [S], the places of the packed tokens in the outputs of all buckets, laid end to end; None: they are
+            in order.
+        chunks: for each zig-zag chunk (first local query row, rows, first key of the sequence, keys).
+        gathered_order: int64 [S], puts the tokens gathered from all context ranks into their order in the pack.
+    """
+
+    buckets: list[Bucket] = field(default_factory=list)
+    order: torch.Tensor | None = None
+    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    gathered_order: torch.Tensor | None = None
+
+    @staticmethod
+    def build(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
+        """The plan for `pack` on context rank `context`."""
+        if pack.layout.context > 1:
+            return AttentionPlan._zigzag(pack, context, device)
+        lengths, offsets = pack.padded, pack.offsets
+        if len(lengths) == 1:
+            return AttentionPlan([Bucket(None, 1, pack.total)])
+        buckets: list[list[int]] = []
+        for j in np.argsort(-lengths, kind="stable").tolist():
+            if not buckets or lengths[buckets[-1][0]] > BUCKET_RATIO * lengths[j]:
+                buckets.append([])
+            buckets[-1].append(j)
+        plan, order, start = AttentionPlan(), np.empty(pack.total, dtype=np.int64), 0
+        for bucket in buckets:
+            longest = int(lengths[bucket[0]])
+            column = np.arange(longest)
+            valid = column < lengths[bucket][:, None]
+            first = offsets[bucket][:, None]
+            # padding repeats the first token; the output of padding is dropped
+            index = np.where(valid, first + column, first)
+            order[index[valid]] = start + np.flatnonzero(valid)
+            plan.buckets.append(Bucket(torch.from_numpy(index.ravel()).to(device), len(bucket), longest))
+            start += index.size
+        plan.order = torch.from_numpy(order).to(device)
+        return plan
+
+    @staticmethod
+    def _zigzag(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
+        size = pack.layout.context
+        plan = AttentionPlan()
+        for offset, length in zip(pack.offsets.tolist(), pack.padded.tolist(), strict=True):
+            chunk = length // (2 * size)
+            for local, number in ((0, context), (chunk, 2 * size - 1 - context)):
+                # local query rows, and the keys from the sequence's start to this chunk's end
+                plan.chunks.append((offset // size + local, chunk, offset, (number + 1) * chunk))
+        gathered = torch.cat([torch.from_numpy(pack.context_slice(rank)) for rank in range(size)])
+        plan.gathered_order = torch.argsort(gathered).to(device)
+        return plan
+
+
+@dataclass
+class KVCache:
+    """Keys and values of a decoding batch.
+
+    Attributes:
+        layers: for each layer number, keys and values [B, G, T, C] indexed by position in the sequence.
+        positions: int64 [B, s], positions of the current call's tokens.
+        mask: [B, 1, 1, used] in the states' dtype, 0 where a token may attend and -inf elsewhere; None while
+            right-padded prompts are prefilled from position 0, which is plain causal attention.
+        used: number of positions that attention reads, at least those that are filled in the longest sequence.
+        rows: int64 [B, 1], 0 to B - 1; None as `mask`.
+        lengths: int64 [B], number of tokens of each sequence so far, including those of the current call.
+    """
+
+    max_length: int
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    positions: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    used: int = 0
+    lengths: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+    def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new keys and values [B, G, s, C] at `positions`; returns all [B, G, used, C]."""
+        if layer not in self.layers:
+            shape = (key.shape[0], key.shape[1], self.max_length, key.shape[3])
+            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        keys, values = self.layers[layer]
+        assert self.positions is not None
+        if self.mask is None:
+            keys[:, :, : key.shape[2]] = key
+            values[:, :, : key.shape[2]] = value
+        else:
+            keys[self.rows, :, self.positions] = key.transpose(1, 2)
+            values[self.rows, :, self.positions] = value.transpose(1, 2)
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps only the sequences with the indices `rows` (int64)."""
+        for layer in list(self.layers):  # one layer at a time, so that only one layer is in memory twice
+            keys, values = self.layers.pop(layer)
+            self.layers[layer] = keys[rows], values[rows]
+
+
+@dataclass
+class DecodeParams(PackedSeqParams):
+    """Passes the cache to the attention of every layer; "sbhd" prevents Megatron's attention from taking its packed
+    path.
+
+    `rotation` holds the cosines and sines that rotate queries and keys (`rotary.decoding_rotation`). The model's
+    forward computes them once for all layers. `routes` keeps the experts of the tokens; None: they are not kept.
+    """
+
+    qkv_format: str = "sbhd"
+    cache: KVCache | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    routes: Routes | None = None
+
+
+class SDPAttention(MegatronModule):
+    """The core attention module, for Megatron's `SelfAttentionSubmodules.core_attention`."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError(
+                f"attention_dropout={config.attention_dropout}: expected 0, because distillation uses no dropout; set 0"
+            )
+        self.layer_number = layer_number
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+        self.tp_group = pg_collection.tp  # Megatron reads it when it makes a sharded state dict
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [S, A, C] (packed) -> [S, A * C]; query [s, B, A, C] (decoding) -> [s, B, A * C]."""
+        if isinstance(packed_seq_params, DecodeParams):
+            assert packed_seq_params.cache is not None
+            return self._decode(query, key, value, packed_seq_params.cache)
+        plan = getattr(packed_seq_params, "attention_plan", None)
+        assert plan is not None, "SDPAttention needs packed sequences with an attention plan"
+        if plan.chunks:
+            return self._context_parallel(query, key, value, plan)
+        if plan.order is None:
+            value = value.contiguous()  # a part of the product of all three, which would be kept for the backward pass
+        outputs = []
+        for bucket in plan.buckets:
+            q, k, v = (bucket.gather(states) for states in (query, key, value))
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return (out if plan.order is None else out.index_select(0, plan.order)).flatten(1)
+
+    def _context_parallel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """Every context rank gathers all keys and values; their gradient is reduce-scattered."""
+        from torch.nn.attention.bias import causal_lower_right  # takes half a second: it imports torch's compiler
+
+        both = torch.cat([key, value], dim=-1)
+        # Megatron's mapping for sequence parallelism, applied to the context group
+        gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
+        k_all, v_all = gathered.index_select(0, plan.gathered_order).chunk(2, dim=-1)
+        parts = []
+        for row, count, start, keys in plan.chunks:
+            q = query[row : row + count].transpose(0, 1)[None]
+            k, v = (tensor[start : start + keys].transpose(0, 1)[None] for tensor in (k_all, v_all))
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            bias = causal_lower_right(count, keys)
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
+            parts.append(attended[0].transpose(0, 1))
+        return torch.cat(parts).flatten(1)
+
+    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        k, v = cache.update(self.layer_number, k, v)
+        if cache.mask is not None:
+            # One query token: the query heads of a group become the group's queries. Keys and values are not expanded,
+            # and fused kernels accept the mask, which they reject together with grouped heads.
+            batch, heads, _, channels = q.shape
+            grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], channels)
+            out = scaled_dot_product_attention(grouped, k, v, attn_mask=cache.mask, scale=self.scale)
+            return out.reshape(batch, 1, heads * channels).transpose(0, 1)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)

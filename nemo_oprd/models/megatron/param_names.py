@@ -1,0 +1,49 @@
+"""The names of a rank's parameters in the weight mappings, where layers are numbered over the whole model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from nemo_oprd.models import FAMILIES, ModelSpec
+from nemo_oprd.models.architecture import ParamMapping
+
+# Transformer Engine fuses a norm into the linear layer after it, and names the norm's weight after that layer.
+TE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
+}
+_TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
+# an expert's parameter in Megatron's sequential experts, or in Transformer Engine's grouped ones
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.(?P<matrix>\w+)\.weight|(?P<grouped>\w+)\.weight(?P<number>\d+))"
+)
+
+
+def local_name(chunk: GPTModel, name: str) -> str:
+    """A chunk's parameter name -> the name in the mappings, with global numbers of layers and experts."""
+    if not name.startswith("decoder.layers."):
+        return name
+    _, _, index, rest = name.split(".", 3)
+    layer = chunk.decoder.layers[int(index)]
+    rest = _TE_TO_LOCAL.get(rest, rest)
+    expert = _EXPERT.fullmatch(rest)
+    if expert is not None:
+        matrix, local = expert["matrix"] or expert["grouped"], int(expert["local"] or expert["number"])
+        rest = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[local]}.{matrix}.weight"
+    return f"decoder.layers.{layer.layer_number - 1}.{rest}"
+
+
+def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
+    """Name in the mappings -> parameter, on this rank. A tied head's copy of the embedding keeps its own name."""
+    return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
+
+
+def mappings_by_name(spec: ModelSpec) -> dict[str, ParamMapping]:
+    """All weight mappings of a model, in order, by Megatron name."""
+    return {mapping.megatron: mapping for mapping in FAMILIES[spec.model_type].param_mappings(spec)}

@@ -1,0 +1,243 @@
+"""Models that Megatron-Bridge builds, in this project's loop: `provider=` of a model in the configuration.
+
+`build_from_provider` does for a provider what `build_chunks` does for a `ModelSpec`: it returns this rank's chunks,
+whose forward takes a microbatch and returns hidden states. The layers, the norms and the rotary embedding are those
+that the provider builds (Transformer Engine's), adopted as in `adopt.py`. The layout, the precision and the
+recomputation are those of the configuration; the weights come from this project's loader (`models/weights/hf.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
+
+from nemo_oprd.losses.import_path import import_function
+from nemo_oprd.models import ModelSpec, read_hf_config
+from nemo_oprd.models.megatron.adopt import adopt
+from nemo_oprd.models.megatron.model import (
+    LAYERS_VARIABLE,
+    ModelStage,
+    NotBuilt,
+    mark_parameters,
+    norms_need_no_extra_state,
+)
+from nemo_oprd.models.megatron.model_config import PLAIN_KERNELS, chunk_places, chunk_training, layout_settings
+from nemo_oprd.models.megatron.observed_layer import ObservedSequences
+from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
+from nemo_oprd.models.megatron.refusals import check_rope_of
+from nemo_oprd.models.megatron_bridge.family import bridge_model, import_bridge
+from nemo_oprd.models.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
+
+# Megatron sets Transformer Engine's choice for the whole process, which may hold models of two families
+_OFF = {**OFF, "attention_backend": AttnBackend.auto}
+
+
+class ProvidedModel(ModelStage):
+    """A mixin for a chunk that a provider has built. Its forward returns hidden states, as `DistillingModel`'s."""
+
+    def forward(self: Any, input_ids: torch.Tensor | None, sequences: ObservedSequences) -> torch.Tensor:
+        """input_ids [B, S] (this context rank's tokens; ignored after the first stage) -> hidden states [S, B, D].
+
+        The last stage returns the output of the final norm.
+        """
+        prepared = self._preprocess(input_ids=input_ids, position_ids=None, packed_seq_params=sequences)
+        embedded, rotary = prepared[:2]
+        return self.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=sequences
+        )
+
+
+@cache
+def _provided(cls: type) -> type:
+    return type(f"Provided{cls.__name__}", (ProvidedModel, cls), {"__module__": __name__})
+
+
+def make_provider(key: str, provider: str, directory: Path) -> Any:
+    """The provider of the HF model in `directory`, whose weights are not loaded.
+
+    Args:
+        key: for messages, for example "student.provider".
+        provider: "bridge" for Megatron-Bridge's own, or MODULE:FUNCTION for a function that returns a provider, or a
+            recipe's configuration with one as `model`. The function gets `hf_path` if it has such a parameter.
+
+    Raises:
+        ValueError: there is no such function, or its provider is not of the model in `directory`.
+    """
+    if os.environ.get(LAYERS_VARIABLE) == "local":
+        raise ValueError(
+            f"{LAYERS_VARIABLE}=local with {key}={provider}: Megatron-Bridge builds Transformer Engine's layers; "
+            f"expected transformer_engine: unset {LAYERS_VARIABLE}, or set {key}=own"
+        )
+    import_bridge(f"{key}={provider}")
+    own = bridge_model(read_hf_config(directory), str(directory / "config.json")).provider
+    if provider == "bridge":
+        return own
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    made = _recipe_provider(f"{key}={provider}", import_function(key, provider, "docs/nemo.md"), directory)
+    if not isinstance(made, GPTModelProvider):
+        raise ValueError(
+            f"{key}={provider} returns a {type(made).__name__}; expected a GPTModelProvider of Megatron-Bridge, or a "
+            "recipe's configuration with one as `model`"
+        )
+    for field in dataclasses.fields(GPTModelProvider):
+        name, given, expected = field.name, getattr(made, field.name), getattr(own, field.name)
+        if name in KERNELS or is_ours(name) or _same(given, expected, own, name):
+            continue
+        raise ValueError(
+            f"{key}={provider}: {name}={_shown(given)}, but {directory / 'config.json'} asks for {_shown(expected)}; "
+            "expected the same model: name the recipe of this model, or another hf_path"
+        )
+    chosen = copy.copy(own)
+    for name in KERNELS:
+        if hasattr(made, name):
+            setattr(chosen, name, getattr(made, name))
+    return chosen
+
+
+def _recipe_provider(key: str, function: Callable[..., Any], directory: Path) -> Any:
+    """What a recipe's function returns, or the `model` of the configuration that it returns."""
+    accepts = "hf_path" in inspect.signature(function).parameters
+    try:
+        made = function(hf_path=str(directory)) if accepts else function()
+    except (OSError, ImportError, ValueError) as error:  # a model that is not in the Hub's cache, a missing package
+        first = str(error).strip().splitlines()[:1]
+        raise ValueError(
+            f"{key} failed ({type(error).__name__}: {''.join(first):.160}); expected a provider: the recipes of "
+            "Megatron-Bridge read their model's config from the Hugging Face Hub and need all of its packages "
+            "(docs/nemo.md)"
+        ) from error
+    if getattr(made, "peft", None) is not None:
+        raise ValueError(
+            f"{key}: a recipe with peft={type(made.peft).__name__}, but all weights are trained here; expected a "
+            "recipe without adapters: name that of full fine-tuning"
+        )
+    return getattr(made, "model", made)
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)
+
+
+def _same(given: Any, expected: Any, own: Any, name: str) -> bool:
+    defaults = {
+        "kv_channels": own.hidden_size // own.num_attention_heads,
+        "num_query_groups": own.num_attention_heads,
+        "softmax_scale": (own.kv_channels or own.hidden_size // own.num_attention_heads) ** -0.5,
+    }
+    if name in defaults:
+        given, expected = (defaults[name] if value is None else value for value in (given, expected))
+    if name == "activation_func" and callable(given):  # several modules of Megatron-Bridge define the same one
+        points = torch.linspace(-3, 3, 13)
+        return torch.equal(given(points), expected(points))
+    return bool(given == expected) or (not given and not expected)
+
+
+def build_from_provider(
+    provider: Any,
+    spec: ModelSpec,
+    role: Role,
+    dtype: torch.dtype,
+    *,
+    depth: int | None = None,
+    head: bool = True,
+    **training: Any,
+) -> list[Any]:
+    """This rank's chunks of the model of a `GPTModelProvider`, adopted, with uninitialised weights.
+
+    Args:
+        provider: of `spec`'s model; it is copied, not changed.
+        depth: keep only layers 1..depth (a frozen teacher needs no deeper ones); None keeps all. All layers are built
+            first, so the memory of the deeper ones is needed for a moment.
+        head: whether to keep the LM head.
+        training: recompute settings of Megatron's config.
+
+    Returns:
+        Chunks with the interface of `DistillingModel`, without decoding.
+
+    Raises:
+        ValueError: the layout does not fit the model, or the provider builds what this project does not handle.
+    """
+    layout = role.layout
+    spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
+    layout.layers_per_stage(spec.num_layers)
+    chunks = []
+    for place in chunk_places(spec, role):
+        made = copy.copy(provider)
+        settings = {
+            **_OFF,
+            **layout_settings(spec, role, dtype),
+            **({} if torch.cuda.is_available() else PLAIN_KERNELS),
+            **chunk_training({name: value for name, value in training.items() if value is not None}, len(place.layers)),
+            "vocab_size": spec.padded_vocab(layout.tensor),
+            "seq_length": spec.max_positions,
+        }
+        for name, value in settings.items():
+            if hasattr(made, name):
+                setattr(made, name, value)
+        made._pg_collection = role.groups
+        made.finalize()
+        model = made.provide(place.first, place.last, place.virtual_stage(layout))
+        _check_attention(model, type(made).__name__)
+        model.vp_stage = place.virtual_stage(layout)
+        if place.last and not head:
+            del model.output_layer
+        chunks.append(model.to(device()))
+    adopt(chunks)
+    for place, chunk in zip(chunk_places(spec, role), chunks, strict=True):
+        check_rope_of(chunk, spec)
+        for index, number in enumerate(place.layers):
+            if depth is not None and number > depth:
+                chunk.decoder.layers[index] = NotBuilt(chunk.config, index + 1, role.groups, chunk.vp_stage)
+        chunk.register_load_state_dict_post_hook(norms_need_no_extra_state)
+        cls: Any = type(chunk)
+        chunk.__class__ = _provided(cls)
+    _check_parameters(chunks, spec, depth)
+    mark_parameters(chunks, spec)
+    return chunks
+
+
+def _check_attention(model: Any, provider: str) -> None:
+    """Raises ValueError unless the model is a `GPTModel` whose attention reads packed sequences."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    if not isinstance(model, GPTModel):
+        raise ValueError(f"{provider} builds a {type(model).__name__}; expected Megatron-core's GPTModel")
+    for layer in model.decoder.layers:
+        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        if not isinstance(core, TEDotProductAttention):
+            raise ValueError(
+                f"layer {layer.layer_number} of {provider} has the attention {type(core).__name__}, which does not "
+                "read packed sequences; expected TEDotProductAttention: build the model with Transformer Engine's "
+                "layers (attention_backend other than local), or choose another model"
+            )
+
+
+def _check_parameters(chunks: list[Any], spec: ModelSpec, depth: int | None) -> None:
+    """Raises ValueError unless the weight mappings are of the parameters that were built."""
+    mappings, built = mappings_by_name(spec), named_parameters(chunks)
+    here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
+    expected = {
+        name
+        for name, mapping in mappings.items()
+        if mapping.layer in here and (depth is None or mapping.layer is None or mapping.layer < depth)
+    }
+    unknown = sorted(set(built) - set(mappings) - {"output_layer.weight"})  # a tied head's copy
+    missing = sorted(expected - set(built))
+    for found, what in ((unknown, "has parameters without a weight mapping"), (missing, "lacks parameters")):
+        if found:
+            raise ValueError(
+                f"the model that Megatron-Bridge builds {what}, such as {found[0]!r}; expected those of its own "
+                f"mappings for {spec.model_type}: use the version of Megatron-Bridge that docs/nemo.md names"
+            )

@@ -1,0 +1,447 @@
+"""HF checkpoint <-> Megatron torch_dist checkpoint, tensor by tensor in one process.
+
+Both directions follow the family's weight mappings and hold only a few tensors at a time. A Megatron checkpoint holds
+one array per kind of parameter, with all layers stacked (`decoder.layers.mlp.linear_fc2.weight` [L, D, F]; F is the
+size of the feed-forward block), cut into chunks. Megatron's loader takes from the chunks what its own layout needs, so
+a checkpoint loads at any layout.
+
+Left out: optimizer state (a converted checkpoint starts a training, it doesn't resume one) and Megatron's older
+checkpoint formats. A model with a tensor that has no weight mapping is refused, so no tensor is dropped silently.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from tqdm import tqdm
+
+from nemo_oprd.layout import Layout
+from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
+from nemo_oprd.models.architecture import GateUp, ParamMapping, Vocabulary
+from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
+from nemo_oprd.models.families.moe import fused_name
+from nemo_oprd.models.megatron.param_names import TE_NAMES
+from nemo_oprd.models.megatron_bridge_config import write_run_config
+from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.models.weights.torch_dist import TorchDistWriter, open_torch_dist, read_megatron_tensor
+from nemo_oprd.runtime.files import replacing_directory
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Megatron's linear layers have an extra state (for FP8) that its loader requires; without FP8 the state is None.
+# Transformer Engine's attention has one, too.
+_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj")
+_BLOCK_WITH_EXTRA_STATE = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXPERTS_WITH_EXTRA_STATE = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+# Transformer Engine's norms have one; Megatron's loader requires it if the model is made of its modules.
+_NORMS_WITH_EXTRA_STATE = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+# Prefixes that programs put before a model's keys ("model.", "model0.", "module."). No other prefix is accepted,
+# because the optimizer's tensors end like the parameters to which they belong ("optimizer.state.exp_avg.decoder...").
+_PREFIX = r"(?:(?:model|module)\d*\.)*"
+# what a model's own keys begin with; a run's checkpoint also holds its optimizer, trained projectors, an average
+_OF_THE_MODEL = re.compile(_PREFIX + r"(?:decoder|embedding|output_layer)\..*")
+_OF_ONE_LAYER = re.compile(_PREFIX + r"decoder\.layers\.\d+\..*")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The place of one weight mapping's joined tensor in a torch_dist checkpoint.
+
+    Attributes:
+        key: name in the checkpoint, without a prefix.
+        place: (index, size) for each leading dimension that the stored array has more: the layer, the expert.
+        shape: without the leading dimensions and without vocabulary padding.
+    """
+
+    mapping: ParamMapping
+    key: str
+    place: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the stored array whose parts have the shape `shape`."""
+        return (*(size for _, size in self.place), *shape)
+
+    def offsets(self, start: Sequence[int]) -> tuple[int, ...]:
+        """Where in the stored array a part of this tensor is that begins at `start`."""
+        return (*(index for index, _ in self.place), *start)
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of such a part in the stored array."""
+        return (*(1 for _ in self.place), *shape)
+
+
+def stacks_layers(spec: ModelSpec) -> bool:
+    """Whether Megatron stores all layers of a kind in one array: not if only some layers have experts."""
+    return spec.experts is None or all(spec.experts.sparse)
+
+
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Megatron's name, without numbers of layers and experts -> shape of the joined tensor."""
+    hidden, qkv = spec.hidden_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (spec.vocab_size, hidden),
+        "input_layernorm.weight": (hidden,),
+        "self_attention.linear_qkv.weight": (qkv, hidden),
+        "self_attention.linear_qkv.bias": (qkv,),
+        "self_attention.q_layernorm.weight": (spec.head_dim,),
+        "self_attention.k_layernorm.weight": (spec.head_dim,),
+        "self_attention.linear_proj.weight": (hidden, spec.num_heads * spec.head_dim),
+        "self_attention.linear_proj.bias": (hidden,),
+        "pre_mlp_layernorm.weight": (hidden,),
+        "mlp.linear_fc1.weight": (2 * spec.ffn_size, hidden),
+        "mlp.linear_fc2.weight": (hidden, spec.ffn_size),
+        "decoder.final_layernorm.weight": (hidden,),
+        "output_layer.weight": (spec.vocab_size, hidden),
+    }
+    if spec.experts is not None:
+        shapes |= {
+            "mlp.router.weight": (spec.experts.count, hidden),
+            "mlp.experts.experts.linear_fc1.weight": (2 * spec.experts.ffn_size, hidden),
+            "mlp.experts.experts.linear_fc2.weight": (hidden, spec.experts.ffn_size),
+        }
+    return shapes
+
+
+def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> list[Parameter]:
+    """All parameters of a model, in the order of its weight mappings.
+
+    Args:
+        stacked: whether all layers of a kind are in one array; None: as this project writes them (`stacks_layers`).
+    """
+    stacked = stacks_layers(spec) if stacked is None else stacked
+    parameters = []
+    for mapping in FAMILIES[spec.model_type].param_mappings(spec):
+        if mapping.layer is None:
+            parameters.append(Parameter(mapping, mapping.megatron, (), _joined_shape(mapping, mapping.megatron, spec)))
+            continue
+        name = mapping.megatron.split(".", 3)[3]
+        place: tuple[tuple[int, int], ...] = ((mapping.layer, spec.num_layers),) if stacked else ()
+        if mapping.expert is not None:
+            assert spec.experts is not None
+            # Megatron puts the experts of all ranks below one more "experts"
+            name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
+            place = (*place, (mapping.expert, spec.experts.count))
+        fused = TE_NAMES.get(name, name)
+        if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
+            fused = name  # the norm before a router is stored by itself
+        prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
+        parameters.append(Parameter(mapping, prefix + fused, place, _joined_shape(mapping, name, spec)))
+    return parameters
+
+
+def _joined_shape(mapping: ParamMapping, name: str, spec: ModelSpec) -> tuple[int, ...]:
+    """The shape of a mapping's joined tensor. `name` is Megatron's, without numbers of layers and experts."""
+    family = FAMILIES[spec.model_type]
+    parts = [family.hf_shape(hf_name, spec) for hf_name in mapping.hf]
+    if any(shape is None for shape in parts):
+        return _shapes(spec)[name]
+    empty = [torch.empty(shape, device="meta") for shape in parts if shape is not None]
+    return tuple(mapping.form.join(empty, spec).shape)
+
+
+def hf_to_megatron(
+    hf_path: str | Path, output: str | Path, *, tensor: int = 1, pipeline: int = 1, progress: bool = True
+) -> None:
+    """Writes the HF model in `hf_path` as the torch_dist checkpoint `output`, its config and tokenizer in `output/hf`.
+
+    Every tensor keeps its dtype. The checkpoint loads at any layout; at the given sizes, each rank reads whole chunks.
+    It is written beside `output` and renamed at the end.
+
+    Args:
+        tensor, pipeline: the tensor-parallel size and the number of pipeline stages for which chunks and files are cut.
+
+    Raises:
+        ValueError: an unsupported or broken model, sizes that don't divide it, or an `output` that isn't empty.
+    """
+    source, target = Path(hf_path), _new_directory(output)
+    spec = read_model_spec(source)
+    layout = _layout(spec, tensor, pipeline)
+    checkpoint = HFCheckpoint(source)
+    check_source(checkpoint, spec)
+    from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
+
+    with replacing_directory(target, overwrite=False) as partial:
+        dtype = _write(checkpoint, spec, layout, partial, progress)
+        copy_tokenizer_files(source, partial / "hf")
+        shutil.copyfile(source / "config.json", partial / "hf" / "config.json")
+        write_run_config(partial, spec, str(dtype).removeprefix("torch."))
+
+
+def megatron_to_hf(
+    megatron_path: str | Path,
+    output: str | Path,
+    *,
+    hf_path: str | Path | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 4 << 30,
+    progress: bool = True,
+) -> None:
+    """Writes a torch_dist checkpoint (converted, or saved in training) as the HF model directory `output`.
+
+    Holds one safetensors file (at most `max_shard_bytes`, or one larger tensor) and one parameter in memory.
+
+    Args:
+        hf_path: for a checkpoint of Megatron-Bridge: the directory with the model's config.json and tokenizer.
+        dtype: one of `DTYPES`; None takes the dtype in config.json, or the stored dtype if the config has none.
+
+    Raises:
+        ValueError: not a checkpoint of the model in its `hf/config.json`, a bad dtype, or an `output` that isn't empty.
+    """
+    target = _new_directory(output)
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+    directory = None if hf_path is None else hf_directory(Path(megatron_path), Path(hf_path))
+    checkpoint = MegatronCheckpoint(megatron_path, directory)
+    from nemo_oprd.models.weights.hf_export import write_hf_model
+
+    hf_config = checkpoint.spec.hf_config
+    named = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype")
+    written = getattr(torch, str(named).removeprefix("torch."), None) if named else checkpoint.stored_dtype
+    if not isinstance(written, torch.dtype):
+        file = checkpoint.hf_directory / "config.json"
+        raise ValueError(f"{file} names the dtype {named!r}; give one of {', '.join(DTYPES)}")
+    names = tqdm(checkpoint.keys(), desc="Megatron to HF", unit="tensor", disable=not progress)
+    stream = ((name, checkpoint[name]) for name in names)
+    write_hf_model(stream, checkpoint.hf_directory, target, written, max_shard_bytes)
+
+
+class MegatronCheckpoint:
+    """A torch_dist checkpoint under HF names: `checkpoint[name]` reads one whole tensor in its stored dtype.
+
+    It has the interface of `HFCheckpoint`, so both kinds load through the same code. It keeps the parts of the last
+    parameter that was read, since q, k and v are one parameter.
+
+    Args:
+        path: the checkpoint, or a directory of checkpoints, of which the one in its tracker file is read.
+        hf_path: a directory with the model's config.json; None: `hf_directory` finds it.
+
+    Raises:
+        ValueError: not a torch_dist checkpoint, without a config.json, or of another model than that describes.
+    """
+
+    def __init__(self, path: str | Path, hf_path: str | Path | None = None) -> None:
+        self.path = checkpoint_directory(Path(path))
+        self._reader, self._metadata = open_torch_dist(self.path)
+        self.hf_directory = hf_directory(self.path) if hf_path is None else Path(hf_path)
+        self.spec = read_model_spec(self.hf_directory)
+        entries = self._metadata.state_dict_metadata.items()
+        self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        # Megatron stores each layer by itself also where layers are alike, if `moe_layer_freq` is a list
+        parameters = checkpoint_parameters(self.spec, stacked=not any(map(_OF_ONE_LAYER.fullmatch, self._tensors)))
+        self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
+        # one array may hold the parameters of many layers and experts
+        self._found = {key: self._find(p) for key, p in {p.key: p for p in parameters}.items()}
+        self._check_all_are_used()
+        self._last: dict[str, torch.Tensor] = {}
+
+    @property
+    def _config(self) -> str:
+        return "hf/config.json" if self.hf_directory.parent == self.path else str(self.hf_directory / "config.json")
+
+    def keys(self) -> list[str]:
+        """HF names of all tensors, the parts of one parameter next to each other."""
+        return list(self._parameter_of)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the embedding."""
+        entry = self._metadata.state_dict_metadata[self._found["embedding.word_embeddings.weight"]]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._last:
+            if name not in self._parameter_of:
+                raise ValueError(f"{self.path}: no tensor {name!r}; expected an HF name such as {self.keys()[0]!r}")
+            self._last = {}  # free the memory before the next parameter is read
+            parameter = self._parameter_of[name]
+            parts = parameter.mapping.form.split_to_hf(self._read(parameter), self.spec)
+            self._last = dict(zip(parameter.mapping.hf, parts, strict=True))
+        return self._last[name]
+
+    def _read(self, parameter: Parameter) -> torch.Tensor:
+        """The joined tensor, without padding."""
+        start = parameter.offsets([0] * len(parameter.shape))
+        sizes = parameter.sizes(parameter.shape)
+        joined = read_megatron_tensor(self._reader, self._metadata, self._found[parameter.key], start, sizes)
+        return joined.reshape(parameter.shape)
+
+    def _find(self, parameter: Parameter) -> str:
+        """The key of a parameter in this checkpoint, including its prefix; checks the shape."""
+        tensors = self._tensors
+        found = [key for key in tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
+        if not found:
+            raise ValueError(
+                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*tensors][:3])}, ...; expected "
+                f"every weight of the {self.spec.model_type} model in {self._config}: is it another model's config?"
+            )
+        if len(found) > 1:
+            raise ValueError(f"{self.path}: holds several models ({', '.join(found)}); expected a checkpoint of one")
+        expected, shape = parameter.whole(parameter.shape), tuple(tensors[found[0]].size)
+        padded = int(isinstance(parameter.mapping.form, Vocabulary) and shape[0] >= expected[0])
+        if shape[padded:] != expected[padded:]:
+            raise ValueError(
+                f"{self.path}: {found[0]} is {shape}, but {self._config} asks for {expected}; "
+                "the weights and the config are of different models"
+            )
+        return found[0]
+
+    def _check_all_are_used(self) -> None:
+        """Raises ValueError if the model in the checkpoint has a tensor that no weight mapping uses."""
+        used = set(self._found.values())
+        lost = [key for key in self._tensors if _OF_THE_MODEL.fullmatch(key) and key not in used]
+        lost = sorted(key for key in lost if not key.endswith("._extra_state"))
+        if lost:
+            raise ValueError(
+                f"{self.path}: {len(lost)} tensor(s) that the {self.spec.model_type} model in {self._config} does not "
+                f"have, such as {lost[0]!r}; they would be lost: is it another model's config?"
+            )
+
+
+def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
+    """Names of tensors that no weight mapping uses and whose content is redundant.
+
+    These are a second copy of tied embeddings, and tables of rotary frequencies that old programs saved.
+
+    Raises:
+        ValueError: another tensor has no mapping and would be lost, or a tied head differs from the embedding.
+    """
+    known = {name for mapping in FAMILIES[spec.model_type].param_mappings(spec) for name in mapping.hf}
+    stored = set(checkpoint.keys())
+    known |= {fused_name(name)[0] for name in known - stored}  # experts that are stored together
+    by_megatron = {mapping.megatron: mapping.hf[0] for mapping in FAMILIES[spec.model_type].mappings}
+    # a family whose heads are always tied has no mapping of the head
+    head = by_megatron.get("output_layer.weight", "lm_head.weight")
+    embedding = by_megatron["embedding.word_embeddings.weight"]
+    unknown = sorted(stored - known)
+    lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq")]
+    if head in lost and spec.tied_embeddings:
+        if not torch.equal(checkpoint[head], checkpoint[embedding]):
+            raise ValueError(
+                f"{checkpoint.path}: {head} differs from {embedding}, but config.json has tie_word_embeddings=true; "
+                "set it to false, or remove the head from the files"
+            )
+        lost.remove(head)
+    if lost:
+        raise ValueError(
+            f"{checkpoint.path}: {len(lost)} tensor(s) that a {spec.model_type} model with this config.json does not "
+            f"have, such as {lost[0]!r}; they would be lost: do the weights and the config belong together?"
+        )
+    return unknown
+
+
+def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
+    """Raises ValueError unless names and shapes of all tensors are those of `spec`; reads only a tied head's data."""
+    for parameter in checkpoint_parameters(spec):
+        # tensors without data show the shapes of the parts
+        parts = parameter.mapping.form.split_to_hf(torch.empty(parameter.shape, device="meta"), spec)
+        for name, part in zip(parameter.mapping.hf, parts, strict=True):
+            if checkpoint.shape(name) != tuple(part.shape):
+                raise ValueError(
+                    f"{checkpoint.path}: {name} is {checkpoint.shape(name)}, but config.json asks for "
+                    f"{tuple(part.shape)}; the weights and the config are of different models"
+                )
+    ignored_tensors(checkpoint, spec)
+
+
+def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> torch.dtype:
+    """Reads, joins, cuts and writes one parameter after the other; returns the dtype of the embedding."""
+    parameters = checkpoint_parameters(spec)
+    with (
+        TorchDistWriter(directory) as writer,
+        tqdm(total=len(parameters), desc="HF to Megatron", unit="parameter", disable=not progress) as bar,
+    ):
+        for parameter in parameters:
+            _write_parameter(parameter, checkpoint, spec, layout, writer)
+            bar.update()
+        for layer in range(spec.num_layers):
+            file = _file(layout, layout.stage_of_layer(layer + 1, spec.num_layers)[0], 0)
+            for key in _extra_states(layer, spec):
+                writer.add_object(file, key, [None])  # Megatron expects a list of one item
+        writer.add_object(
+            _file(layout, layout.pipeline - 1, 0), "decoder.final_layernorm._extra_state/shard_0_1", [None]
+        )
+        writer.complete()
+        return writer.dtype_of("embedding.word_embeddings.weight")
+
+
+def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
+    """Megatron's names for the extra states of a layer (0-based): `key/shard_INDEX_SIZE`, dimensions joined by dots."""
+    prefix, place = (
+        ("decoder.layers", [(layer, spec.num_layers)]) if stacks_layers(spec) else (f"decoder.layers.{layer}", [])
+    )
+    modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
+    places = {module: [place] for module in modules}
+    if spec.is_sparse(layer + 1):
+        assert spec.experts is not None
+        count = spec.experts.count
+        places |= {module: [[*place, (i, count)] for i in range(count)] for module in _EXPERTS_WITH_EXTRA_STATE}
+        places["pre_mlp_layernorm"] = [place]  # in a layer without experts it belongs to the first matrix
+    else:
+        places |= {module: [place] for module in _BLOCK_WITH_EXTRA_STATE}
+    for module, several in places.items():
+        for where in several:
+            index, size = (".".join(str(pair[i]) for pair in where or [(0, 1)]) for i in (0, 1))
+            yield f"{prefix}.{module}._extra_state/shard_{index}_{size}"
+
+
+def _write_parameter(
+    parameter: Parameter, checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, writer: TorchDistWriter
+) -> None:
+    form = parameter.mapping.form
+    joined = form.join([checkpoint[name] for name in parameter.mapping.hf], spec)
+    layer = parameter.mapping.layer
+    if layer is not None:
+        stage = layout.stage_of_layer(layer + 1, spec.num_layers)[0]
+    else:
+        stage = 0 if parameter.key.startswith("embedding.") else layout.pipeline - 1
+    rows = spec.padded_vocab(layout.tensor) if isinstance(form, Vocabulary) else parameter.shape[0]
+    shape = parameter.whole((rows, *parameter.shape[1:]))
+    # an expert is not split: that is the default, and Megatron reads what another layout needs
+    parts = layout.tensor if parameter.mapping.expert is None else 1
+    for rank, start, chunk in _chunks(joined, parameter, spec, parts):
+        stored = chunk.reshape(parameter.sizes(chunk.shape))
+        writer.add(_file(layout, stage, rank), parameter.key, shape, parameter.offsets(start), stored)
+
+
+def _chunks(
+    joined: torch.Tensor, parameter: Parameter, spec: ModelSpec, size: int
+) -> Iterator[tuple[int, list[int], torch.Tensor]]:
+    """(tensor rank, offsets in the whole tensor, chunk) as `size` tensor ranks would write them."""
+    form = parameter.mapping.form
+    for rank in range(1 if form.axis is None else size):
+        shard = form.shard(joined, rank, size, spec)
+        # in the whole tensor, all of gate lies above all of up, so a rank's parts of the two are not adjacent
+        pieces = shard.chunk(2) if isinstance(form, GateUp) else (shard,)
+        for i, piece in enumerate(pieces):
+            start = [0] * piece.dim()
+            if form.axis is not None:
+                start[form.axis] = (i * size + rank) * piece.shape[form.axis]
+            yield rank, start, piece
+
+
+def _file(layout: Layout, stage: int, rank: int) -> str:
+    return f"__{stage * layout.tensor + rank}_0.distcp"
+
+
+def _layout(spec: ModelSpec, tensor: int, pipeline: int) -> Layout:
+    if tensor < 1 or pipeline < 1:
+        raise ValueError(f"tensor={tensor}, pipeline={pipeline}; expected sizes of at least 1")
+    spec.check_tensor_parallel(tensor, "--tensor")
+    layout = Layout(tensor=tensor, pipeline=pipeline)
+    layout.layers_per_stage(spec.num_layers)
+    return layout
+
+
+def _new_directory(output: str | Path) -> Path:
+    target = Path(output).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty directory; choose another output or remove it")
+    return target

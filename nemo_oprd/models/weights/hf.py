@@ -1,0 +1,266 @@
+"""Moves weights between HF tensors and the shards of a role, one parameter at a time.
+
+`load_hf` fills a role's shards from HF tensors; `gather_hf` yields HF tensors from the shards (of weights, gradients,
+or anything else with the shape of a parameter). Loading a checkpoint, refitting the rollout engine, exporting, and
+writing the gradients of `verify` all use these functions. The memory needed is that of the largest parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.architecture import ParamMapping
+from nemo_oprd.models.families.moe import fused_name
+from nemo_oprd.models.megatron.model import DistillingModel
+from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
+from nemo_oprd.runtime.files import read_json
+
+# gives one HF tensor by its name
+TensorReader: TypeAlias = Callable[[str], torch.Tensor]
+
+
+class HFCheckpoint:
+    """Lazily opened safetensors files of an HF model directory; `checkpoint[name]` reads one tensor.
+
+    Raises:
+        ValueError: the directory has no safetensors files, its index names missing files, or a file can't be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        files = self._files()
+        self._handles = {}
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except Exception as error:  # safetensors raises its own SafetensorError for truncated or foreign files
+                raise ValueError(
+                    f"{file}: not a readable safetensors file ({error}); copy it from its source again"
+                ) from error
+            self._handles[file] = handle
+            self._file_of.update(dict.fromkeys(handle.keys(), file))
+
+    def _files(self) -> list[Path]:
+        """The files that the index names; without an index, every safetensors file of the directory."""
+        index = self.path / "model.safetensors.index.json"
+        files = sorted(self.path.glob("*.safetensors"))
+        if index.is_file():
+            expected, fix = "an object with weight_map", "copy it from the model's source again"
+            weight_map = read_json(index, expected, fix).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index}: weight_map is {weight_map!r:.80}, expected tensor names and files; {fix}")
+            elsewhere = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+            if elsewhere:
+                raise ValueError(f"{index}: names {elsewhere[0]!r}, expected a file in {self.path}; correct the index")
+            names = sorted(set(weight_map.values()))
+            missing = [name for name in names if not (self.path / name).is_file()]
+            if missing:
+                raise ValueError(
+                    f"{self.path / missing[0]}: no such file, but {index.name} names it ({len(missing)} of "
+                    f"{len(names)} shards are missing); expected all shards: copy it from the model's source"
+                )
+            return [self.path / name for name in names]
+        if not files:
+            pickled = sorted(file.name for file in [*self.path.glob("*.bin"), *self.path.glob("*.pt*")])
+            hint = ": copy its weights there"
+            if pickled:
+                hint = f"; {pickled[0]} is a pickle, which is never opened: save_pretrained with transformers once"
+            raise ValueError(
+                f"{self.path}: no *.safetensors files; expected a Hugging Face model saved as safetensors{hint}"
+            )
+        return files
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading the data."""
+        stored, expert, half = self._stored(name)
+        shape = tuple(self._handles[self._of(stored)].get_slice(stored).get_shape())
+        if expert is None or len(shape) != 3:
+            return shape
+        _, rows, columns = shape
+        return (rows if half is None else rows // 2, columns)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored, expert, half = self._stored(name)
+        handle = self._handles[self._of(stored)]
+        if expert is None:
+            return handle.get_tensor(stored)
+        fused = handle.get_slice(stored)
+        rows = fused.get_shape()[1]
+        start, end = (0, rows) if half is None else (half * rows // 2, (half + 1) * rows // 2)
+        return fused[expert, start:end]
+
+    def _stored(self, name: str) -> tuple[str, int | None, int | None]:
+        """(stored name, expert, half) of a tensor; see `fused_name` for experts that are stored together."""
+        if name in self._file_of:
+            return name, None, None
+        fused = fused_name(name)
+        return fused if fused[0] in self._file_of else (name, None, None)
+
+    def _of(self, name: str) -> Path:
+        if name not in self._file_of:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is missing from its {len(self._handles)} safetensors file(s); "
+                "expected every weight of the model: is a shard missing?"
+            )
+        return self._file_of[name]
+
+
+@torch.no_grad()
+def load_hf(chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: TensorReader, source: str) -> None:
+    """Fills every parameter of this rank from HF tensors (`read(name)`), cast to the parameter's dtype.
+
+    Raises:
+        ValueError: a tensor is missing or its shape disagrees with the config.
+    """
+    assert role.coords is not None
+    mappings = mappings_by_name(spec)
+    for name, parameter in named_parameters(chunks).items():
+        # A tied head on the last pipeline stage is a second copy of the embedding.
+        mapping = mappings[name] if name in mappings else mappings["embedding.word_embeddings.weight"]
+        joined = mapping.form.join([read(hf_name) for hf_name in mapping.hf], spec)
+        shard = mapping.form.shard(joined, *_tensor_part(mapping, role), spec)
+        if shard.shape != parameter.shape:
+            raise ValueError(
+                f"{source}: {' + '.join(mapping.hf)} gives {tuple(shard.shape)} for tensor rank {role.coords.tensor} "
+                f"of {role.layout.tensor}, but config.json asks for {tuple(parameter.shape)}; "
+                "the weights and the config are of different models"
+            )
+        parameter.copy_(shard)
+
+
+@torch.no_grad()
+def load_stream(
+    chunks: list[DistillingModel], spec: ModelSpec, role: Role, stream: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Fills every parameter of a role without pipeline stages from the stream of `gather_hf`, in the stream's order."""
+    assert role.coords is not None and role.layout.pipeline == 1
+    mine = named_parameters(chunks)
+    mapping_of = {name: mapping for mapping in mappings_by_name(spec).values() for name in mapping.hf}
+    waiting: dict[str, torch.Tensor] = {}
+    missing = set(mine)
+    for name, tensor in stream:
+        waiting[name] = tensor
+        mapping = mapping_of[name]
+        if all(part in waiting for part in mapping.hf):
+            parts = [waiting.pop(part) for part in mapping.hf]
+            if mapping.megatron in mine:  # another rank may have the expert
+                joined = mapping.form.join(parts, spec)
+                mine[mapping.megatron].copy_(mapping.form.shard(joined, *_tensor_part(mapping, role), spec))
+                missing.discard(mapping.megatron)
+    assert not missing, f"the weight stream left out {sorted(missing)}"
+
+
+def owner_stage(mapping: ParamMapping, spec: ModelSpec, role: Role) -> int:
+    """The pipeline rank that holds the parameter of a mapping."""
+    if mapping.megatron.startswith("decoder.layers."):
+        layer = int(mapping.megatron.split(".")[2]) + 1
+        return role.layout.stage_of_layer(layer, spec.num_layers)[0]
+    return 0 if mapping.megatron.startswith("embedding.") else role.layout.pipeline - 1
+
+
+@torch.no_grad()
+def gather_hf(
+    chunks: list[DistillingModel],
+    spec: ModelSpec,
+    role: Role,
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None] = lambda p: p.data,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (HF name, whole tensor) on every rank of the role, in a fixed order.
+
+    Args:
+        value: the tensor to gather for a parameter; None, which all ranks must return alike, leaves the parameter out.
+    """
+    assert role.coords is not None
+    mine = named_parameters(chunks)
+    for mapping in mappings_by_name(spec).values():
+        stage = owner_stage(mapping, spec, role)
+        joined = None
+        if role.coords.pipeline == stage:
+            joined = _whole(mine, mapping, spec, role, value)
+        if role.layout.pipeline > 1:
+            joined = broadcast_from_stage(joined, stage, role)
+        if joined is None:
+            continue
+        yield from zip(mapping.hf, mapping.form.split_to_hf(joined, spec), strict=True)
+
+
+def _tensor_part(mapping: ParamMapping, role: Role) -> tuple[int, int]:
+    """(this rank's part, number of parts) of a parameter that is split over tensor-parallel ranks."""
+    if mapping.expert is None:
+        return role.member_coords.tensor, role.layout.tensor
+    group = role.member_groups.expt_tp
+    return group.rank(), group.size()
+
+
+def _whole(
+    mine: dict[str, torch.nn.Parameter],
+    mapping: ParamMapping,
+    spec: ModelSpec,
+    role: Role,
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None],
+) -> torch.Tensor | None:
+    """The value for a parameter of this rank's stage, on all ranks of the stage; an expert comes from its ranks."""
+    expert = mapping.expert
+    if expert is None or role.layout.expert == 1:
+        tensor = value(mine[mapping.megatron])
+        return None if tensor is None else _unshard(tensor, mapping, spec, role)
+    assert spec.experts is not None
+    group = role.member_groups.ep
+    local = spec.experts.count // role.layout.expert
+    owner, own = expert // local, group.rank() * local + expert % local
+    # a rank without the expert passes its own expert of that place, which has the same shape
+    name = mapping.megatron.replace(f".local_experts.{expert}.", f".local_experts.{own}.")
+    tensor = value(mine[name])
+    if tensor is None:
+        return None
+    if own != expert:
+        tensor = torch.empty_like(tensor)
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
+    return _unshard(tensor, mapping, spec, role)
+
+
+def _unshard(tensor: torch.Tensor, mapping: ParamMapping, spec: ModelSpec, role: Role) -> torch.Tensor:
+    _, parts = _tensor_part(mapping, role)
+    if parts == 1:
+        return mapping.form.unshard([tensor], spec)
+    if mapping.form.axis is None:
+        return tensor
+    shards = [torch.empty_like(tensor) for _ in range(parts)]
+    group = role.member_groups.tp if mapping.expert is None else role.member_groups.expt_tp
+    dist.all_gather(shards, tensor.contiguous(), group=group)
+    return mapping.form.unshard(shards, spec)
+
+
+def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -> torch.Tensor | None:
+    """The tensor that `stage` passes, on all pipeline stages; None if `stage` passes None.
+
+    Shape and dtype are sent first, because the other stages know neither of them, nor whether there is a tensor.
+    """
+    assert role.coords is not None
+    group = role.member_groups.pp
+    source = dist.get_global_rank(group, stage)
+    described = [None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)]
+    dist.broadcast_object_list(described, src=source, group=group)
+    if described[0] is None:
+        return None
+    if role.coords.pipeline != stage:
+        shape, dtype, _ = described[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device())
+    assert tensor is not None
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=source, group=group)
+    return tensor

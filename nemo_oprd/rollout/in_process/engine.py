@@ -1,0 +1,204 @@
+"""The in-process rollout engine: a second Megatron copy of the student in a separate layout (TP and DP, no PP)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.layout import Layout
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.megatron.model import build_chunks
+from nemo_oprd.models.megatron.parallel import device, make_role, wait_for_all
+from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
+from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.in_process.cache_budget import cache_budget
+from nemo_oprd.rollout.in_process.decoding import Generated, generate_batch
+from nemo_oprd.runtime.signals import agree
+
+
+class MegatronEngine:
+    """A `RolloutEngine` on the student's ranks. Every rank of the world builds it and takes part in its calls."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        student_layout: Layout,
+        eos_ids: tuple[int, ...],
+        vocab_limit: int | None = None,
+    ) -> None:
+        """The weights are uninitialised until the first `update_weights` or `load`.
+
+        Args:
+            spec: the architecture of the model to sample from.
+            student_layout: the layout whose ranks the engine uses.
+            eos_ids: ids that end a response.
+            vocab_limit: only ids below this one are sampled; None: all ids of the model's vocabulary. A teacher of the
+                same family may have fewer padding ids than the student and cannot read the additional ones.
+
+        Raises:
+            ValueError: `rollout.tensor` does not fit the ranks or the model.
+        """
+        tensor, ranks = config.rollout.tensor, student_layout.size
+        if ranks % tensor:
+            raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
+        layout = Layout(
+            tensor=tensor,
+            data=ranks // tensor,
+            first_rank=student_layout.first_rank,
+            expert=config.rollout.expert if spec.experts else 1,
+        )
+        self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
+        self.vocab_limit = vocab_limit or spec.vocab_size
+        self._cache_setting, self._said_budget = config.rollout.max_cache_tokens, False
+        self.metrics: dict[str, float] = {}
+        self.role = make_role("rollout", layout)
+        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.model = None
+        if self.role.is_member:
+            self.model = build_chunks(
+                spec, self.role, self._dtype, local_layers=True, moe_router_dtype=config.student.router_dtype
+            )[0]
+            self.model.eval().requires_grad_(False)
+
+    def update_weights(self, weights: WeightStream, step: int) -> None:
+        """See `RolloutEngine`. The parameters are split into this engine's shards one at a time."""
+        if self.model is not None:
+            load_stream([self.model], self.spec, self.role, weights())
+
+    def load(self, read: TensorReader, source: str) -> None:
+        """See `RolloutEngine`."""
+        if self.model is not None:
+            load_hf([self.model], self.spec, self.role, read, source)
+
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None = None,
+        done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
+    ) -> list[Rollout]:
+        """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response.
+        """
+        check_room(requests, self.spec.max_positions)
+        own_part: dict[int, Generated] = {}
+        completed, done = True, done or {}
+        if self.model is not None:
+            own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done), keep)
+        # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
+        # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
+        wait_for_all()
+        cancelled = should_cancel is not None and agree(device(), not completed)[0]
+        parts: list[dict[int, Generated]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, own_part)
+        sampled = {i: _rollout(requests[i], generated) for part in parts for i, generated in part.items()}
+        rollouts = {**done, **sampled}
+        if cancelled:
+            raise GenerationCancelled(rollouts)
+        return [rollouts[i] for i in range(len(requests))]
+
+    def close(self) -> None:
+        """Does nothing: the model goes with this process."""
+
+    def _generate_own_part(
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None,
+        done: set[int],
+        keep: Keep | None,
+    ) -> tuple[dict[int, Generated], bool]:
+        """(Index of a request -> its response, for this data-parallel rank's requests; whether they are complete).
+
+        Tensor ranks other than the first return no responses, because all of them have the same ones. A batch whose
+        requests are all in `done` is left out, and any other batch is sampled whole: a response does not depend on
+        whether the generation was cancelled in between. A cancelled call keeps the responses of complete batches.
+        """
+        coords, data = self.role.member_coords, self.role.layout.data
+        assert self.model is not None
+        # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[coords.data :: data]
+        results: dict[int, Generated] = {}
+        is_cancelled = None if should_cancel is None else lambda: self._agree_over_tensor_ranks(should_cancel())
+        for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
+            if done.issuperset(batch):
+                continue
+            if is_cancelled is not None and is_cancelled():
+                return self._own(results), False
+            prompts = [requests[i].prompt_ids for i in batch]
+            # the limit of a response does not depend on the other responses of its batch
+            limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
+            steps = max(limits)
+            uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(steps) for i in batch])
+            generated = generate_batch(
+                self.model,
+                self.vocab_limit,
+                prompts,
+                uniforms,
+                limits,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                eos_ids=self.eos_ids,
+                should_cancel=is_cancelled,
+                record_routes=sampling.record_routes,
+            )
+            if generated is None:
+                return self._own(results), False
+            results.update(zip(batch, generated, strict=True))
+            if keep is not None and coords.tensor == 0:
+                keep({i: _rollout(requests[i], results[i]) for i in batch})
+        return self._own(results), True
+
+    def _cache_budget(self) -> int:
+        """The most cached tokens of a batch. Every rank of the role calls this; says once what `auto` chose."""
+        if self._cache_setting != "auto":
+            return int(self._cache_setting)
+        # for every call anew: optimizer states, for instance, take memory only from the first update on
+        budget = cache_budget(self.spec, self.role, self._dtype)
+        if not self._said_budget and dist.get_rank() == self.role.layout.first_rank:
+            print(f"rollout.max_cache_tokens=auto: {budget} tokens", file=sys.stderr, flush=True)
+        self._said_budget = True
+        return budget
+
+    def _own(self, results: dict[int, Generated]) -> dict[int, Generated]:
+        return results if self.role.member_coords.tensor == 0 else {}
+
+    def _agree_over_tensor_ranks(self, flag: bool) -> bool:
+        """Whether the flag is set on any tensor rank; tensor ranks sample together, so they must stop together."""
+        return agree(device(), flag, group=self.role.member_groups.tp)[0]
+
+    def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int, budget: int) -> list[list[int]]:
+        """Batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""
+        batches: list[list[int]] = []
+        longest = 0
+        for i in order:
+            length = min(len(requests[i].prompt_ids) + max_new_tokens, self.spec.max_positions)
+            longest = max(longest, length)
+            full = not batches or len(batches[-1]) >= self.max_batch
+            if full or (len(batches[-1]) + 1) * longest > budget:
+                batches.append([])
+                longest = length
+            batches[-1].append(i)
+        return batches
+
+
+def _rollout(request: Request, generated: Generated) -> Rollout:
+    return Rollout(
+        prompt_ids=request.prompt_ids,
+        response_ids=generated.ids,
+        prompt=request.prompt,
+        data_source=request.data_source,
+        answer=request.answer,
+        finish_reason="stop" if generated.finished else "length",
+        expert_routes=generated.routes,
+    )

@@ -1,0 +1,158 @@
+"""Files that appear whole or not at all, and JSON that is read or refused with one line that names the file.
+
+Everything is written beside its place under the name `.partial_NAME` and renamed, so a reader finds the old content or
+the new content and never a part of it, and a killed process leaves the old content. The next write of the same name
+replaces a `.partial_NAME` that a killed process left behind. Imports nothing but the standard library and
+`runtime/disk.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.runtime.disk import naming
+
+PARTIAL = ".partial_"
+
+
+def partial_path(path: Path) -> Path:
+    """The path beside `path` at which its new content is written."""
+    return path.with_name(f"{PARTIAL}{path.name}")
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yields the path to write a file to; at the end the written file replaces `path`. The directory must exist.
+
+    If the body raises, the partial file is removed and `path` stays as it was.
+
+    Args:
+        durable: also flush the content and the new name to the disk, so that they survive a loss of power.
+
+    Raises:
+        OSError: the disk is full or the file can't be written; the error names `path`, see `disk.naming`.
+    """
+    partial = partial_path(path)
+    with naming(path):
+        try:
+            yield partial
+            if durable:
+                flush(partial)
+            partial.rename(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        if durable:
+            flush(path.parent)
+
+
+@contextmanager
+def replacing_directory(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """Yields an empty directory to write to; at the end it replaces the directory `path`, flushed to the disk.
+
+    Directories can't be exchanged in one operation: a process that is killed between the removal of an old `path` and
+    the renaming leaves none. If the body raises, the partial directory is removed and `path` stays as it was.
+
+    Args:
+        overwrite: False keeps what is in `path` by then, e.g. the result of another process.
+
+    Raises:
+        OSError: the disk is full, a file can't be written, or `path` holds files that must not be overwritten; the
+            error names `path`, see `disk.naming`.
+    """
+    partial = partial_path(path)
+    with naming(path):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            flush_tree(partial)
+            if overwrite:
+                shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)  # replaces an empty directory, and fails on any other
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        flush(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the content of `path` by `text` in UTF-8, flushed to the disk.
+
+    Raises:
+        OSError: as `replacing`.
+    """
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def flush(path: Path) -> None:
+    """Waits until the disk has the content of a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(directory: Path) -> None:
+    """Waits until the disk has everything in a directory, at any depth."""
+    for path in [*directory.rglob("*"), directory]:
+        flush(path)
+
+
+def why_no_file(path: str | Path, *extensions: str) -> str:
+    """What is at `path` in place of a file, for messages: nothing, or a directory with or without such files.
+
+    Args:
+        extensions: of the files that were expected. Example: ".jsonl".
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return "no such file"
+    found = sorted(each.name for each in path.iterdir() if each.is_file() and each.suffix in extensions)
+    if not found:
+        return f"is a directory, and has no {' or '.join(extensions) or 'such'} file in it"
+    return f"is a directory, with {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''} in it"
+
+
+def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        expected: what the file should hold, for messages. Example: "an object with weight_map".
+        fix: what to do about a file that is missing or damaged, for messages. Example: "copy it again".
+
+    Raises:
+        ValueError: the file doesn't exist, isn't JSON, or holds something other than an object.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; expected {expected}: {fix}") from None
+    content = parse_json(data, str(path), expected, fix)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, expected {expected}; {fix}")
+    return content
+
+
+def parse_json(data: str | bytes, where: str, expected: str, fix: str) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Args:
+        where: the file, or the file and its line, for the message.
+        expected, fix: as in `read_json`.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:  # malformed JSON, malformed UTF-8, or brackets nested too deeply
+        raise ValueError(f"{where}: not valid JSON ({error}); expected {expected}: {fix}") from error

@@ -1,0 +1,79 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C make a run finish its step, save and exit. A Ctrl-C after any of them ends it at once.
+
+Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted.
+
+Importing this module does not import torch: the command line asks it about every error, also where torch was not needed
+yet.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from nemo_oprd.runtime import watchdog
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+# exit code of a run that was asked to stop (BSD's EX_TEMPFAIL): no error; the same command resumes
+STOPPED_EXIT_CODE = 75
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The run was asked to stop and has saved; it can resume from there."""
+
+
+class Signals:
+    """Remembers that this process was asked to stop. A context manager; outside the main thread it does nothing.
+
+    Every rank of the world enters it and waits there for the others: a signal to the job must not end a rank whose
+    handlers are not installed yet. If the body raises and a watchdog runs, the handlers stay installed; the watchdog
+    then ends the process should it hang.
+
+    Attributes:
+        received: name of the first signal, None before any. Example: "SIGTERM".
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        import torch.distributed as dist
+
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+        if dist.is_initialized():
+            dist.barrier()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        # A launcher sends SIGTERM to the other ranks as soon as one rank has failed or stopped. The signal must neither
+        # cut off the messages of those ranks nor change their exit codes. The watchdog ends ranks that hang.
+        if kind is None or watchdog.current() is None:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
+        # The kernel handles the next Ctrl-C: Python would wait until the main thread has returned from a collective.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def agree(device: torch.device, *flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Per flag, whether any rank of the group (None: of the world) has set it; the same result on all these ranks.
+
+    Every rank of the group must call this.
+    """
+    import torch
+    import torch.distributed as dist
+
+    merged = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in merged.tolist()]

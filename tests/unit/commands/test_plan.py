@@ -1,0 +1,236 @@
+"""`nemo-oprd plan`: counts of parameters, what does not fit and what does instead, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_configs import LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE, QWEN_1P5B
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from nemo_oprd.cli import main
+from nemo_oprd.commands.plan.activations import layer_bytes, microbatches_in_flight
+from nemo_oprd.commands.plan.alternatives import alternatives, changed
+from nemo_oprd.commands.plan.estimate import Lengths, estimate
+from nemo_oprd.commands.plan.gpus import GPUS, Cluster
+from nemo_oprd.commands.plan.operations import step_bytes, step_flops
+from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
+from nemo_oprd.commands.plan.workload import make_workload
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.layout import Layout
+from nemo_oprd.models import parse_model_spec
+
+FAMILY_CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "phi3": PHI3}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    """Overrides that name two models of which only config.json is there."""
+    for role in ("student", "teacher"):
+        (tmp_path / role).mkdir()
+        (tmp_path / role / "config.json").write_text(json.dumps(QWEN_1P5B))
+    return [f"{role}.hf_path={tmp_path / role}" for role in ("student", "teacher")]
+
+
+def test_the_number_of_parameters_is_that_of_the_published_model() -> None:
+    """DeepSeek-R1-Distill-Qwen-1.5B: 1,777,088,000 parameters, with a head of its own."""
+    assert model_parameters(parse_model_spec(QWEN_1P5B)) == 1_777_088_000
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_stages_hold_the_model_once(name: str) -> None:
+    spec = parse_model_spec(FAMILY_CONFIGS[name])
+    layout = Layout(pipeline=min(3, spec.num_layers))
+    held = sum(stage_parameters(spec, layout, stage).held for stage in range(layout.pipeline))
+    padding = (spec.padded_vocab(1) - spec.vocab_size) * spec.hidden_size
+    copy = spec.padded_vocab(1) * spec.hidden_size if spec.tied_embeddings else padding
+    assert held == model_parameters(spec) + padding + copy
+
+
+def test_what_no_gradient_reaches_is_not_trained() -> None:
+    spec = parse_model_spec(QWEN_1P5B)
+    whole = stage_parameters(spec, Layout(), 0)
+    part = stage_parameters(spec, Layout(), 0, trained_depth=14, trains_norm=False, trains_head=False)
+    head = spec.padded_vocab(1) * spec.hidden_size
+    layers = (whole.held - 2 * head - spec.hidden_size) / 28
+    assert part.held == whole.held == whole.trained
+    assert part.trained == head + 14 * layers
+
+
+def test_counting_the_experts_choices_is_one_more_forward_pass(tmp_path: Path) -> None:
+    """Which a load-balancing loss needs, of a student with experts; the z-loss does not."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+
+    def found(*settings: str) -> tuple[float, float]:
+        models = [f"{role}.hf_path={tmp_path}" for role in ("student", "teacher")]
+        work = make_workload(load_config("verify", [*models, "output=unused", *settings]), prompt=64)
+        return step_flops(work).update, step_bytes(work, Layout(data=2, expert=2)).experts
+
+    plain, balanced = found(), found("student.router_aux_loss=0.1")
+    assert balanced == pytest.approx((4 / 3 * plain[0], 3 / 2 * plain[1])) and plain[1] > 0
+    assert found("student.router_z_loss=0.1") == plain
+
+
+@pytest.mark.parametrize("stage, expected", [(0, 4), (1, 3), (3, 1)])
+def test_microbatches_in_flight_of_1f1b(stage: int, expected: int) -> None:
+    assert microbatches_in_flight(Layout(pipeline=4), stage, 16) == expected
+    assert microbatches_in_flight(Layout(pipeline=4), stage, 2) == min(2, expected)
+    assert microbatches_in_flight(Layout(pipeline=4, virtual_pipeline=2), 0, 16) == 11 / 2
+
+
+def test_activations_shrink_with_the_layout() -> None:
+    spec = parse_model_spec(QWEN_1P5B)
+    alone, split, sequence = (
+        layer_bytes(spec, Layout(tensor=t, sequence=s), 2, transformer_engine=True).kept
+        for t, s in ((1, False), (2, False), (2, True))
+    )
+    assert sequence < split < alone < 2 * sequence + 4 * 2 * spec.head_dim
+
+
+def plan(pair: list[str], ranks: int, *settings: str, gpu: str = "h100") -> Any:
+    return estimate(load_config("oprd_1p5b", [*pair, *settings]), Cluster(ranks, GPUS[gpu]))
+
+
+def test_memory_of_the_recipe(pair: list[str]) -> None:
+    """By hand: 2 bytes of weight, 4 of gradient and 12 / 4 of optimizer for the trained half of a tensor rank.
+
+    The head is not trained, and is padded to 152,064 rows like the embedding (a multiple of 128 per tensor rank).
+    """
+    found = plan(pair, 8, "student.parallel.tensor=2")
+    embedding = 152_064 * 1536 // 2
+    per_layer = (1536 * (1536 + 512) + 1536 * 1536 + 3 * 1536 * 8960 + 2048) // 2 + 2 * 1536
+    held = 2 * embedding + 28 * per_layer + 1536
+    always = found.kinds[0].memory.always
+    assert always["weights"] == 2 * held
+    assert always["gradients"] == 4 * (held - embedding)
+    assert always["optimizer"] == 12 * (held - embedding) / 4
+    assert not found.problems
+    assert len(found.kinds) == 1
+
+
+def test_longer_responses_are_in_the_seconds_and_not_in_the_memory(pair: list[str]) -> None:
+    config = load_config("oprd_1p5b", pair)
+    short, long = (estimate(config, Cluster(8, GPUS["h100"]), Lengths(response=tokens)) for tokens in (1000, 16384))
+    assert short.kinds[0].memory == long.kinds[0].memory
+    assert short.seconds["update"] < long.seconds["update"] / 4
+
+
+def test_what_does_not_fit_has_alternatives_that_do(pair: list[str]) -> None:
+    """All activations of a pack of 18,432 tokens are above 80 GB at TP1; recomputation or a layout makes room."""
+    settings = ["student.recompute=none", "train.tokens_per_microbatch=36864"]
+    found = plan(pair, 8, *settings)
+    assert len(found.problems) == 1
+    assert "phase 'update'" in found.problems[0]
+    assert "H100" in found.problems[0]
+    config = load_config("oprd_1p5b", [*pair, *settings])
+    cluster = Cluster(8, GPUS["h100"])
+    near = alternatives(config, cluster, Lengths())
+    assert near
+    assert {"student.recompute": "full"} in [each.changes for each in near]
+    for each in near:
+        assert not estimate(changed(config, each.changes), cluster).problems
+        written = load_config("oprd_1p5b", [*pair, *settings, *each.arguments.split()])
+        assert written == changed(config, each.changes)
+
+
+def test_nothing_fits_in_too_few_gpus(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["rollout.max_new_tokens=131000", "data.max_prompt_tokens=8", "train.tokens_per_microbatch=1048576"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config-name", "oprd_1p5b", "--ranks", "1", *pair, *settings, "student.recompute=none"])
+    assert ended.value.code == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_server_that_holds_no_response_is_named(pair: list[str]) -> None:
+    found = plan(pair, 8, "rollout.engine=vllm", "rollout.vllm.gpu_memory_utilization=0.08")
+    assert len(found.problems) == 2  # in training, and in the evaluation
+    assert "rollout.vllm.gpu_memory_utilization=0.08" in found.problems[0]
+    dedicated = plan(pair, 9, "rollout.engine=vllm", "rollout.vllm.placement=dedicated")
+    assert dedicated.student.size == 8
+    assert "vLLM server" not in dedicated.kinds[0].memory.phases["rollout"]
+
+
+def test_the_pipeline_waits(pair: list[str]) -> None:
+    """(P - 1) / (m + P - 1) with 4 stages; 16 responses at 2 data-parallel ranks are 8 microbatches."""
+    found = plan(pair, 8, "student.parallel.pipeline=4")
+    assert found.bubbles["student"] == pytest.approx(3 / 11)
+    assert len(found.kinds) == 4
+
+
+def test_the_command(pair: list[str], tmp_path: Path) -> None:
+    """Without torch, in a fresh process; the JSON has the numbers of the text."""
+    file = tmp_path / "plan.json"
+    arguments = ["plan", "--config-name", "oprd_1p5b", "--ranks", "16", "--json", str(file), *pair]
+    script = f"import sys; from nemo_oprd.cli import main; main({arguments!r}); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["fits"]
+    assert f"it fits: {found['memory'][0]['peak'] / 1e9:.1f} GB" in done.stdout
+    assert found["parameters"]["student"] == 1_777_088_000
+    assert sum(found["seconds"].values()) == pytest.approx(found["step_seconds"])
+
+
+def test_the_page_has_the_table_of_today() -> None:
+    from benchmarks.plan_table import table
+
+    page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    assert "\n".join(table()) in page, "run `python -m benchmarks.plan_table` and copy its table"
+
+
+def test_the_table_has_the_sizes_of_the_scripts() -> None:
+    from benchmarks.plan_table import RECIPES
+
+    scripts = Path(__file__).parents[3] / "scripts"
+    for recipe, (_, _, sizes) in RECIPES.items():
+        script = scripts / f"{recipe}.sh"
+        text = script.read_text().replace("\\\n", " ")
+        if "exec bash scripts/bridge_qwen3_4b_to_1p7b.sh" in text:
+            text = (scripts / "bridge_qwen3_4b_to_1p7b.sh").read_text()
+        assert re.search(r"(?<=[ (])" + r" +".join(map(re.escape, sizes)) + r"(?=[ )])", text), recipe
+
+
+def test_the_recipe_with_experts_fits_two_to_eight_nodes(tmp_path: Path) -> None:
+    """The number of parameters is that of transformers' model; the engine's responses fit beside the trainer."""
+    from benchmarks.plan_table import SHAPES, planned, write_models
+
+    write_models(tmp_path / "models")
+    shape = SHAPES["Qwen3-30B-A3B"]
+    with torch.device("meta"):
+        theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: v for key, v in shape.items() if key != "model_type"}))
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    assert model_parameters(parse_model_spec({"rope_theta": 10000, **shape})) == count
+    peaks = []
+    for nodes in (2, 4, 8):
+        found = planned("oprd_qwen3_30b_a3b", tmp_path / "models", nodes, "vllm")
+        assert not found.problems, (nodes, found.problems)
+        peaks.append(found.kinds[0].memory.peak)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--ranks", "0"], "expected a whole number of at least 1"),
+        (["--ranks", "8", "--gpu", "tpu"], "--gpu tpu: expected one of a100, b200, h100, h200"),
+        ([], "--ranks"),
+    ],
+)
+def test_wrong_arguments(pair: list[str], capsys: pytest.CaptureFixture[str], arguments: list, message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config-name", "oprd_1p5b", *arguments, *pair])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_divide_the_ranks_is_said(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config-name", "oprd_1p5b", "--ranks", "6", *pair, "student.parallel.tensor=4"])
+    assert ended.value.code == 2
+    assert "does not divide the 6 rank(s)" in capsys.readouterr().err

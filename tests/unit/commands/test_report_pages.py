@@ -1,0 +1,332 @@
+"""The report's evaluations, settings, costs, responses and tokens: against the files that they come from."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+from report_runs import PROBLEMS, TOKENS, make_run
+
+from nemo_oprd.cli import main
+from nemo_oprd.commands.report import command
+from nemo_oprd.commands.report import page as pages
+from nemo_oprd.commands.report.numbers import interval, number, signed
+from nemo_oprd.commands.report.page import write_report
+from nemo_oprd.commands.report.panels import training_minutes
+from nemo_oprd.commands.report.tokens import token_panel
+from nemo_oprd.evaluation.set_metrics import MEANINGS
+from nemo_oprd.observability.run_reader import read_run
+
+pytest.importorskip("matplotlib")
+MINUS = "\N{MINUS SIGN}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two graded runs; the second learned less, with another learning rate."""
+    root = tmp_path_factory.mktemp("runs")
+    made = [make_run(root / "a"), make_run(root / "b", seed=1, learned=0.5, lr=3e-4)]
+    for run in made:
+        main(["grade", str(run), "--judge", "text"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report(runs, tmp_path_factory.mktemp("out") / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of `page` are drawn; tests that write pages of their own look at what is beside them."""
+    monkeypatch.setattr(pages, "svg", lambda *arguments: "<svg></svg>")
+
+
+def section(page: str, heading: str) -> str:
+    """The section with this heading, or the part of one that begins with it."""
+    (found,) = re.findall(rf"<h2>{heading}.*?(?=<h2>|</section>)", page, flags=re.DOTALL)
+    return str(found)
+
+
+def rows(part: str) -> list[list[str]]:
+    """The texts of the cells of every row."""
+    texts = [
+        re.findall(r"<td[^>]*>(.*?)</td>", row, flags=re.DOTALL) for row in re.findall(r"<tr>.*?</tr>", part, re.S)
+    ]
+    return [
+        [html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", cell))).strip() for cell in row] for row in texts
+    ]
+
+
+def test_intervals_are_those_of_the_evaluations(runs: list[Path], page: str) -> None:
+    table = rows(section(page, "Validation"))
+    kept = [json.loads((runs[0] / "evaluations" / f"step_000000{i}" / "evaluation.json").read_text()) for i in (0, 6)]
+    first, last = (interval("avg@2", each["val/sums/avg@2/ci"]) for each in kept)
+    assert first != last and first.startswith("[")
+    assert table[1][2] == f"30.0 % → 80.0 % {first} → {last} 83 % of the gap closed"
+    teacher = json.loads((runs[0] / "evaluations" / "teacher" / "evaluation.json").read_text())
+    assert interval("avg@2", teacher["val/sums/avg@2/ci"]) in table[-1][2]
+
+
+def test_paired_differences_are_those_of_grade(runs: list[Path], page: str) -> None:
+    """Last minus first as `nemo-oprd grade` wrote it, last minus teacher, and one run minus the other."""
+    table = rows(section(page, "Paired differences"))[1:]
+    heads = re.findall(r'<th class="number">(.*?)</th>', section(page, "Paired differences"))
+    assert heads == ["avg", "best@2", "maj@2", "avg_len", "truncated", "no_answer", "dist_4g"]
+    assert [row[1] for row in table] == [
+        "a after step 6 minus before training",
+        "a after step 6 minus teacher",
+        "b after step 6 minus before training",
+        "b after step 6 minus teacher",
+        "b after step 6 minus a after step 6",
+    ]
+    written = json.loads((runs[0] / "evaluations" / "step_0000006" / "differences.json").read_text())
+    for column, metric in enumerate(heads):
+        low, high = (signed(metric, value) for value in written[f"val/sums/{metric}/ci"])
+        assert table[0][2 + column] == f"{signed(metric, written[f'val/sums/{metric}'])} [{low}, {high}]"
+    assert table[0][2].startswith("+50.0 ") and table[4][2].startswith(f"{MINUS}30.0 ")
+    colours = re.findall(r'<span class="(better|worse|other|)">', section(page, "Paired differences"))
+    of_row = len(heads)
+    assert colours[0] == "better" and colours[4 * of_row] == "worse"
+    assert colours[of_row - 2] == ""  # no_answer: 0 in both
+
+
+def test_subjects(page: str) -> None:
+    table = rows(section(page, "By subject and level"))[1:]
+    assert [row[1:3] for row in table][:2] == [["sums/subject/even", "20"], ["sums/subject/odd", "20"]]
+    assert all(re.fullmatch(r"[\d.]+\s% \[[\d.]+, [\d.]+\]", cell) for row in table for cell in row[3:])
+
+
+def test_evaluations_that_differ_are_not_compared(runs: list[Path], tmp_path: Path) -> None:
+    other = make_run(tmp_path / "c", seed=2)
+    main(["grade", str(other), "--judge", "text"])
+    for file in ("generations", "grades"):
+        lines = (
+            (other / "evaluations" / "step_0000006" / file / "sums.jsonl")
+            .read_text()
+            .replace('"answer": "3"', '"answer": "4"')
+        )
+        (other / "evaluations" / "step_0000006" / file / "sums.jsonl").write_text(lines)
+    page = write_report([runs[0], other], tmp_path / "report.html").read_text()
+    notes = [row[2] for row in rows(section(page, "Paired differences"))[1:] if row[2].startswith("not compared")]
+    assert len(notes) == 3 and "problem 0 has the answer '4'" in notes[0]
+
+
+def test_differing_settings(page: str) -> None:
+    table = {row[0]: row[1:] for row in rows(section(page, "Settings that differ"))[1:]}
+    assert table == {
+        "train.lr": ["0.0001", "0.0003"],
+        "environment.packages.torch": ["2.9", "2.10"],
+    }
+
+
+def test_one_run_differs_from_nothing(runs: list[Path], tmp_path: Path) -> None:
+    assert "Settings that differ" not in write_report(runs[:1], tmp_path / "report.html").read_text()
+
+
+def test_where_time_went(runs: list[Path], page: str) -> None:
+    """Phases and the rest add up to the time between the first and the last line."""
+    part = section(page, "Where time and memory went")
+    run = read_run(runs[0], "a")
+    assert training_minutes(run)[6] == pytest.approx(6 * 15.0 / 60)
+    texts = [html.unescape(text) for text in re.findall(r"<dd>(.*?)</dd>", part)]
+    assert texts[:4] == [
+        "2.2 %: 9 s, 1.5 s per step", "4.5 %: 18 s, 3 s per step", "6.8 %: 27 s, 4.5 s per step",
+        "9.0 %: 36 s, 6 s per step",
+    ]  # fmt: skip
+    assert texts[4] == "77.5 %: 5 min 10 s" and texts[5] == "6 min 40 s"
+    assert texts[6:9] == ["3.6 GB", "0.25 GB", "126.5 tokens/s"]
+    shares = [float(share) for share in re.findall(r"flex:([\d.]+)", part)]
+    assert sum(shares[: len(shares) // 2]) == pytest.approx(1, abs=1e-4)
+
+
+def test_responses_before_and_after(page: str) -> None:
+    part = re.findall(r"<section><h2>Responses on sums.*?</section>", page, flags=re.DOTALL)
+    assert len(part) == 2  # one per run
+    samples = re.findall(r'<article class="sample(.*?)">(.*?)</article>', part[0], flags=re.DOTALL)
+    kinds = [classes.replace("is-", "").split() for classes, _ in samples]
+    assert sum("wrong" in kind for kind in kinds) == 6  # of 8: problems 32 to 39
+    assert sum("changed" in kind for kind in kinds) == 6
+    assert sum("truncated" in kind for kind in kinds) >= 3
+    assert f"{len(samples)} of {PROBLEMS} problems" in part[0]
+    first = samples[0][1]
+    assert first.count("<dt>") == 4  # the answer, before, after, teacher
+    assert re.search(r"before training.*after step 6.*teacher", first, flags=re.DOTALL)
+
+
+def test_prompts_are_decoded_with_the_run_s_tokenizer(runs: list[Path], tmp_path: Path) -> None:
+    from nemo_oprd.commands.toy import task
+
+    text = write_report(runs[:1], tmp_path / "without.html").read_text()
+    assert "a prompt of 3 tokens" in text
+    run = make_run(tmp_path / "with")
+    main(["grade", str(run), "--judge", "text"])
+    (run / "hf").mkdir()
+    task.write_tokenizer(run / "hf")
+    expected = task.ALPHABET[5 - 3] + task.ALPHABET[6 - 3] + task.ALPHABET[7 - 3]
+    assert f"<h3>{expected}</h3>" in write_report([run], tmp_path / "with.html").read_text()
+
+
+def test_tokens(runs: list[Path], page: str) -> None:
+    part = re.findall(r"<section><h2>Tokens of training responses.*?</section>", page, flags=re.DOTALL)[0]
+    articles = re.findall(r'<article class="sample(.*?)">(.*?)</article>', part, flags=re.DOTALL)
+    assert [classes.split() for classes, _ in articles[:4]] == [
+        ["is-wrong"],
+        ["is-wrong", "is-truncated"],
+        ["is-right"],
+        ["is-right", "is-largest"],
+    ]
+    assert ["step 1" in body for _, body in articles] == [True] * 4 + [False] * 4
+    (line, *_), body = (
+        (json.loads(text) for text in (runs[0] / "rollouts" / "token_metrics_0000001.jsonl").open()),
+        articles[0][1],
+    )
+    spans = re.findall(r'<span(?: class="([^"]*)")?(?: title="([^"]*)")?>(.*?)</span>', body, flags=re.DOTALL)
+    spans = spans[-TOKENS:]
+    assert [html.unescape(text).replace("⏎", "") for *_, text in spans] == line["tokens"]
+    assert "cosine" not in spans[0][1] and f"KL {line['kl'][0]:.3g}" in spans[0][1]  # no row of the representation
+    assert f"cosine {line['cosine'][5]:.3g}, representation loss {line['rep_loss'][5]:.3g}" in spans[5][1]
+
+
+def test_levels_rise_with_the_distance(runs: list[Path]) -> None:
+    panel = token_panel(0, read_run(runs[0], "a"))
+    assert panel is not None and [scale.measure.name for scale in panel.scales] == [
+        "cosine",
+        "rep_loss",
+        "kl",
+        "log_ratio",
+    ]
+    cosine, loss, kl, _ = panel.scales
+    assert [cosine.level(value) for value in (1.0, 0.5, None)] == [0, 8, 0]
+    assert loss.level(1e-9) == 0 and loss.level(1e9) == 8 and kl.level(0.0) == 0
+    low, high = (float(value) for value in cosine.ends)
+    assert low > high and cosine.level((low + high) / 2) == 4
+
+
+def test_long_responses_are_cut_in_the_middle(runs: list[Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long")
+    file = run / "rollouts" / "token_metrics_0000006.jsonl"
+    line = {"step": 6, "token_ids": list(range(1600)), "kl": [0.1] * 1600}
+    file.write_text(json.dumps(line) + "\n")
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert (
+        "… 100 tokens …" in page
+        and ">499 </span><em>" in page
+        and ">600 </span>" in page
+        and ">550 </span>" not in page
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not valid JSON"),
+        ('{"step": 6}', "no token_ids or step"),
+        ('{"step": 6, "token_ids": [1, 2], "kl": [0.5]}', "columns of other lengths than token_ids"),
+    ],
+)
+def test_damaged_values_per_token(tmp_path: Path, line: str, message: str) -> None:
+    run = make_run(tmp_path / "a")
+    (run / "rollouts" / "token_metrics_0000006.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=rf"token_metrics_0000006\.jsonl, line 1.*{message}"):
+        write_report([run], tmp_path / "report.html")
+
+
+def test_an_unfinished_run_refreshes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=4)
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert '<meta http-equiv="refresh" content="30">' in page and "4 of 6, unfinished" in page
+    metrics = run / "metrics.jsonl"
+    for step in (5, 6):
+        metrics.write_text(metrics.read_text() + json.dumps({"step": step, "time": 2000.0, "rep/loss": 0.1}) + "\n")
+    assert read_run(run, "a").unfinished  # the evaluation after the last step is missing
+    metrics.write_text(metrics.read_text() + json.dumps({"step": 6, "time": 2100.0, "val/sums/avg@2": 0.5}) + "\n")
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert "refresh" not in page and "unfinished" not in page
+
+
+def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page is written until the run is finished, the last time after its last line."""
+    run = make_run(tmp_path / "a", steps=5)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        lines = [{"step": 6, "time": 2000.0, "rep/loss": 0.1}, {"step": 6, "time": 2100.0, "val/sums/avg@2": 0.5}]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(lines[len(waits) - 1]) + "\n")
+
+    monkeypatch.setattr(command.time, "sleep", wait)
+    command.report([str(run)], None, 7.0)
+    assert waits == [7.0, 7.0] and capsys.readouterr().out == f"{run / 'report.html'}\n"
+    assert "refresh" not in (run / "report.html").read_text()
+    with pytest.raises(ValueError, match="--follow 0.0: expected seconds above 0"):
+        command.report([str(run)], None, 0.0)
+
+
+def test_the_commands_of_its_page(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
+    lines = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)[0].splitlines()
+    (tmp_path / "runs").mkdir()
+    for run in runs:
+        (tmp_path / "runs" / run.name).symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        main(line.partition("#")[0].split()[1:])
+    assert len(lines) == 3 and (runs[0] / "report.html").exists() and (tmp_path / "runs" / "compare.html").exists()
+
+
+def test_accuracy_over_time_and_entropies(page: str) -> None:
+    figures = dict(re.findall(r"<figcaption><h3>(.*?)</h3><p>(.*?)</p>", page))
+    assert figures["Accuracy on sums over time"].endswith("circle area: peak memory (3.6 GB, 3.6 GB)")
+    legend = re.search(r"<h3>Entropies</h3>.*?</figcaption>", page, flags=re.DOTALL)
+    assert legend and re.findall(r"</i><bdi>(.*?)</bdi></span>", legend[0]) == [
+        "a, student",
+        "a, teacher",
+        "b, student",
+        "b, teacher",
+    ]
+    for title in ("Policy-gradient loss", "Top-k overlap", "KL of student from teacher", "Peak memory"):
+        assert title in figures
+
+
+def test_a_bridge_has_its_curve(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    (run / "bridge").mkdir()
+    curves = {name: {"cosine": {"2": value, "8": value / 2}} for name, value in (("bridge", 0.8), ("before", 0.1))}
+    (run / "bridge" / "bridge.json").write_text(json.dumps({"report": {"layers": {"1:2": {"curves": curves}}}}))
+    assert "<h3>Cosine similarity by rank</h3>" in write_report([run], tmp_path / "report.html").read_text()
+    (run / "bridge" / "bridge.json").write_text("{")
+    assert "Cosine similarity by rank" not in write_report([run], tmp_path / "report.html").read_text()
+
+
+def test_numbers() -> None:
+    assert number("val/x/pass@2", 0.125) == "12.5\N{NO-BREAK SPACE}%" and number("val/x/avg_len", 1234.5) == "1,234"
+    assert interval("val/x/maj@4", [0.1, 0.25]) == "[10.0, 25.0]" and interval("x", None) == ""
+    assert signed("avg", -0.125) == f"{MINUS}12.5" and signed("avg_len", 3.25) == "+3.25"
+    assert pages.REFRESH_S > 0
+
+
+def test_every_column_has_its_meaning_in_plain_sight(page: str) -> None:
+    """Beside the tables, not behind a pointer that hovers; one line for the names of one metric."""
+    validation = section(page, "Validation")
+    listed = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html.unescape(validation)))
+    columns = set(re.findall(r'<th class="number">(.*?)</th>', validation + section(page, "Paired differences")))
+    assert {name for names in listed for name in names.split(", ")} == columns
+    assert listed["avg, avg@2"] == MEANINGS["avg"]
+    assert set(listed.values()) <= set(MEANINGS.values())
+
+
+def test_a_metric_without_a_value_is_no_zero_and_no_earlier_value(tmp_path: Path) -> None:
+    """Responses of fewer than four words have no diversity: the table says so at the evaluation that has none."""
+    run = make_run(tmp_path / "a")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[0] |= {"val/sums/dist_4g": 0.5}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+    student, teacher = rows(section(page, "Validation"))[1:]
+    assert student[-1] == "0.500 → - (no response has 4 words)" and teacher[-1] == "- (no response has 4 words)"
+    assert student[3] == "9 → 8" and teacher[3] == "", "only diversity may lack a value"

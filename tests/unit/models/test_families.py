@@ -1,0 +1,112 @@
+"""Reading HF configs: both spellings, and refusal of what isn't supported; weight forms are inverses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from family_configs import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
+
+from nemo_oprd.models import FAMILIES, parse_model_spec
+from nemo_oprd.models.architecture import ModelSpec
+from nemo_oprd.models.families.moe import fused_name
+
+
+def test_qwen2() -> None:
+    spec = parse_model_spec(QWEN2)
+    assert (spec.head_dim, spec.qkv_bias, spec.qk_norm, spec.dtype) == (8, True, False, "bfloat16")
+    assert spec.torch_dtype is torch.bfloat16
+
+
+def test_qwen3_head_dim_is_its_own() -> None:
+    spec = parse_model_spec(QWEN3)
+    assert (spec.head_dim, spec.qkv_bias, spec.qk_norm, spec.proj_bias) == (16, False, True, False)
+    assert parse_model_spec({**QWEN3, "attention_bias": True}).proj_bias
+
+
+def test_both_spellings_of_rope() -> None:
+    new = {k: v for k, v in QWEN3.items() if k != "rope_theta"}
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    assert parse_model_spec(new) == parse_model_spec(QWEN3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'original_max_position_embeddings'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "'factor'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_key_value_heads": 4}, "not a multiple"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"model_type": "gpt2"}, "'gpt2'"),
+    ],
+)
+def test_refusals_name_what_is_wrong(change: dict, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_model_spec({**QWEN2, **change}, "dir/config.json")
+    assert message in str(error.value)
+    assert "dir/config.json" in str(error.value)
+
+
+def test_unused_sliding_window_is_fine() -> None:
+    assert parse_model_spec({**QWEN2, "use_sliding_window": True, "max_window_layers": 3})
+
+
+def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(spec.hf_config)))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if spec.experts is None:
+        return shapes
+    # transformers fuses experts in memory; their tensors on disk are those of `save_pretrained`
+    apart = {}
+    for mapping in FAMILIES[spec.model_type].param_mappings(spec):
+        for name in mapping.hf:
+            held, expert, half = fused_name(name)
+            shape = shapes[held] if expert is None else shapes[held][1:]
+            apart[name] = shape if half is None else (shape[0] // 2, *shape[1:])
+    assert {fused_name(name)[0] for name in apart} == set(shapes)
+    return apart
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN2,
+        {**QWEN2, "tie_word_embeddings": True},
+        QWEN3,
+        {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
+        LLAMA,
+        {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+        PHI3,
+        {**PHI3, "tie_word_embeddings": True, "num_key_value_heads": None},
+        QWEN3_MOE,
+        MIXTRAL,
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_rules_cover_the_hf_model_and_forms_are_inverse(config: dict, size: int) -> None:
+    """Every parameter of transformers' model is made by exactly one rule; shard/unshard and join/split_to_hf invert."""
+    spec = parse_model_spec(config)
+    shapes = _hf_shapes(spec)
+    rules = FAMILIES[spec.model_type].param_mappings(spec)
+    names = [name for rule in rules for name in rule.hf]
+    assert sorted(names) == sorted(shapes)
+    generator = torch.Generator().manual_seed(0)
+    for rule in rules:
+        tensors = [torch.randn(shapes[name], generator=generator) for name in rule.hf]
+        joined = rule.form.join(tensors, spec)
+        shards = [rule.form.shard(joined, rank, size, spec) for rank in range(size)]
+        again = rule.form.split_to_hf(rule.form.unshard(shards, spec), spec)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
+        if rule.form.axis is not None:
+            assert len({tuple(shard.shape) for shard in shards}) == 1

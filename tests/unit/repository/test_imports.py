@@ -1,0 +1,105 @@
+"""The import order of the packages, and of the modules inside them; `--help` imports nothing heavy.
+
+An import counts wherever it stands: inside a function or under TYPE_CHECKING, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3] / "nemo_oprd"
+# Lowest first. A room is a package or a loose file; its modules import from their own room and from earlier lines.
+ORDER = [
+    ("runtime", "layout", "losses"),
+    ("models",),
+    ("data", "batch"),
+    ("config",),
+    ("models.megatron", "bridge"),
+    ("models.megatron_bridge",),
+    ("models.weights",),
+    ("distillation",),
+    ("checkpointing",),
+    ("rollout",),
+    ("observability",),
+    ("evaluation",),
+    ("setup",),
+    ("train",),
+    ("nemo",),
+    ("commands.plan", "commands.report", "commands.toy"),
+    ("commands.doctor", "commands.fit_bridge", "commands.from_nemo_rl"),
+    ("commands",),
+    ("cli",),
+    ("recipes",),
+    ("__main__",),
+]
+RANK = {name: rank for rank, line in enumerate(ORDER) for name in line}
+FILES = {
+    ".".join(("nemo_oprd", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): file
+    for file in sorted(ROOT.rglob("*.py"))
+    if file != ROOT / "__init__.py"
+}
+
+
+def imports(file: Path) -> set[str]:
+    """Modules of this project that a file imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_oprd"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in FILES else str(node.module))
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.startswith("nemo_oprd"))
+    return found & set(FILES)
+
+
+def room(module: str) -> str:
+    """The longest name in ORDER that a module stands under."""
+    parts = module.split(".")[1:]
+    inner = ".".join(parts[:2])
+    return inner if inner in RANK else parts[0]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_rooms_import_from_lower_rooms_only(module: str) -> None:
+    assert room(module) in RANK, f"{room(module)} has no place in the import order"
+    for other in imports(FILES[module]):
+        if room(other) != room(module):
+            assert RANK[room(other)] < RANK[room(module)], f"{module} imports {other}, which comes later"
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    """Inside packages, too: `static_order` raises CycleError, which names the circle."""
+    graph = {module: imports(file) - {module} for module, file in FILES.items()}
+    assert set(TopologicalSorter(graph).static_order()) == set(FILES)
+
+
+def test_few_loose_files() -> None:
+    assert len(list(ROOT.glob("*.py"))) <= 8
+
+
+def test_losses_know_neither_config_nor_megatron() -> None:
+    for module, file in FILES.items():
+        if room(module) == "losses":
+            assert {room(other) for other in imports(file)} <= {"losses"}
+
+
+def test_only_one_module_asks_global_parallel_state() -> None:
+    asking = [module for module, file in FILES.items() if "parallel_state" in file.read_text()]
+    assert asking == ["nemo_oprd.models.megatron.parallel"]
+
+
+def test_help_is_light() -> None:
+    code = "import sys, nemo_oprd.cli as c\ntry:\n c.main(['--help'])\nexcept SystemExit: pass\n"
+    code += (
+        "heavy = {'torch', 'transformers', 'megatron', 'hydra', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "verify" in result.stdout

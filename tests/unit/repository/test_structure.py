@@ -1,0 +1,49 @@
+"""The size of files, functions and classes, and that no test module is imported; test_imports.py has the packages."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+DIRECTORIES = ("nemo_oprd", "checkpoint_tools", "benchmarks", "tests")
+FILES = [file for directory in DIRECTORIES for file in sorted((ROOT / directory).rglob("*.py"))]
+FILE_LINES, FUNCTION_LINES, CLASS_LINES = 450, 70, 250
+
+
+def too_long(name: str, source: str) -> Iterator[str]:
+    """What of a file is longer than allowed, as "file" or "file: definition", decorators not counted."""
+    if len(source.splitlines()) > FILE_LINES:
+        yield name
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            limit = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
+            if node.end_lineno - node.lineno + 1 > limit:
+                yield f"{name}: {node.name}"
+
+
+def test_limits() -> None:
+    assert len(FILES) > 200
+    found = {long for file in FILES for long in too_long(file.relative_to(ROOT).as_posix(), file.read_text())}
+    assert found == set(), f"over {FILE_LINES} (file), {FUNCTION_LINES} (function), {CLASS_LINES} (class)"
+
+
+def test_the_limits_are_seen() -> None:
+    function = "def f():\n" + "    x = 1\n" * FUNCTION_LINES
+    method = "class C:\n" + "    x = 1\n" * (CLASS_LINES - 1) + "    async def g(self):\n" + "        y = 1\n" * 69
+    assert list(too_long("a.py", function)) == ["a.py: f"]
+    assert list(too_long("a.py", function.removesuffix("    x = 1\n"))) == []
+    assert list(too_long("a.py", method)) == ["a.py: C"]
+    assert list(too_long("a.py", "x = 1\n" * (FILE_LINES + 1))) == ["a.py"]
+
+
+def test_no_test_module_is_imported() -> None:
+    """What tests share is in modules that hold no tests: importing a test module would collect its tests twice."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported = [name for name in names if name.split(".")[-1].startswith("test_")]
+            assert not imported, f"{file.relative_to(ROOT)} imports {imported}; move what it shares"

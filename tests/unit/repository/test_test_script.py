@@ -1,0 +1,115 @@
+"""`scripts/test.sh`: which tests each level asks pytest for, and what its exit status says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium or npm"
+
+
+def run(
+    directory: Path, *arguments: str, pytest_status: int = 0, mypy_status: int = 0, other_status: int = 0
+) -> tuple[int, list[str]]:
+    """The script's exit status and the commands that it ran, in a copy where each command only writes itself down."""
+    scripts, programs = directory / "scripts", directory / "programs"
+    scripts.mkdir()
+    programs.mkdir()
+    shutil.copy(ROOT / "scripts" / "test.sh", scripts)
+    (scripts / "test_other_python.sh").write_text(f'echo other >>"{directory}/ran"\nexit {other_status}\n')
+    (scripts / "environment.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    for name, status in (("ruff", 0), ("mypy", mypy_status), ("python", pytest_status)):
+        (programs / name).write_text(f'#!/bin/bash\n(IFS="|"; echo "{name}|$*") >>"{directory}/ran"\nexit {status}\n')
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(scripts / "test.sh"), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return ended.returncode, (directory / "ran").read_text().splitlines()
+
+
+BESIDE = [
+    f"tests/functional/test_{name}.py"
+    for name in ("bad_inputs", "doctor", "nemo_rl", "prune_layers", "safe_unpickling", "vllm_engine")
+]
+DEFAULT = (
+    "|".join(["tests/functional", *(f"--ignore={file}" for file in BESIDE)]),
+    "|".join(["tests/unit", "tests/e2e", *BESIDE]),
+)
+INTEGRATION = ("vllm and not slurm", f"({SERVICES}) and not (vllm and not slurm)")
+CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
+        (["--all"], [*CHECKS, "python|-m|pytest"]),
+        (["--integration"], [*(f"python|-m|pytest|-m|{lane}" for lane in INTEGRATION), "other"]),
+        (["--integration", "-x"], [f"python|-m|pytest|-m|{SERVICES}|-x"]),
+        (["tests/unit", "-x"], [*CHECKS, "python|-m|pytest|tests/unit|-x"]),
+        (["--all", "-k", "golden"], [*CHECKS, "python|-m|pytest|-k|golden"]),
+    ],
+)
+def test_levels(tmp_path: Path, arguments: list[str], expected: list[str]) -> None:
+    status, ran = run(tmp_path, *arguments)
+    assert status == 0
+    two_lanes = arguments in ([], ["--integration"])
+    assert sorted(ran) == sorted(expected) if two_lanes else ran == expected
+    assert ran[:2] == expected[:2] or "--integration" in arguments
+
+
+def test_the_default_runs_all_folders(pytestconfig: pytest.Config) -> None:
+    folders = {file.parent.relative_to(ROOT).parts[1] for file in (ROOT / "tests").rglob("test_*.py")}
+    asked = [folder for lane in DEFAULT for folder in lane.split("|")]
+    assert {f"tests/{folder}" for folder in folders} == {each for each in asked if "test_" not in each}
+
+
+def test_files_of_the_other_lane_are_in_one_lane() -> None:
+    """Each is left out of the first lane and asked for in the second, and is there."""
+    for file in BESIDE:
+        assert (ROOT / file).is_file()
+        assert [lane.count(file) for lane in DEFAULT] == [1, 1]
+        assert f"--ignore={file}" in DEFAULT[0] and f"--ignore={file}" not in DEFAULT[1]
+
+
+def test_a_type_error_fails_the_script(tmp_path: Path) -> None:
+    """It is found beside the functional tests, and nothing else of its lane runs."""
+    status, ran = run(tmp_path, mypy_status=1)
+    assert status == 1
+    assert [line for line in ran if line.startswith("python")] == [
+        f"python|-m|pytest|-m|not (slow or {SERVICES})|{DEFAULT[0]}"
+    ]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all"], ["--integration"], ["tests/unit"]])
+def test_a_failed_test_fails_the_script(tmp_path: Path, arguments: list[str]) -> None:
+    assert run(tmp_path, *arguments, pytest_status=1)[0] == 1
+
+
+def test_a_failure_under_the_other_python_fails_the_script(tmp_path: Path) -> None:
+    assert run(tmp_path, "--integration", other_status=1)[0] == 1
+
+
+def test_tests_of_the_other_python_exist() -> None:
+    """All files that scripts/test_other_python.sh names; a mistake would be an error of the long run only."""
+    text = (ROOT / "scripts" / "test_other_python.sh").read_text()
+    groups = re.findall(r"tests/(\w+)/test_\{([\w,]+)\}\.py", text)
+    files = [ROOT / "tests" / folder / f"test_{name}.py" for folder, names in groups for name in names.split(",")]
+    assert len(files) > 10 and all(file.is_file() for file in files), files
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--integration"], 0), ([], 5), (["--all"], 5), (["-k", "x"], 5)])
+def test_no_test_found(tmp_path: Path, arguments: list[str], status: int) -> None:
+    """Pytest's status 5: a checkout may have no integration tests; anywhere else the selection is a mistake."""
+    assert run(tmp_path, *arguments, pytest_status=5)[0] == status
+
+
+def test_each_test_of_a_level_is_marked(pytestconfig: pytest.Config) -> None:
+    known = {line.split(":")[0] for line in pytestconfig.getini("markers")}
+    assert {"slow", *SERVICES.split(" or ")} <= known

@@ -1,0 +1,146 @@
+"""A mistake that the configuration and the models' config.json show is reported before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.models.checkpoint_directory import check_torch_dist
+from nemo_oprd.setup.preflight import preflight
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+# The command line as `python -m nemo_oprd` runs it; at exit the modules that a mistake must not have waited for.
+WRAPPER = """
+import atexit, sys
+heavy = ("torch", "megatron", "transformers", "numpy")
+atexit.register(lambda: print("imported:", *[name for name in heavy if name in sys.modules]))
+from nemo_oprd.cli import main
+main(sys.argv[1:])
+"""
+PAIR = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'teacher'}"]
+PROMPTS, SET, RECORDED = "data.train=x", "data.validation.x=x", "rollout.replay=x"  # which nobody looks at
+HEADS = "student.parallel.tensor=3 does not divide the model's 4 attention heads"
+
+
+def run(command: str, *overrides: str, ranks: int = 1) -> str:
+    """The error line of a command that must end with status 2, in a process of its own, without heavy imports."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WRAPPER, command, "--config-name", "verify", *PAIR, *overrides],
+        env={**os.environ, "WORLD_SIZE": str(ranks), "RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "imported:\n"), (ended.stdout, ended.stderr)
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
+    return ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "ranks", "message"),
+    [
+        ("train", ["train.lrr=1"], 1, "unknown key 'train.lrr'; did you mean 'train.lr'?"),
+        ("verify", ["train.steps=0"], 1, "train.steps=0: expected more than 0"),
+        ("train", [PROMPTS, "student.parallel.tensor=3"], 3, HEADS),
+        ("verify", [RECORDED, "student.parallel.tensor=2"], 3, "= 2 does not divide the 3 rank(s) of this role"),
+        ("train", [PROMPTS, "loss.representation.layers=[1,9]"], 1, "distinct layers in 1..3; [9] are not"),
+        ("evaluate", [SET, "rollout.tensor=2"], 1, "rollout.tensor=2 does not divide the student's 1 rank(s)"),
+        ("fit-bridge", [PROMPTS, "bridge.rank=99"], 1, "bridge.rank=99: expected at most 32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_it_is_reported_without_torch(command: str, overrides: list[str], ranks: int, message: str) -> None:
+    assert message in run(command, *overrides, ranks=ranks)
+
+
+def test_an_unsupported_family_is_reported_without_torch(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "teacher", tmp_path / "teacher")
+    file = tmp_path / "teacher" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "gpt2"}))
+    message = run("train", PROMPTS, f"teacher.hf_path={tmp_path / 'teacher'}")
+    assert f"{file}: model_type 'gpt2' is not supported; expected one of ['llama'" in message
+
+
+def test_the_config_of_a_checkpoint_is_read_without_torch(tmp_path: Path) -> None:
+    """The config.json of a Megatron checkpoint lies beside its tensors, which stay unread."""
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (tmp_path / ".metadata").write_bytes(b"not looked at")
+    shutil.copytree(GOLDEN / "student", tmp_path / "hf")
+    source = ["student.hf_path=null", f"student.checkpoint={tmp_path}"]
+    assert HEADS in run("train", PROMPTS, *source, "student.parallel.tensor=3", ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "message"),
+    [
+        ("train", [], "data.train=null: expected a file of prompts"),
+        ("train", [PROMPTS, "loss.representation.weight=0"], "are both 0"),
+        ("train", [PROMPTS], None),
+        ("train", [PROMPTS, f"student.hf_path={GOLDEN}/run/hf", f"output={GOLDEN}/run"], "choose another output"),
+        ("train", [PROMPTS, "loss.representation.layer_map={1:1}"], "layer_map names the student layers [1]"),
+        ("train", [PROMPTS, "loss.representation.layer_weights=[1]"], "expected 3 weights"),
+        ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], "of the same width"),
+        ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", "bridge.path=x"], None),
+        ("fit-bridge", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], None),
+        (
+            "train",
+            [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", "bridge.path=x", "evaluation.teacher=true"],
+            "differ in num_layers 3 and 5, hidden_size 32 and 48",
+        ),
+        ("train", [PROMPTS, "student.parallel.tensor=2", "rollout.tensor=2"], None),
+        (
+            "train",
+            [PROMPTS, "student.recompute=full", "student.recompute_num_layers=9"],
+            "at most the model's 3 layers",
+        ),
+        (
+            "train",
+            [PROMPTS, "student.parallel.pipeline=2", "teacher.placement=dedicated"],
+            "does not divide the 1 rank",
+        ),
+        ("verify", [], "verify works on recorded rollouts"),
+        ("verify", [RECORDED], None),
+        ("fit-bridge", [PROMPTS, "teacher.weights=ema", "teacher.prompt='{prompt}!'", "teacher.hf_path=null"], "ema"),
+        ("evaluate", [], "data.validation is empty"),
+        ("evaluate", [SET, "student.parallel.tensor=3"], None),  # of the layout only rollout.tensor counts
+    ],
+)
+def test_what_each_command_needs(command: str, overrides: list[str], message: str | None) -> None:
+    """None: nothing is wrong on two ranks."""
+    config = load_config("verify", [*PAIR, *overrides])
+    if message is None:
+        preflight(config, 2, command)
+    else:
+        with pytest.raises(ValueError) as error:
+            preflight(config, 2, command)
+        assert message in str(error.value)
+
+
+def test_the_reference_needs_hugging_face_models() -> None:
+    config = load_config("verify", [*PAIR, RECORDED, "teacher.hf_path=null", "teacher.checkpoint=x"])
+    with pytest.raises(ValueError, match="verify --against reference needs all models as hf_path"):
+        preflight(config, 1, "verify", against_reference=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"sharded_backend": ', "metadata.json: not valid JSON"),
+        ("[]", "metadata.json: holds a list, expected an object with sharded_backend"),
+        ('{"sharded_backend": "torch_dist", "other": 1}', "expected sharded_backend and at most"),
+        ('{"sharded_backend": "zarr"}', "format 'zarr'; expected 'torch_dist'"),
+    ],
+)
+def test_a_checkpoint_of_another_kind(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "metadata.json").write_text(content)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError) as error:
+        check_torch_dist(tmp_path)
+    assert message in str(error.value)
