@@ -5,7 +5,7 @@ a role that it does not have take part in the transfers and return None.
 
     prompts -> rollouts               rollout/training_rollouts.py; the engine that samples is chosen in rollout/make_engine.py
     what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
-    which teacher reads a response    distillation/teacher_routing.py
+    which teacher reads a response    batch/teacher_routing.py
     rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py
     targets -> gradients              distillation/step.py, hidden_state_loss.py; on every pipeline stage:
                                       gradient_injection.py; the losses themselves: losses/
@@ -30,18 +30,24 @@ from nemo_oprd.distillation.metrics.gradient_noise import is_noise_due, measure_
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.step import KeptResults, StepBatch
 from nemo_oprd.observability.phase_timer import PhaseTimer
+from nemo_oprd.setup.models import world_size
+from nemo_oprd.setup.preflight import preflight
+from nemo_oprd.setup.resolve import RunSpec
 from nemo_oprd.setup.training import start_training
 
 
-def train(config: Config) -> None:
+def train(config: Config, spec: RunSpec | None = None) -> None:
     """Distils `config.student` on its own rollouts into the run directory `config.output` (docs/runs.md).
+
+    Args:
+        spec: what `preflight` returned for `config`, if the caller has called it.
 
     Raises:
         ValueError: bad configuration, models or data, before anything expensive starts; or `train.stop_after_skipped`
             steps in a row with an update whose loss or gradient is not finite.
         Stopped: the process was asked to stop by a signal; the run has saved and can be resumed.
     """
-    with start_training(config) as run:
+    with start_training(spec or preflight(config, world_size(), "train")) as run:
         distiller, student, engine, timer = run.distiller, run.distiller.student, run.engine, PhaseTimer()
         run.log.say(check_gradients(distiller, accumulate_gradients))
         engine.update_weights(student.hf_weights, run.first_step)

@@ -13,7 +13,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, shortened
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.output_directories import check_file
-from nemo_oprd.setup.preflight import check_prompts_given
+from nemo_oprd.setup.checks import check_prompts_given
 from nemo_oprd.setup.prompt_files import FORMAT, prepare_prompts, say_shares
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_oprd.batch.plan import StepPlan
+from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.metrics.watched_metrics import WatchedMetrics
@@ -14,7 +15,6 @@ from nemo_oprd.distillation.step import GradientAccumulation, KeptResults, StepB
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.target_budget import resident_microbatches
 from nemo_oprd.distillation.teacher import Teacher
-from nemo_oprd.distillation.teacher_routing import Routing
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from nemo_oprd.config.schema import Config, ModelSource
 from nemo_oprd.data.tokenization.tokenizer import TOKENIZER_FILES, Tokenizer
-from nemo_oprd.setup.preflight import model_directory
+from nemo_oprd.setup.resolve import model_directory
 
 # Texts whose ids both tokenizers must agree on: spaces in all places, digits, accents, full-width forms, other scripts,
 # characters that no vocabulary has, and line ends.

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import weight_at
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.student import Update
-from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.observability.loss_spikes import TERMS, LossSpikeDetector
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.token_files import remove_token_files, token_file

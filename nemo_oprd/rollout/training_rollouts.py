@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.order import PromptOrder
-from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.rollout.engine import TRAINING_STREAM, GenerationCancelled, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs

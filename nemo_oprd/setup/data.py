@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.objective import Objective
-from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
 from nemo_oprd.rollout.training_rollouts import NO_PROMPTS, TrainingPrompts
+from nemo_oprd.setup.checks import check_prompts_given, check_same_architecture
 from nemo_oprd.setup.models import ModelFiles, RunFiles
-from nemo_oprd.setup.preflight import check_prompts_given, check_same_architecture
-from nemo_oprd.setup.prompts import RunPrompts, read_run_prompts
+from nemo_oprd.setup.prompts import RunPrompts, files_in_words, read_run_prompts
+from nemo_oprd.setup.resolve import RunModels, RunSpec
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,17 @@ class TrainingData:
     evaluator: Evaluator | None
 
 
-def read_training_data(config: Config, files: RunFiles) -> TrainingData:
+def read_training_data(run: RunSpec, files: RunFiles) -> TrainingData:
     """Reads and encodes the data of a training run.
 
     Raises:
         ValueError: a file is missing or malformed, or does not fit the models.
     """
-    recorded = recorded_rollouts(config, files)
+    config = run.config
+    recorded = recorded_rollouts(config, run.models)
     if recorded is not None:
         return TrainingData(recorded, NO_PROMPTS, None, [], None)
-    prompts, teacher_inputs = read_prompts(config, files)
+    prompts, teacher_inputs = read_prompts(config, files, run.models.routing)
     student = files.student
     if config.evaluation.teacher:
         check_same_architecture(student.spec, files.teachers[0].spec)
@@ -60,7 +62,7 @@ def read_training_data(config: Config, files: RunFiles) -> TrainingData:
     return TrainingData(None, prompts.training, prompts.report, teacher_inputs, evaluator)
 
 
-def read_prompts(config: Config, files: RunFiles) -> tuple[RunPrompts, list[TeacherInputs | None]]:
+def read_prompts(config: Config, files: RunFiles, routing: Routing) -> tuple[RunPrompts, list[TeacherInputs | None]]:
     """(The prompts; `TrainingData.teacher_inputs`).
 
     Raises:
@@ -70,11 +72,13 @@ def read_prompts(config: Config, files: RunFiles) -> tuple[RunPrompts, list[Teac
     files.student.check_vocabulary()
     teacher_inputs = make_teacher_inputs(config, files)
     prompts = read_run_prompts(config, files.student.tokenizer, files.student.spec.max_positions)
-    check_teacher_prompts(config, teacher_inputs, prompts.training.requests)
+    sources = (request.data_source for request in prompts.training.requests)
+    routing.check(sources, f"data.train={files_in_words(config)}")
+    check_teacher_prompts(routing, teacher_inputs, prompts.training.requests)
     return prompts, teacher_inputs
 
 
-def recorded_rollouts(config: Config, files: RunFiles) -> list[Rollout] | None:
+def recorded_rollouts(config: Config, models: RunModels) -> list[Rollout] | None:
     """The rollouts of `rollout.replay`, checked against the models; None if it is not set.
 
     Raises:
@@ -82,25 +86,22 @@ def recorded_rollouts(config: Config, files: RunFiles) -> list[Rollout] | None:
     """
     if config.rollout.replay is None:
         return None
-    student, teachers = files.student.spec, [teacher.spec for teacher in files.teachers]
+    student, teachers = models.student.spec, models.teacher_specs
     vocabulary = min(teacher.vocab_size for teacher in teachers)
     positions = min(teacher.max_positions for teacher in teachers)
     limits = TeacherLimits(vocabulary, positions, own_sequences(config.teacher))
-    known = student.vocab_size if config.teacher.reads == "text" else min(student.vocab_size, vocabulary)
     needs_logprobs = config.rollout.correction != "off"
     rollouts = read_rollouts(
         config.rollout.replay,
-        known,
+        models.vocab_limit,
         student.max_positions,
         limits,
         needs_logprobs=needs_logprobs,
         student=student,
         needs_routes=config.student.router_replay,
     )
-    routing = Routing(tuple(config.teacher_sources))
-    routing.check(
-        (r.data_source for r in rollouts), config.rollout.replay, all_used=False
-    )  # few rollouts may not cover all
+    # few rollouts may not cover all
+    models.routing.check((r.data_source for r in rollouts), config.rollout.replay, all_used=False)
     return rollouts
 
 
@@ -131,9 +132,11 @@ def check_tokenizers(student: Tokenizer, teacher: ModelFiles) -> None:
         )
 
 
-def check_teacher_prompts(config: Config, teacher_inputs: list[TeacherInputs | None], requests: list[Request]) -> None:
+def check_teacher_prompts(
+    routing: Routing, teacher_inputs: list[TeacherInputs | None], requests: list[Request]
+) -> None:
     """Raises ValueError if a prompt, as its teacher reads it, leaves no room for a response."""
-    taught_by = Routing(tuple(config.teacher_sources)).teachers_of(request.data_source for request in requests)
+    taught_by = routing.teachers_of(request.data_source for request in requests)
     for request, number in zip(requests, taught_by, strict=True):
         inputs = teacher_inputs[number]
         length = 0 if inputs is None else len(inputs.teacher.encode_prompt(list(request.teacher_messages)))

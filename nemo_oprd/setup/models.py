@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_oprd.config.schema import Config, ModelSource
+from nemo_oprd.config.schema import Config
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
@@ -19,15 +19,12 @@ from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds, WatchedMe
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import ChunkBuilder, Student
 from nemo_oprd.distillation.teacher import Teacher
-from nemo_oprd.distillation.teacher_routing import Routing
-from nemo_oprd.layout import Layout
-from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.models.megatron.model import build_chunks
 from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models.megatron_bridge.provider import OWN
 from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
-from nemo_oprd.setup.preflight import check_layouts, model_directory, model_spec
+from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec
 
 
 @dataclass(frozen=True)
@@ -41,34 +38,24 @@ class ChatTemplate:
 NO_CHAT_TEMPLATE = ChatTemplate()
 
 
-def student_files(config: Config) -> ModelFiles:
-    """The student's files, whose tokenizer has the chat template of the configuration.
-
-    Raises:
-        ValueError: as `ModelFiles`.
-    """
-    template = ChatTemplate(config.data.chat_template, config.data.chat_template_args)
-    return ModelFiles(config.student, template, "student")
+def student_files(config: Config, model: ResolvedModel) -> ModelFiles:
+    """The student's files, whose tokenizer has the chat template of the configuration."""
+    return ModelFiles(model, ChatTemplate(config.data.chat_template, config.data.chat_template_args))
 
 
 class ModelFiles:
-    """One model on disk, opened once. Its tokenizer and its weights are opened on first access.
+    """The files of one model. Its tokenizer and its weights are opened on first access, once.
 
-    Attributes:
-        directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint,
-            or what `hf_directory` finds for a checkpoint of Megatron-Bridge.
-        spec: the architecture.
+    `directory` and `spec` are those of the `ResolvedModel`.
 
     Raises:
-        ValueError: there is no such model, or the architecture is not supported; on first access, there is no tokenizer
-            or there are no weights.
+        ValueError: on first access, there is no tokenizer or there are no weights.
     """
 
-    def __init__(self, source: ModelSource, chat_template: ChatTemplate = NO_CHAT_TEMPLATE, key: str = "model") -> None:
-        """`chat_template`: in place of the tokenizer's own. `key`: the configuration's, for messages."""
-        self.source, self._chat_template, self._key = source, chat_template, key
-        self.directory = model_directory(source)
-        self.spec: ModelSpec = model_spec(source)
+    def __init__(self, model: ResolvedModel, chat_template: ChatTemplate = NO_CHAT_TEMPLATE) -> None:
+        """`chat_template`: in place of the tokenizer's own."""
+        self.source, self.directory, self.spec = model.source, model.directory, model.spec
+        self._key, self._chat_template = model.key, chat_template
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -140,17 +127,14 @@ class ModelFiles:
 
 
 class RunFiles:
-    """The models of a configuration, each opened once."""
+    """The models of a run, each opened once."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises ValueError as `ModelFiles`."""
-        self.student = student_files(config)
+    def __init__(self, config: Config, models: RunModels) -> None:
+        self.student = student_files(config, models.student)
         variables = ChatTemplate(None, config.data.chat_template_args)
-        keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
         self.teachers = [
-            # a teacher that starts from the student's files (teacher.weights other than own)
-            self.student if _same_source(source, config.student) else ModelFiles(source, variables, key)
-            for source, key in zip(config.teacher_sources, keys, strict=True)
+            self.student if teacher.model is models.student else ModelFiles(teacher.model, variables)
+            for teacher in models.teachers
         ]
 
     def same_tokenizer(self, number: int) -> bool:
@@ -161,10 +145,6 @@ class RunFiles:
             return False
 
 
-def _same_source(one: ModelSource, other: ModelSource) -> bool:
-    return (one.hf_path, one.checkpoint, one.provider) == (other.hf_path, other.checkpoint, other.provider)
-
-
 @dataclass(frozen=True)
 class RunPlan:
     """The models that a run will build, after all checks that need no model.
@@ -172,11 +152,10 @@ class RunPlan:
     Making a plan loads no weights, writes no files and does not communicate.
     """
 
+    run: RunSpec
     files: RunFiles
     objective: Objective
     watched: WatchedMetrics | None
-    student_layout: Layout
-    teacher_layout: Layout
 
     @property
     def needs(self) -> ModelNeeds:
@@ -184,8 +163,8 @@ class RunPlan:
         return ModelNeeds.build(self.objective, self.watched)
 
 
-def make_plan(config: Config, files: RunFiles | None = None, *, fitting: bool = False) -> RunPlan:
-    """Every check of models, layouts and weights that is possible before models are built.
+def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = False) -> RunPlan:
+    """Every check of tokenizers, bridges and weights that is possible before models are built.
 
     Args:
         files: the models, if they are already open.
@@ -194,34 +173,34 @@ def make_plan(config: Config, files: RunFiles | None = None, *, fitting: bool = 
     Raises:
         ValueError: the configuration, a model or its weights are wrong.
     """
-    files = files or RunFiles(config)
-    student, teachers = files.student.spec, [teacher.spec for teacher in files.teachers]
-    objective = Objective.build(config, student, teachers, files.same_tokenizer, fitting=fitting)
+    config, models = run.config, run.models
+    files = files or RunFiles(config, models)
+    objective = Objective.build(
+        config, models.student.spec, models.teacher_specs, files.same_tokenizer, fitting=fitting
+    )
     watched = None if fitting else WatchedMetrics.build(config.loss.output, config.logging, config.seed)
-    student_layout, teacher_layout = check_layouts(config, student, teachers, world_size())
     for model in (files.student, *files.teachers):
         # opens the weights and makes providers, so that mistakes in them are found before models are built
         _ = model.read, model.build
-    return RunPlan(files, objective, watched, student_layout, teacher_layout)
+    return RunPlan(run, files, objective, watched)
 
 
-def build_distiller(config: Config, plan: RunPlan | None = None, *, trainable: bool = True) -> Distiller:
+def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     """Joins the process group and builds student and teachers.
 
     Args:
-        plan: the result of `make_plan`, if there is one; else this function makes the plan.
         trainable: whether the student gets gradients and an optimizer.
 
     Raises:
-        ValueError: as `make_plan`, or weights do not fit their model.
+        ValueError: weights do not fit their model.
     """
-    plan = plan or make_plan(config)
     init_distributed()
+    run, config = plan.run, plan.run.config
     objective, needs = plan.objective.on(device()), plan.needs
     student_role = make_role(
-        "student", plan.student_layout, saves=trainable, experts=plan.files.student.spec.experts is not None
+        "student", run.student_layout, saves=trainable, experts=run.models.student.spec.experts is not None
     )
-    teacher_role = make_role("teacher", plan.teacher_layout)
+    teacher_role = make_role("teacher", run.teacher_layout)
     coords = student_role.coords or teacher_role.coords
     seed_everything(config.seed, coords.tensor if coords else 0)
     student = Student(
@@ -242,7 +221,7 @@ def build_distiller(config: Config, plan: RunPlan | None = None, *, trainable: b
     for model in (plan.files.student, *plan.files.teachers):
         model.close()
     dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
-    return Distiller(config, objective, plan.watched, student, teachers, Routing(tuple(config.teacher_sources)))
+    return Distiller(config, objective, plan.watched, student, teachers, run.models.routing)
 
 
 def _build_teacher(

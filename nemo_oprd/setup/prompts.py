@@ -14,7 +14,6 @@ from nemo_oprd.data.order import PromptOrder, exact_weights
 from nemo_oprd.data.preparation import DataReport, PreparedPrompts
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.training_rollouts import TrainingPrompts
 from nemo_oprd.setup.prompt_files import prepare_prompts, say_shares
@@ -86,8 +85,6 @@ def encode_prompts(
     _check_lengths(config, requests)
     if number:
         _say_over_long(config, number, sum(map(len, prepared.files)), longest, report)
-    sources = (request.data_source for own in requests for request in own)
-    Routing(tuple(config.teacher_sources)).check(sources, f"data.train={_files_in_words(config)}")
     return requests
 
 
@@ -138,8 +135,7 @@ def _check_lengths(config: Config, requests: list[list[Request]]) -> None:
     empty = [file for file, own in zip(config.data.train_files, requests, strict=True) if not own]
     if not any(requests):
         raise ValueError(
-            f"data.train={_files_in_words(config)}: every prompt is longer than data.max_prompt_tokens={limit}; raise "
-            "it"
+            f"data.train={files_in_words(config)}: every prompt is longer than data.max_prompt_tokens={limit}; raise it"
         )
     if empty and isinstance(config.data.train, dict):
         raise ValueError(
@@ -165,7 +161,7 @@ def _weights(config: Config) -> tuple[Fraction, ...] | None:
     return exact_weights(list(train.values())) if isinstance(train, dict) else None
 
 
-def _files_in_words(config: Config) -> str:
+def files_in_words(config: Config) -> str:
     """`data.train` in a message: the file, or all files."""
     files = config.data.train_files
     return files[0] if len(files) == 1 else f"[{','.join(files)}]"

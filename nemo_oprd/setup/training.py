@@ -45,8 +45,8 @@ from nemo_oprd.setup.data import (
 )
 from nemo_oprd.setup.idle_ranks import idle_ranks
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
-from nemo_oprd.setup.preflight import check_sources_stay, check_trains
 from nemo_oprd.setup.prompt_files import write_report
+from nemo_oprd.setup.resolve import RunSpec
 from nemo_oprd.setup.resume import check_resume, compare_settings, models_of
 
 
@@ -87,7 +87,7 @@ class TrainingRun:
 
 
 @contextmanager
-def start_training(config: Config) -> Iterator[TrainingRun]:
+def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     """Builds a run; in this context the run holds its lock and its signal handlers. Every rank of the world enters it.
 
     Mistakes that can be found without models are reported before models are loaded, and mistakes in a checkpoint before
@@ -96,15 +96,14 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
     Raises:
         ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
+    config = spec.config
     check_output(config.output)
     check_directory(Path(config.output), "train")
-    check_trains(config)
-    files = RunFiles(config)
-    check_sources_stay(config)
-    data = read_training_data(config, files)
+    files = RunFiles(config, spec.models)
+    data = read_training_data(spec, files)
     if data.recorded is None:
         check_on_device(config, files.student.spec)
-    plan = make_plan(config, files)
+    plan = make_plan(spec, files)
     if data.recorded is None:
         check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
     _find_checkpoint(config, plan)
@@ -114,8 +113,8 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
     engine: RolloutEngine | None = None
     try:
         signals = Signals()
-        engine = _make_engine(config, plan, data)  # before the models, because an engine may start meanwhile
-        run = _build(config, plan, data, engine, signals)
+        engine = _make_engine(plan, data)  # before the models, because an engine may start meanwhile
+        run = _build(plan, data, engine, signals)
     except BaseException:
         if engine is not None:
             engine.close()
@@ -132,20 +131,20 @@ def start_training(config: Config) -> Iterator[TrainingRun]:
             lock.release()
 
 
-def _make_engine(config: Config, plan: RunPlan, data: TrainingData) -> RolloutEngine:
+def _make_engine(plan: RunPlan, data: TrainingData) -> RolloutEngine:
     if data.recorded is not None:
         return ReplayEngine(data.recorded)
     init_distributed()
-    files = plan.files.student
-    return make_engine(
-        config, files.spec, files.directory, plan.student_layout, files.tokenizer.eos_ids, plan.objective.vocab_limit
-    )
+    run, files = plan.run, plan.files.student
+    limit = run.models.vocab_limit
+    return make_engine(run.config, files.spec, files.directory, run.student_layout, files.tokenizer.eos_ids, limit)
 
 
-def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
+def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
+    config = plan.run.config
     latest, notes = _find_checkpoint(config, plan)
     changed = check_resume(config)
-    distiller = build_distiller(config, plan)
+    distiller = build_distiller(plan)
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
     checkpoints = _checkpoints(config)
@@ -178,7 +177,7 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
             checkpointer.asked_to_stop,
             checkpointer.stop_while_sampling,
         ),
-        SamplingCheck(config, plan.objective.vocab_limit),
+        SamplingCheck(config, plan.run.models.vocab_limit),
         StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
         Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals),
         checkpointer,
@@ -194,7 +193,7 @@ def _build(config: Config, plan: RunPlan, data: TrainingData, engine: RolloutEng
     for change in changed:
         log.say(f"changed: {change}")
     recorded = None if data.recorded is None else len(data.recorded)
-    layouts = plan.student_layout, plan.teacher_layout
+    layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
     if idle is not None:
         log.say(idle.line)
@@ -243,7 +242,8 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
     kernels = run.distiller.student.kernels()
     run.log.say("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
     if dist.get_rank() == 0:
-        layouts = {"student": plan.student_layout.describe(), "teacher": plan.teacher_layout.describe()}
+        run_spec = plan.run
+        layouts = {"student": run_spec.student_layout.describe(), "teacher": run_spec.teacher_layout.describe()}
         start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
         record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
 

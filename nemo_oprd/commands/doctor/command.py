@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.commands.doctor import models as model_checks
 from nemo_oprd.commands.doctor import responses as sample_checks
@@ -27,7 +28,6 @@ from nemo_oprd.data.order import prompt_order
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.models.megatron.parallel import device, init_distributed
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, SamplingParams

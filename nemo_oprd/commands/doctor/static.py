@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.commands.doctor import files as file_checks
 from nemo_oprd.commands.doctor.config_values import config_values
 from nemo_oprd.commands.doctor.files import Reads
@@ -19,7 +20,6 @@ from nemo_oprd.commands.doctor.weights import damaged_weights, layer_origins, sa
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.prompts import Prompt
-from nemo_oprd.distillation.teacher_routing import Routing
 from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers
 from nemo_oprd.setup.models import RunFiles
 from nemo_oprd.setup.prompt_files import training_prompts, validation_problems

@@ -20,7 +20,8 @@ from nemo_oprd.config.checks import check
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.setup.preflight import check_layouts
+from nemo_oprd.setup.checks import check_layouts
+from nemo_oprd.setup.resolve import RunSpec
 
 SIZES = (1, 2, 4, 8)
 # teacher's layouts that the student's are combined with, beside the configured and the smallest one
@@ -66,12 +67,12 @@ class _Place:
     least: float
 
 
-def alternatives(config: Config, cluster: Cluster, lengths: Lengths, most: int = 3) -> list[Alternative]:
+def alternatives(run: RunSpec, cluster: Cluster, lengths: Lengths, most: int = 3) -> list[Alternative]:
     """At most `most` alternatives that fit: the fastest step first, then the least memory.
 
     Every one passes the checks of its configuration, and of its layouts against the models, that a run makes.
     """
-    search = Search(config, cluster, lengths)
+    search = Search(run, cluster, lengths)
     found = search.fitting()
     found = [each for each in found if not any(_is_enough(other, each) for other in found)]
     # of those that differ in the teacher's layout only, the best
@@ -88,11 +89,11 @@ def _is_enough(other: Alternative, each: Alternative) -> bool:
 
 
 class Search:
-    """The search around one configuration."""
+    """The search around one run."""
 
-    def __init__(self, config: Config, cluster: Cluster, lengths: Lengths) -> None:
-        self.config, self.cluster, self.lengths = config, cluster, lengths
-        self.works = make_works(config, lengths)
+    def __init__(self, run: RunSpec, cluster: Cluster, lengths: Lengths) -> None:
+        self.config, self.cluster, self.lengths = run.config, cluster, lengths
+        self.works = make_works(run.config, run.models, lengths)
         self.usable = cluster.gpu.memory - ASSUMED.reserve
 
     def fitting(self) -> list[Alternative]:

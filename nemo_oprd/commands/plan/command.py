@@ -12,7 +12,8 @@ from nemo_oprd.commands.plan.report import as_json, lines
 from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.output_directories import check_file
-from nemo_oprd.setup.preflight import check_layers, check_trains, model_spec
+from nemo_oprd.setup.checks import check_trains
+from nemo_oprd.setup.resolve import resolve
 
 
 def plan(
@@ -40,12 +41,10 @@ def plan(
     check_trains(config)
     if json_file is not None:
         check_file(Path(json_file), "plan", "--json", r'\{\s*"ranks":')
-    student = model_spec(config.student)
-    for source in config.teacher_sources:
-        check_layers(config, student, model_spec(source), source)
+    run = resolve(config, ranks)
     cluster = Cluster(ranks, GPUS[gpu], gpus_per_node, transformer_engine=config.precision == "bf16")
-    found = estimate(config, cluster, lengths)
-    near = alternatives(config, cluster, lengths) if found.problems else []
+    found = estimate(run, cluster, lengths)
+    near = alternatives(run, cluster, lengths) if found.problems else []
     for line in lines(found, near, name):
         print(line)
     if json_file is not None:

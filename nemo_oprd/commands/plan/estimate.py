@@ -22,8 +22,9 @@ from nemo_oprd.commands.plan.seconds import bubble, training_seconds
 from nemo_oprd.commands.plan.workload import Workload, make_workload
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
+from nemo_oprd.setup.checks import check_layouts
 from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
-from nemo_oprd.setup.preflight import check_layouts
+from nemo_oprd.setup.resolve import RunModels, RunSpec
 
 
 @dataclass(frozen=True)
@@ -108,27 +109,23 @@ UNKNOWN = Lengths()
 TARGET_SHARE = 0.25
 
 
-def estimate(config: Config, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Estimate:
-    """What a training run of `config` needs on `cluster`.
-
-    Raises:
-        ValueError: the layouts do not fit the ranks or the models.
-    """
-    return estimate_works(make_works(config, lengths), cluster, lengths)
+def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Estimate:
+    """What a training run needs on `cluster`, for whose ranks it was resolved."""
+    return estimate_works(make_works(run.config, run.models, lengths), cluster, lengths)
 
 
-def make_works(config: Config, lengths: Lengths) -> Works:
-    """The work of a step of `config`.
-
-    Raises:
-        ValueError: a model or its layers do not fit the configuration.
-    """
-    longest = make_workload(config, prompt=lengths.prompt)
-    return Works(longest, make_workload(config, prompt=lengths.prompt, response=lengths.response))
+def make_works(config: Config, models: RunModels, lengths: Lengths) -> Works:
+    """The work of a step of `config`."""
+    longest = make_workload(config, models, prompt=lengths.prompt)
+    return Works(longest, make_workload(config, models, prompt=lengths.prompt, response=lengths.response))
 
 
 def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate:
-    """What a training run with this work needs on `cluster`; see `estimate`."""
+    """What a training run with this work needs on `cluster`; see `estimate`.
+
+    Raises:
+        ValueError: the layouts of the works' configuration do not fit the ranks or the models.
+    """
     gpu, ranks = cluster.gpu, cluster.ranks
     config = _with_waves(works.longest, cluster)
     work, mean = replace(works.longest, config=config), replace(works.mean, config=config)

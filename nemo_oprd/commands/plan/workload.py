@@ -8,11 +8,10 @@ from pathlib import Path
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.layout import Layout
-from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.runtime.files import read_json
 from nemo_oprd.setup.idle_ranks import shares
-from nemo_oprd.setup.preflight import model_spec
+from nemo_oprd.setup.resolve import ResolvedTeacher, RunModels
 
 
 @dataclass(frozen=True)
@@ -124,21 +123,21 @@ class Microbatches:
         return self.per_pack * self.needed
 
 
-def make_workload(config: Config, *, prompt: int | None = None, response: int | None = None) -> Workload:
+def make_workload(
+    config: Config, models: RunModels, *, prompt: int | None = None, response: int | None = None
+) -> Workload:
     """The work of a step of `config`.
 
     Args:
         prompt: tokens of a prompt; None: `data.max_prompt_tokens`, else 256.
         response: tokens of a response; None: the most that the configuration allows.
 
-    Raises:
-        ValueError: a model or its layers do not fit the configuration.
     """
-    student = model_spec(config.student)
+    student = models.student.spec
     prompt = prompt or config.data.max_prompt_tokens or 256
     response = min(response or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
     loss, output = config.loss.representation, config.loss.output
-    layers = tuple(supervised_layers(loss.layers, student.num_layers))
+    layers = tuple(sorted(models.layer_weights))
     rows = 0 if not layers else response if loss.positions == "all" else min(loss.k, response)
     kind = output.kind if largest(output.weight) > 0 else "none"
     watched = output.kind == "none" and config.logging.output_metrics_every > 0
@@ -149,8 +148,8 @@ def make_workload(config: Config, *, prompt: int | None = None, response: int | 
     only_first = loss.positions == "first_k" and kind == "none" and not watched
     value_bytes = 2 if config.precision == "bf16" else 4
     teachers = tuple(
-        _teacher(config, student, number, layers, kind, watched=watched, value_bytes=value_bytes)
-        for number in range(len(config.teacher_sources))
+        _teacher(config, student, teacher, kind, watched=watched, value_bytes=value_bytes)
+        for teacher in models.teachers
     )
     return Workload(
         config,
@@ -172,16 +171,13 @@ def make_workload(config: Config, *, prompt: int | None = None, response: int | 
 def _teacher(
     config: Config,
     student: ModelSpec,
-    number: int,
-    layers: tuple[int, ...],
+    teacher: ResolvedTeacher,
     kind: str,
     *,
     watched: bool,
     value_bytes: int,
 ) -> TeacherWork:
-    source = config.teacher_sources[number]
-    spec = model_spec(source)
-    pairs = layer_pairs(list(layers), student.num_layers, spec.num_layers, config.loss.representation.layer_map)
+    source, spec, pairs = teacher.source, teacher.spec, teacher.pairs
     sampled_watched = kind == "sampled_token" and config.logging.output_metrics_every > 0
     sends_states = kind not in ("none", "sampled_token") or watched or sampled_watched
     whole = kind != "none" or watched

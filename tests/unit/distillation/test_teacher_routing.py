@@ -8,7 +8,7 @@ import pytest
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherSource
-from nemo_oprd.distillation.teacher_routing import Routing
+from nemo_oprd.batch.teacher_routing import Routing
 
 SOME = TeacherSource("a", data_sources=["x", "y"], weight=0.5)
 REST = TeacherSource("b", weight=3.0)

@@ -1,0 +1,314 @@
+"""Each check that needs only the configuration, the number of ranks and the models' config.json: no torch, no weights.
+
+`resolve.py` calls these functions, once for a run. What needs tokenizers, prompts, bridges or weights is checked later,
+in `models.py` and `data.py` of this package, and in the commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.evaluation.grading.graders import GraderChoice, check_judge
+from nemo_oprd.layout import Layout
+from nemo_oprd.losses.layer_mapping import (
+    check_norms_match,
+    layer_pairs,
+    supervised_layers,
+)
+from nemo_oprd.models import FAMILIES, ModelSpec, check_same_width
+from nemo_oprd.models.rope import Rope
+from nemo_oprd.rollout.vllm.launch import check_model, find_python
+from nemo_oprd.rollout.vllm.placement import dedicated_ranks
+from nemo_oprd.rollout.vllm.server import check_url
+
+
+def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
+    """(Student layout, teacher layout) on `world_size` ranks.
+
+    Raises:
+        ValueError: the parallel sizes do not fit the number of ranks.
+    """
+    world_size = trainer_ranks(config, world_size)
+    teacher = config.teacher.parallel
+    if config.teacher.placement == "colocated":
+        student = config.student.parallel.layout(world_size, 0, "student")
+        is_student = config.teacher.weights in ("student", "ema")
+        return student, student if is_student else teacher.layout(world_size, 0, "teacher")
+    ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
+    if not 0 < ranks < world_size:
+        raise ValueError(
+            f"teacher.placement=dedicated with {ranks} teacher rank(s) leaves none of the {world_size} rank(s) for the "
+            "student; start more ranks or use teacher.placement=colocated"
+        )
+    return (
+        config.student.parallel.layout(world_size - ranks, 0, "student"),
+        teacher.layout(ranks, world_size - ranks, "teacher"),
+    )
+
+
+def trainer_ranks(config: Config, world_size: int) -> int:
+    """The number of ranks that hold models of the trainer; the ranks after them hold dedicated vLLM servers.
+
+    Raises:
+        ValueError: no rank would be left.
+    """
+    if config.rollout.engine != "vllm":
+        return world_size
+    servers = dedicated_ranks(config.rollout.vllm)
+    if servers >= world_size:
+        raise ValueError(
+            f"rollout.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {world_size} "
+            "rank(s) for the student; start more ranks, or use rollout.vllm.placement=colocated"
+        )
+    return world_size - servers
+
+
+def check_engine(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError unless the rollout engine is installed, or addressed, and can run the student.
+
+    Args:
+        student: the architecture of the model to sample from.
+    """
+    if config.rollout.engine == "megatron" and not FAMILIES[student.model_type].own:
+        raise ValueError(
+            f"rollout.engine=megatron: the in-process engine has no {student.model_type} models, which Megatron-Bridge "
+            "builds; expected another engine: set rollout.engine=vllm, or rollout.replay=FILE"
+        )
+    if config.rollout.engine == "vllm":
+        check_model(config, student)
+        for url in config.rollout.vllm.endpoints:
+            check_url(url)
+        if not config.rollout.vllm.endpoints:
+            find_python(config)
+
+
+def check_layouts(
+    config: Config, student: ModelSpec, teachers: Sequence[ModelSpec], world_size: int
+) -> tuple[Layout, Layout]:
+    """(Student layout, teacher layout), checked against all models and the rollout engine.
+
+    Raises:
+        ValueError: the parallel sizes do not fit the number of ranks, or a model's heads, widths or layers.
+    """
+    student_layout, teacher_layout = make_layouts(config, world_size)
+    roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in teachers)]
+    for role, spec, layout in roles:
+        spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
+        spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role}.parallel")
+        layout.layers_per_stage(spec.num_layers)
+    check_experts_train(student, student_layout)
+    check_router_settings(config, student)
+    check_engine_sizes(config, student)
+    check_rollout_ranks(config, student_layout.size)
+    check_recompute(config, student.num_layers)
+    return student_layout, teacher_layout
+
+
+def check_dispatcher(layout: Layout, key: str) -> None:
+    """Raises ValueError, naming the configuration `key`, if the package of the dispatcher is not installed."""
+    if layout.dispatcher == "deepep" and find_spec("deep_ep") is None:
+        raise ValueError(
+            f"{key}=deepep needs the package deep_ep, which is not installed here and runs on GPUs only; expected "
+            f"alltoall or allgather without it: install DeepEP in this environment, or leave out {key}"
+        )
+
+
+def check_experts_train(student: ModelSpec, layout: Layout) -> None:
+    """Raises ValueError for a student with experts that is tensor-parallel without sequence parallelism.
+
+    Every tensor rank would send all tokens to their experts, and the experts' gradients would count them twice.
+    """
+    if student.experts is not None and layout.tensor > 1 and not layout.sequence:
+        raise ValueError(
+            f"student.parallel.tensor={layout.tensor} with student.parallel.sequence=false: a student with experts "
+            "needs sequence parallelism, so that every token goes to its experts once; set "
+            "student.parallel.sequence=true"
+        )
+
+
+def check_layers(
+    config: Config, student: ModelSpec, teacher: ModelSpec, source: TeacherSource, *, fitting: bool = False
+) -> dict[int, int]:
+    """Supervised student layer -> teacher layer, which can be compared unless a bridge is still to say so.
+
+    Args:
+        source: where the teacher comes from.
+        fitting: for fit-bridge, whose models may differ in shape.
+
+    Raises:
+        ValueError: a configured layer does not exist, or states of a pair can't be compared.
+    """
+    loss = config.loss.representation
+    layers = supervised_layers(loss.layers, student.num_layers)
+    pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
+    if layers and source.bridge is None and not fitting:
+        check_same_width(student, teacher)
+        if loss.final_norm:
+            check_norms_match(pairs, student.num_layers, teacher.num_layers)
+    return pairs
+
+
+def check_router_settings(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError if routers are to be trained or replayed in a student without experts.
+
+    It also raises for replay with LongRoPE, whose experts before and after the switch of factors differ.
+    """
+    for name in ("router_aux_loss", "router_z_loss", "router_dtype", "router_replay"):
+        value = getattr(config.student, name)
+        if value and student.experts is None:
+            raise ValueError(
+                f"student.{name}={str(value).lower()}, but the {student.model_type} student has no experts; expected "
+                f"a model with experts: leave student.{name} out, or choose another model"
+            )
+    if config.student.router_replay and student.rope.switch is not None:
+        raise ValueError(
+            f"student.router_replay=true with RoPE of type {student.rope.kind}: a response that outgrows "
+            f"{student.rope.switch} tokens is rotated by other factors from then on; experts that were recorded "
+            "before do not belong to them; expected another RoPE type: set student.router_replay=false"
+        )
+
+
+def check_engine_sizes(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError unless the engine's tensor and expert sizes divide the student."""
+    student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    student.check_expert_parallel(config.rollout.expert, 1, "rollout")
+
+
+def check_rollout_ranks(config: Config, ranks: int) -> None:
+    """Raises ValueError unless `rollout.tensor` divides the student's ranks."""
+    if ranks % config.rollout.tensor:
+        raise ValueError(
+            f"rollout.tensor={config.rollout.tensor} does not divide the student's {ranks} rank(s); choose a divisor"
+        )
+
+
+def check_recompute(config: Config, num_layers: int) -> None:
+    """Raises ValueError if `student.recompute_num_layers` exceeds the model's number of layers."""
+    if config.student.recompute_num_layers > num_layers:
+        raise ValueError(
+            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
+            f"{num_layers} layers; choose 1 to {num_layers}"
+        )
+
+
+def check_bridge_rank(config: Config, student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError if `bridge.rank` exceeds the hidden size of one of the two models."""
+    narrow = min(student.hidden_size, teacher.hidden_size)
+    if config.bridge.rank != "auto" and config.bridge.rank > narrow:
+        raise ValueError(
+            f"bridge.rank={config.bridge.rank}: expected at most {narrow}, the narrower model's width; lower it"
+        )
+
+
+def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError unless the student's engine can sample the teacher, which needs equal architectures."""
+    differing = [
+        f"{f.name} {_shown(getattr(student, f.name))} and {_shown(getattr(teacher, f.name))}"
+        for f in dataclasses.fields(ModelSpec)
+        if f.compare and f.name != "dtype" and getattr(student, f.name) != getattr(teacher, f.name)
+    ]
+    if differing:
+        raise ValueError(
+            "evaluation.teacher=true samples the teacher in the student's engine, but student and teacher differ in "
+            f"{', '.join(differing)}; expected equal architectures: correct a config.json that differs from its "
+            "model's source; if both are right, set evaluation.teacher=false and evaluate the teacher with "
+            "`nemo-oprd evaluate`"
+        )
+
+
+def _shown(value: object) -> str:
+    """A value of a model's architecture, in few words."""
+    if isinstance(value, Rope):
+        return (
+            f"(theta {value.theta:g}, {value.kind}, {dict(value.settings)})" if value.settings else f"{value.theta:g}"
+        )
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def check_trains(config: Config) -> None:
+    """Raises ValueError if no loss has a weight, because weight decay alone would change the student."""
+    loss = config.loss
+    layers = 0.0 if loss.representation.layers == "none" else largest(loss.representation.weight)
+    if layers == largest(loss.output.weight) == 0:
+        raise ValueError(
+            "loss.representation.weight and loss.output.weight are both 0 (a representation loss without layers "
+            "counts as 0): expected a loss to train on; set one of them above 0"
+        )
+
+
+def check_sources_stay(config: Config) -> None:
+    """Raises ValueError if the export at the end would replace a model that the run reads."""
+    models: list[tuple[str, ModelSource]] = [("student", config.student), ("teacher", config.teacher)]
+    for role, model in [*models, *((f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers))]:
+        target = Path(config.output) / "hf"
+        if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
+            raise ValueError(
+                f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
+                "expected different directories: choose another output"
+            )
+
+
+def check_logging(config: Config) -> None:
+    """Raises ValueError if metrics are to go to a program that is not installed."""
+    logging = config.logging
+    if logging.tensorboard and not _is_installed("tensorboard"):
+        raise ValueError(
+            "logging.tensorboard=true needs the package tensorboard, which is not installed here; expected false "
+            "without it: pip install tensorboard, or set logging.tensorboard=false"
+        )
+    if logging.wandb and not _is_installed("wandb"):
+        raise ValueError(
+            f"logging.wandb={logging.wandb} needs the package wandb, which is not installed here; expected null "
+            "without it: pip install 'nemo-oprd[wandb]', or leave out logging.wandb"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether the package can be imported. A folder without code in the working directory does not count.
+
+    W&B and TensorBoard are used with folders `wandb` and `tensorboard`, which Python finds as namespace packages.
+    """
+    found = find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def check_prompts_given(config: Config) -> None:
+    """Raises ValueError if there are no training prompts."""
+    if config.data.train is None:
+        raise ValueError("data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)")
+
+
+def check_replays(config: Config, *, against_reference: bool = False) -> None:
+    """Raises ValueError unless `verify` has recorded rollouts and, for the reference, models as `hf_path`."""
+    if config.rollout.replay is None:
+        raise ValueError(
+            "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
+        )
+    if against_reference and any(model.checkpoint for model in (config.student, *config.teacher_sources)):
+        raise ValueError("verify --against reference needs all models as hf_path: student.hf_path and teacher.hf_path")
+
+
+def check_one_teacher(config: Config) -> None:
+    """Raises ValueError unless fit-bridge has exactly one teacher with weights of its own."""
+    if config.teachers or config.teacher.weights != "own":
+        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
+        raise ValueError(
+            f"fit-bridge with {given}: a bridge belongs to one teacher; expected one: name it in teacher.hf_path"
+        )
+
+
+def check_graders(config: Config) -> None:
+    """Raises ValueError unless the judge is installed and the graders exist; imports those of the user's own."""
+    check_judge("evaluation.judge", config.evaluation.judge)
+    GraderChoice(config.evaluation.graders, config.evaluation.judge)
+
+
+def check_evaluates(config: Config) -> None:
+    """Raises ValueError unless `evaluate` has a validation set."""
+    if not config.data.sets:
+        raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")

@@ -1,0 +1,185 @@
+"""From a configuration and a number of ranks to what a run is: its models, layer pairs, teachers' shares and layouts.
+
+`resolve` makes the checks of `checks.py` and returns what they have looked up, so that nothing reads config.json or
+divides ranks a second time. It imports no torch and reads no weights: a mistake is reported within a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_oprd.batch.teacher_routing import Routing
+from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.layout import Layout
+from nemo_oprd.losses.layer_mapping import weights_of_layers
+from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.megatron_bridge.provider import check_provider, know_family
+from nemo_oprd.setup import checks
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model of the configuration.
+
+    Attributes:
+        key: its group in the configuration: student, teacher, teachers[0], ...
+        directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint,
+            or what `hf_directory` finds for a checkpoint of Megatron-Bridge.
+        spec: the architecture.
+    """
+
+    key: str
+    source: ModelSource
+    directory: Path
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class ResolvedTeacher:
+    """A teacher: its model (the student's, if it starts from the student's weights), and what it is compared with.
+
+    Attributes:
+        pairs: supervised student layer -> teacher layer, both 1-based, without what a bridge changes of it.
+    """
+
+    model: ResolvedModel
+    source: TeacherSource
+    pairs: dict[int, int]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The teacher's architecture."""
+        return self.model.spec
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run, independent of the number of ranks.
+
+    Attributes:
+        layer_weights: supervised student layer (1-based) -> its weight, ascending.
+        routing: which teacher has which responses.
+        vocab_limit: the number of ids that may be sampled: those that the student and the teachers that read them know.
+    """
+
+    student: ResolvedModel
+    teachers: tuple[ResolvedTeacher, ...]
+    layer_weights: dict[int, float]
+    routing: Routing
+    vocab_limit: int
+
+    @property
+    def teacher_specs(self) -> list[ModelSpec]:
+        """The teachers' architectures."""
+        return [teacher.spec for teacher in self.teachers]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run with a student and teachers on `ranks` ranks, after every check that needs neither torch nor weights."""
+
+    config: Config
+    models: RunModels
+    student_layout: Layout
+    teacher_layout: Layout
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """A program that only samples from the student: `evaluate` and `serve`.
+
+    Attributes:
+        ranks: the ranks that sample.
+        vocab_limit: as in `RunModels`; teachers without a path are left out.
+    """
+
+    config: Config
+    student: ResolvedModel
+    ranks: Layout
+    vocab_limit: int
+
+
+def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
+    """What a run of `config` on `world_size` ranks is.
+
+    Args:
+        fitting: for fit-bridge, whose models may differ in shape.
+
+    Raises:
+        ValueError: a model, its layers or the parallel sizes do not fit the configuration.
+    """
+    models = resolve_models(config, fitting=fitting)
+    layouts = checks.check_layouts(config, models.student.spec, models.teacher_specs, world_size)
+    return RunSpec(config, models, *layouts)
+
+
+def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
+    """The models of `config`; see `resolve`."""
+    student, loss = resolve_model(config.student, "student"), config.loss.representation
+    keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
+    teachers = []
+    for source, key in zip(config.teacher_sources, keys, strict=True):
+        # a teacher that starts from the student's files (teacher.weights other than own) is the same model
+        model = student if _same_files(source, config.student) else resolve_model(source, key)
+        teachers.append(
+            ResolvedTeacher(
+                model, source, checks.check_layers(config, student.spec, model.spec, source, fitting=fitting)
+            )
+        )
+    return RunModels(
+        student,
+        tuple(teachers),
+        weights_of_layers(loss.layer_weights, loss.layers, student.spec.num_layers),
+        Routing(tuple(config.teacher_sources)),
+        _known_ids(config, student, [teacher.model for teacher in teachers]),
+    )
+
+
+def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
+    """What sampling from the student of `config` on `world_size` ranks needs.
+
+    Raises:
+        ValueError: a model or the engine's sizes do not fit the configuration or the ranks.
+    """
+    student = resolve_model(config.student, "student")
+    checks.check_engine_sizes(config, student.spec)
+    ranks = checks.trainer_ranks(config, world_size)
+    checks.check_rollout_ranks(config, ranks)
+    sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
+    reading = [resolve_model(source, "teacher") for source in sources] if config.teacher.reads == "ids" else []
+    return SamplingSpec(config, student, Layout(data=ranks), _known_ids(config, student, reading))
+
+
+def resolve_model(source: ModelSource, key: str) -> ResolvedModel:
+    """A model by its config.json.
+
+    Raises:
+        ValueError: there is no such model, or its family is not supported.
+    """
+    directory = model_directory(source)
+    spec = read_model_spec(directory)
+    check_provider(source.provider, spec, directory)
+    return ResolvedModel(key, source, directory, spec)
+
+
+def model_directory(source: ModelSource) -> Path:
+    """`ResolvedModel.directory` of a model whose family may be unknown.
+
+    Raises:
+        ValueError: `checkpoint` is not a torch_dist checkpoint of a model whose config.json is known.
+    """
+    know_family(source.provider, hf_path=source.hf_path, checkpoint=source.checkpoint)
+    hf_path = Path(source.hf_path) if source.hf_path else None
+    return hf_directory(Path(source.checkpoint), hf_path) if source.checkpoint else Path(str(hf_path))
+
+
+def _same_files(one: ModelSource, other: ModelSource) -> bool:
+    return (one.hf_path, one.checkpoint, one.provider) == (other.hf_path, other.checkpoint, other.provider)
+
+
+def _known_ids(config: Config, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> int:
+    reading = teachers if config.teacher.reads == "ids" else ()
+    return min(model.spec.vocab_size for model in (student, *reading))
