@@ -23,7 +23,7 @@ from benchmarks.random_pair import Shape, save_random_model, save_random_rollout
 from benchmarks.real_shape import R1_DISTILL_1P5B
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import build_distiller
+from nemo_oprd.setup.models import distiller_for
 from studies.toy_arms import objectives
 
 PROMPT, RESPONSES = 8, (120, 120)
@@ -76,7 +76,7 @@ def count(shape: Shape, settings: tuple[str, ...]) -> Count:
             [f"student.hf_path={scratch / 'student'}", f"teacher.hf_path={scratch / 'teacher'}", *settings, *alone,
              f"rollout.replay={scratch / 'rollouts.jsonl'}", "train.tokens_per_microbatch=512", "output=unused"],
         )  # fmt: skip
-        distiller = build_distiller(config)
+        distiller = distiller_for(config)
         rollouts = read_rollouts(str(config.rollout.replay), shape.vocab_size)
         with FlopCounterMode(display=False) as teacher:
             batch = distiller.batch(rollouts, distiller.objective_of(None))

@@ -17,6 +17,7 @@ from typing import Any
 from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.setup.resolve import resolve
 
 _ALL = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "vocab_size": 151936}
 _QWEN3 = {**_ALL, "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True}
@@ -125,7 +126,11 @@ def planned(recipe: str, place: Path, nodes: int, engine: str) -> Estimate:
     student, teacher, sizes = RECIPES[recipe]
     models = [f"student.hf_path={place / student}", f"teacher.hf_path={place / teacher}"]
     config = load_config(recipe, [*models, *sizes, f"rollout.engine={engine}"])
-    return estimate(config, Cluster(nodes * GPUS_PER_NODE, GPUS["h100"]), Lengths(None, RESPONSE, PROBLEMS))
+    return estimate(
+        resolve(config, nodes * GPUS_PER_NODE),
+        Cluster(nodes * GPUS_PER_NODE, GPUS["h100"]),
+        Lengths(None, RESPONSE, PROBLEMS),
+    )
 
 
 def table() -> list[str]:

@@ -77,8 +77,9 @@ def run_case(case: Case, world: Path, *, sampled: bool) -> Result:
 def _static_visit(config: Any) -> list[Any]:
     from nemo_oprd.commands.doctor.static import static_findings
     from nemo_oprd.setup.models import RunFiles
+    from nemo_oprd.setup.resolve import resolve_models
 
-    return list(static_findings(config, RunFiles(config)))
+    return list(static_findings(config, RunFiles(config, resolve_models(config))))
 
 
 def _whole_visit(config: Any) -> list[Any]:

@@ -34,7 +34,8 @@ from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.in_process.engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import build_distiller
+from nemo_oprd.setup.models import distiller_for
+from nemo_oprd.setup.resolve import resolve
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
 R1_DISTILL_1P5B = Shape(28, 1536, 8960, 12, 2, 151936, 131072)
@@ -147,7 +148,7 @@ def _step(settings: Settings, recompute: str) -> Outcome:
     """Seconds, tokens/s and memory of a training step on a batch of recorded responses."""
     size = QUICK if settings.quick else REAL
     config = configure(settings, size, f"student.recompute={recompute}")
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), size.shape.vocab_size)
     meter = Meter()
     for step in range(WARMUP + STEPS):
@@ -196,7 +197,9 @@ def _against_plan(
     )
     engine = layer_backend(torch.bfloat16) == "transformer_engine"
     # the memory of a rank that does not sample does not depend on the kind of GPU
-    found = estimate(config, Cluster(1, GPUS["h100"], transformer_engine=engine), Lengths(prompt=size.prompt))
+    found = estimate(
+        resolve(config, 1), Cluster(1, GPUS["h100"], transformer_engine=engine), Lengths(prompt=size.prompt)
+    )
     memory = found.kinds[0].memory
     always = sum(memory.always.values())
     parts = {name: sum(phase.values()) for name, phase in memory.phases.items()}

@@ -30,7 +30,7 @@ from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step import StepBatch
 from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import build_distiller
+from nemo_oprd.setup.models import distiller_for
 
 SHAPE = Shape(8, 512, 1408, 8, 2, 32768, 2048)
 PROMPT, RESPONSES = 64, [960, 960]
@@ -107,7 +107,7 @@ def cost(scratch: Path, settings: list[str]) -> dict[str, dict[str, float]]:
             *alone,
         ],
     )
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     batch = distiller.batch(
         read_rollouts(str(config.rollout.replay), SHAPE.vocab_size), distiller.objective_of(0, watch=False)
     )

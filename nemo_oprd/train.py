@@ -5,7 +5,7 @@ a role that it does not have take part in the transfers and return None.
 
     prompts -> rollouts               rollout/training_rollouts.py; the engine that samples is chosen in rollout/make_engine.py
     what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
-    which teacher reads a response    batch/teacher_routing.py
+    which teacher reads a response    config/teacher_routing.py
     rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py
     targets -> gradients              distillation/step.py, hidden_state_loss.py; on every pipeline stage:
                                       gradient_injection.py; the losses themselves: losses/

@@ -32,6 +32,7 @@ from nemo_oprd.evaluation.agreement import Response, describe_text
 from nemo_oprd.evaluation.files import read_lines
 from nemo_oprd.losses.layer_mapping import layer_map as paper_map
 from nemo_oprd.models import read_model_spec
+from nemo_oprd.setup.resolve import resolve_models
 from studies.real_arms import RATES, SEARCHED, SEEDS, Arm, changes, is_hidden, on_student, seeds, sweep
 from studies.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
 from studies.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, distance, line, read_results, tables
@@ -216,7 +217,7 @@ def operations(settings: list[str]) -> dict[str, float]:
     unwatched = [*settings, "logging.output_metrics_every=0"]
     with _COMPOSING:
         config = load_config("real_model", unwatched)
-    work = make_workload(config, prompt=PROMPT_TOKENS, response=NEW_TOKENS)
+    work = make_workload(config, resolve_models(config), prompt=PROMPT_TOKENS, response=NEW_TOKENS)
     return {kind: value / 1e9 for kind, value in asdict(step_flops(work)).items()}
 
 

@@ -54,6 +54,10 @@ class TokenTable:
         arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
         return TokenTable(**arrays, num_responses=_distinct(arrays["response"]))
 
+    def scale_responses(self, factors: Sequence[float]) -> TokenTable:
+        """The same rows, whose weights are multiplied by the factor of their response."""
+        return self.scaled(np.asarray(factors, dtype=np.float64)[self.response])
+
     def scaled(self, factor: np.ndarray) -> TokenTable:
         """The same rows with their weights multiplied by `factor` [N]."""
         return replace(self, weight=self.weight * factor)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_oprd.batch.plan import StepPlan
-from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.distillation.metrics.watched_metrics import WatchedMetrics
 from nemo_oprd.distillation.objective import Objective, StepObjective
 from nemo_oprd.distillation.step import GradientAccumulation, KeptResults, StepBatch
@@ -78,9 +78,10 @@ class Distiller:
         are known on the student's ranks only: no other rank reads row weights.
         """
         taught_by = self.taught_by(rollouts)
-        hidden = objective.weigh_positions(self.routing.weigh(objective.run.rows(rollouts), taught_by))
+        weights = self.routing.weights(taught_by)
+        hidden = objective.weigh_positions(objective.run.rows(rollouts).scale_responses(weights))
         term = objective.output
-        output = None if term is None else self.routing.weigh(term.rows(rollouts), taught_by)
+        output = None if term is None else term.rows(rollouts).scale_responses(weights)
         budget = self.config.train.tokens_per_microbatch
         return StepPlan.build(hidden, output, len(rollouts), self.student.role.layout, budget, taught_by)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.config.weight_schedule import weight_at
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
@@ -31,9 +31,9 @@ class StepRecorder:
         tokenizer: decodes the responses of the rollouts that are written; None: only token ids are written.
     """
 
-    def __init__(self, config: Config, log: MetricsLog, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: Config, routing: Routing, log: MetricsLog, tokenizer: Tokenizer | None) -> None:
         self._config, self._log, self._tokenizer = config, log, tokenizer
-        self._routing = Routing(tuple(config.teacher_sources))
+        self._routing = routing
         self._directory = Path(config.output) / "rollouts"
         weights = dict(zip(TERMS, (config.loss.representation.weight, config.loss.output.weight), strict=True))
         past = {  # losses of the steps in which the loss had a weight

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.rollout.engine import TRAINING_STREAM, GenerationCancelled, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
@@ -58,6 +58,7 @@ class RolloutSampler:
     def __init__(
         self,
         config: Config,
+        routing: Routing,
         engine: RolloutEngine,
         prompts: TrainingPrompts,
         teacher_inputs: list[TeacherInputs | None],
@@ -69,7 +70,7 @@ class RolloutSampler:
     ) -> None:
         self._config, self._engine, self._prompts = config, engine, prompts
         self._teacher_inputs, self._cache = teacher_inputs, cache
-        self._routing = Routing(tuple(config.teacher_sources))
+        self._routing = routing
         self._first_step, self._say = first_step, say
         self._should_cancel, self._stop = should_cancel, stop
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.objective import Objective

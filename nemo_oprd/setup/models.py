@@ -24,7 +24,7 @@ from nemo_oprd.models.megatron.model import build_chunks
 from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models.megatron_bridge.provider import OWN
 from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
-from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec
+from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec, resolve
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class RunFiles:
     """The models of a run, each opened once."""
 
     def __init__(self, config: Config, models: RunModels) -> None:
+        self.models = models
         self.student = student_files(config, models.student)
         variables = ChatTemplate(None, config.data.chat_template_args)
         self.teachers = [
@@ -222,6 +223,15 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
         model.close()
     dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
     return Distiller(config, objective, plan.watched, student, teachers, run.models.routing)
+
+
+def distiller_for(config: Config) -> Distiller:
+    """Student and teachers of a configuration on the ranks of this job, for programs that run no whole training.
+
+    Raises:
+        ValueError: as `resolve`, `make_plan` and `build_distiller`.
+    """
+    return build_distiller(make_plan(resolve(config, world_size())))
 
 
 def _build_teacher(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.layer_mapping import weights_of_layers
 from nemo_oprd.models import ModelSpec, read_model_spec

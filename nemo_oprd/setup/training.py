@@ -168,6 +168,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         engine,
         RolloutSampler(
             config,
+            plan.run.models.routing,
             engine,
             data.prompts,
             data.teacher_inputs,
@@ -178,7 +179,9 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
             checkpointer.stop_while_sampling,
         ),
         SamplingCheck(config, plan.run.models.vocab_limit),
-        StepRecorder(config, log, None if data.recorded is not None else files.student.tokenizer),
+        StepRecorder(
+            config, plan.run.models.routing, log, None if data.recorded is not None else files.student.tokenizer
+        ),
         Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals),
         checkpointer,
         log,

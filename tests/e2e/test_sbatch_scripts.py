@@ -18,6 +18,7 @@ from benchmarks.plan_table import SHAPES
 from nemo_oprd.commands.plan.estimate import estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.setup.resolve import resolve
 
 ROOT = Path(__file__).parent.parent.parent
 # configuration -> the command of docs/cluster.md that starts it
@@ -263,7 +264,7 @@ def test_a_command_of_the_page_starts_its_configuration(site: Site, monkeypatch:
         Path(model).mkdir(parents=True)
         (Path(model) / "config.json").write_text(json.dumps({"rope_theta": 10000, **shape}))
     ranks = int(rank.environment["WORLD_SIZE"])
-    assert not estimate(config, Cluster(ranks, GPUS["h100"])).problems
+    assert not estimate(resolve(config, ranks), Cluster(ranks, GPUS["h100"])).problems
     site.run(SUBMITTED[name].replace("sbatch", "bash") + " --dry-run")
     plan = site.ranks()[-1]
     assert planned(plan)["--config-name"] == name and planned(plan)["--ranks"] == str(ranks)

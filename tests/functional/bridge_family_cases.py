@@ -135,7 +135,7 @@ def convert(models: str, directory: str) -> None:
 def refusals(cases: dict[str, list[str]], output: str) -> None:
     """The messages of `preflight` and of building the models."""
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
     from nemo_oprd.setup.preflight import preflight
 
     found = {}
@@ -143,7 +143,7 @@ def refusals(cases: dict[str, list[str]], output: str) -> None:
         try:
             config = load_config("verify", overrides)
             preflight(config, 1, "train")
-            build_distiller(config)
+            distiller_for(config)
             found[name] = "no error"
         except ValueError as error:
             found[name] = str(error)

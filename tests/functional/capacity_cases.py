@@ -12,7 +12,7 @@ from benchmarks.live_bytes import LiveBytes
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import build_distiller
+from nemo_oprd.setup.models import distiller_for
 
 
 def live_bytes(overrides: list[str]) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def live_bytes(overrides: list[str]) -> list[dict[str, Any]]:
     `teacher` and `update` are the largest numbers of live bytes that the teacher's pass and the update add.
     """
     config = load_config("verify", overrides)
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     student = distiller.student
     rollouts = read_rollouts(str(config.rollout.replay), student.spec.vocab_size)
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
@@ -82,7 +82,7 @@ def step_operations(overrides: list[str]) -> dict[str, float]:
     from torch.utils.flop_counter import FlopCounterMode
 
     config = load_config("verify", overrides)
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), distiller.student.spec.vocab_size)
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
     with FlopCounterMode(display=False) as teacher:

@@ -187,19 +187,19 @@ def run_broken_train(overrides: list[str], breakage: str) -> None:
 def check_gradients(overrides: list[str]) -> str:
     """What the gradient check says before training."""
     from nemo_oprd.distillation import gradient_check
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
     from nemo_oprd.train import accumulate_gradients
 
-    return gradient_check.check_gradients(build_distiller(load_config("verify", overrides)), accumulate_gradients)
+    return gradient_check.check_gradients(distiller_for(load_config("verify", overrides)), accumulate_gradients)
 
 
 def run_with_cuda_graphs(overrides: list[str]) -> None:
     """A step of a model whose Megatron config asks for CUDA graphs."""
     from nemo_oprd.distillation import gradient_check
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
     from nemo_oprd.train import accumulate_gradients
 
-    distiller = build_distiller(load_config("verify", [*overrides, "output=unused"]))
+    distiller = distiller_for(load_config("verify", [*overrides, "output=unused"]))
     distiller.student.chunks[0].config.cuda_graph_impl = "local"
     gradient_check.check_gradients(distiller, accumulate_gradients)
 
@@ -235,13 +235,14 @@ def _with_broken_layer(command: Callable[[list[str]], None], overrides: list[str
 def models_and_rollouts(overrides: list[str]) -> tuple[Any, list[Any]]:
     """The models of `verify`, and its recorded rollouts."""
     from nemo_oprd.setup.data import recorded_rollouts
-    from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
+    from nemo_oprd.setup.models import build_distiller, make_plan, world_size
+    from nemo_oprd.setup.resolve import resolve
 
     config = load_config("verify", overrides)
-    files = RunFiles(config)
-    rollouts = recorded_rollouts(config, files)
+    run = resolve(config, world_size())
+    rollouts = recorded_rollouts(config, run.models)
     assert rollouts is not None
-    return build_distiller(config, make_plan(config, files)), rollouts
+    return build_distiller(make_plan(run)), rollouts
 
 
 def accumulate(distiller: Any, rollouts: list[Any], step: int | None) -> tuple[Any, Any]:
@@ -258,10 +259,10 @@ def held_targets(overrides: list[str], free: int | None = None) -> int:
 
     from nemo_oprd.models.megatron import device_memory
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
 
     config = load_config("verify", overrides)
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
     with mock.patch.object(device_memory, "CPU_BYTES", free or device_memory.CPU_BYTES):
         _, result = accumulate(distiller, rollouts, None)
@@ -275,10 +276,10 @@ def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
 
     from nemo_oprd.distillation import teacher as runner
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
 
     config = load_config("verify", overrides)
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
     run_schedule = runner.run_schedule
 
@@ -342,10 +343,10 @@ def projectors_on_all_ranks(overrides: list[str]) -> list[dict[int, list]]:
 
     from nemo_oprd.distillation.trained_projectors import projectors_of
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
 
     config = load_config("verify", [*overrides, "output=unused"])
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
     for step in range(2):
         objective, result = accumulate(distiller, rollouts, None)
@@ -395,9 +396,9 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
 
 def teacher_shares_parameters(overrides: list[str]) -> bool:
     """Whether the teacher's parameters are the student's, all or none of them."""
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
 
-    distiller = build_distiller(load_config("verify", overrides))
+    distiller = distiller_for(load_config("verify", overrides))
     mine = {p.data_ptr() for chunk in distiller.student.chunks for p in chunk.parameters()}
     theirs = [p.data_ptr() for chunk in distiller.teachers[0].chunks or [] for p in chunk.parameters()]
     shared = [pointer in mine for pointer in theirs]
@@ -426,9 +427,11 @@ def open_weight_readers(overrides: list[str]) -> int:
 
     from nemo_oprd.models.weights.convert import MegatronCheckpoint
     from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.setup.models import world_size
+    from nemo_oprd.setup.preflight import preflight
     from nemo_oprd.setup.training import start_training
 
-    with start_training(load_config("verify", overrides)):
+    with start_training(preflight(load_config("verify", overrides), world_size(), "train")):
         gc.collect()
         return sum(isinstance(thing, HFCheckpoint | MegatronCheckpoint) for thing in gc.get_objects())
 

@@ -101,10 +101,10 @@ def syncs_of_a_step(overrides: list[str]) -> dict[str, int]:
     """Of the teacher's pass, the update and the optimizer step on recorded rollouts, on rank 0."""
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
 
     config = load_config("verify", overrides)
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     student = distiller.student
     rollouts = read_rollouts(str(config.rollout.replay), student.spec.vocab_size)
     with plain_causal_masks(), HostSyncs() as syncs:

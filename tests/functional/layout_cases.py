@@ -305,10 +305,10 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
 
     from nemo_oprd.distillation.target_transfer import plan_transfers
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
 
     config = load_config("verify", overrides)
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), VOCABULARY)
     batch = distiller.batch(rollouts, distiller.objective_of(None))
     student_plan = batch.plan

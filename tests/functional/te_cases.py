@@ -163,11 +163,11 @@ def products_with_accumulation(overrides: list[str]) -> dict[str, Any]:
 
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import build_distiller
+    from nemo_oprd.setup.models import distiller_for
     from nemo_oprd.train import accumulate_gradients
 
     config = load_config("verify", overrides)
-    distiller = build_distiller(config)
+    distiller = distiller_for(config)
     before = _AccumulatingLinear.products
     rollouts = read_rollouts(str(config.rollout.replay), distiller.student.spec.vocab_size)
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))

@@ -15,6 +15,7 @@ from nemo_oprd.commands.plan.operations import attention_flops, step_flops
 from nemo_oprd.commands.plan.rollout_cost import Demand, in_process, rollout_copy
 from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.setup.resolve import resolve, resolve_models
 
 SHAPE = Shape(4, 128, 352, 8, 2, 2048, 2048)
 PROMPT, RESPONSE, RESPONSES = 64, 448, 4
@@ -106,7 +107,7 @@ def test_memory_is_what_a_step_holds(pools: Pools, models: Path, name: str) -> N
     ranks, settings = CASES[name]
     arguments = overrides(models, settings)
     cluster = Cluster(ranks, GPUS["h100"], transformer_engine=False)
-    found = estimate(load_config("verify", arguments), cluster, Lengths(prompt=PROMPT))
+    found = estimate(resolve(load_config("verify", arguments), cluster.ranks), cluster, Lengths(prompt=PROMPT))
     kinds = {(kind.student, kind.teacher): kind.memory for kind in found.kinds}
     everywhere = pools[ranks].run("capacity_cases:live_bytes", overrides=arguments)
     for measured in everywhere:
@@ -128,7 +129,8 @@ def test_memory_is_what_a_step_holds(pools: Pools, models: Path, name: str) -> N
 def test_operations_are_those_of_a_step(pools: Pools, models: Path, settings: list[str]) -> None:
     """Within 1 %, recomputation included."""
     arguments = overrides(models, settings)
-    work = make_workload(load_config("verify", arguments), prompt=PROMPT)
+    config = load_config("verify", arguments)
+    work = make_workload(config, resolve_models(config), prompt=PROMPT)
     found = step_flops(work, causal=False)
     measured = pools[1].run("capacity_cases:step_operations", overrides=arguments)
     # torch does not count attention's fused kernel on CPUs
@@ -148,7 +150,8 @@ def test_the_engine_holds_what_is_planned(pools: Pools, models: Path, ranks: int
     """The copy of the student and the KV cache of one batch, to the byte; and the number of batches."""
     prompt, tokens = 64, 40  # lengths that the cache's grain of 8 positions divides
     arguments = [*overrides(models, settings), f"rollout.max_new_tokens={tokens}"]
-    work = make_workload(load_config("verify", arguments), prompt=prompt)
+    config = load_config("verify", arguments)
+    work = make_workload(config, resolve_models(config), prompt=prompt)
     found = in_process(work, Demand(RESPONSES, tokens, tokens, "rollout.max_new_tokens"), ranks, GPUS["h100"], 1e9)
     measured = pools[ranks].run("capacity_cases:engine_bytes", overrides=arguments, prompt=prompt, responses=RESPONSES)
     assert rollout_copy(work) == measured["copy"]

@@ -25,7 +25,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.rollout.replay import write_rollouts
 from nemo_oprd.setup.data import recorded_rollouts
-from nemo_oprd.setup.models import RunFiles
+from nemo_oprd.setup.resolve import resolve_models
 
 STUDENT = SIZES | MODELS["qwen3_untied"]
 WIDE = SIZES | MODELS["phi3"] | {"num_hidden_layers": 6}
@@ -185,7 +185,7 @@ def test_data_sources_without_a_teacher_are_refused(bench: Bench, tmp_path: Path
     settings = [each.replace("data_sources: null", "data_sources: [wide]") for each in bench.settings("hidden")]
     config = load_config("verify", [*settings, "output=unused"])
     with pytest.raises(ValueError, match=r"rollouts.jsonl: data_source='other' has no teacher: expected one of"):
-        recorded_rollouts(config, RunFiles(config))
+        recorded_rollouts(config, resolve_models(config))
     write_rollouts(tmp_path / "few.jsonl", [dataclasses.replace(make_rollouts()[0], data_source="code")])
     config = load_config("verify", [*settings, f"rollout.replay={tmp_path / 'few.jsonl'}", "output=unused"])
-    assert recorded_rollouts(config, RunFiles(config)) is not None
+    assert recorded_rollouts(config, resolve_models(config)) is not None

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.commands.doctor import models as model_checks
 from nemo_oprd.commands.doctor import responses as sample_checks
@@ -23,6 +22,7 @@ from nemo_oprd.commands.doctor.layer_states import layer_similarity
 from nemo_oprd.commands.doctor.settings import Settings, evaluation_limit, for_diagnosis
 from nemo_oprd.commands.doctor.static import static_findings, teacher_reads
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.order import prompt_order
 from nemo_oprd.data.prompts import Prompt

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from nemo_oprd.batch.teacher_routing import Routing
 from nemo_oprd.commands.doctor import files as file_checks
 from nemo_oprd.commands.doctor.config_values import config_values
 from nemo_oprd.commands.doctor.files import Reads
@@ -20,7 +19,6 @@ from nemo_oprd.commands.doctor.weights import damaged_weights, layer_origins, sa
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.prompts import Prompt
-from nemo_oprd.losses.layer_mapping import layer_pairs, supervised_layers
 from nemo_oprd.setup.models import RunFiles
 from nemo_oprd.setup.prompt_files import training_prompts, validation_problems
 
@@ -49,7 +47,7 @@ def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
     yield from own_files("student", student.tokenizer, run.data.chat_template_args)
     surveyed = survey(student)
     yield from damaged_weights("student", surveyed)
-    routing = Routing(tuple(run.teacher_sources))
+    routing = files.models.routing
     for number, source in enumerate(run.teacher_sources):
         taught = [p for p in prompts if routing.teachers_of([p.data_source]) == [number]] or prompts
         for finding in _of_teacher(run, files, number, taught):
@@ -90,17 +88,12 @@ def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt])
 
 
 def _layer_map(run: Config, files: RunFiles, number: int) -> LayerMap | None:
-    """The layer map of a teacher; None if the run compares no states, or `train` would refuse the map."""
-    loss, student, teacher = run.loss.representation, files.student.spec, files.teachers[number].spec
-    if loss.layers == "none" or largest(loss.weight) == 0:
+    """The layer map of a teacher; None if the run compares no states."""
+    loss, student, teacher = run.loss.representation, files.student.spec, files.models.teachers[number]
+    if not teacher.pairs or largest(loss.weight) == 0:
         return None
-    try:
-        supervised = supervised_layers(loss.layers, student.num_layers)
-        pairs = layer_pairs(supervised, student.num_layers, teacher.num_layers, loss.layer_map)
-    except ValueError:
-        return None
-    freely = run.teacher_sources[number].bridge is None
-    return LayerMap(pairs, (student.num_layers, teacher.num_layers), loss.final_norm, freely)
+    depths = student.num_layers, teacher.spec.num_layers
+    return LayerMap(teacher.pairs, depths, loss.final_norm, teacher.source.bridge is None)
 
 
 def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, list[str]]:

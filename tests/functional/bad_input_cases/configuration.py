@@ -13,7 +13,7 @@ CATEGORIES: list[Category] = []
 
 
 def nothing_installed() -> contextlib.AbstractContextManager:
-    return mock.patch("nemo_oprd.setup.preflight.find_spec", return_value=None)
+    return mock.patch("nemo_oprd.setup.checks.find_spec", return_value=None)
 
 
 case = Category("Configuration")

@@ -25,6 +25,7 @@ from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import parse_model_spec
+from nemo_oprd.setup.resolve import resolve, resolve_models
 
 FAMILY_CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "phi3": PHI3}
 
@@ -69,7 +70,8 @@ def test_counting_the_experts_choices_is_one_more_forward_pass(tmp_path: Path) -
 
     def found(*settings: str) -> tuple[float, float]:
         models = [f"{role}.hf_path={tmp_path}" for role in ("student", "teacher")]
-        work = make_workload(load_config("verify", [*models, "output=unused", *settings]), prompt=64)
+        config = load_config("verify", [*models, "output=unused", *settings])
+        work = make_workload(config, resolve_models(config), prompt=64)
         return step_flops(work).update, step_bytes(work, Layout(data=2, expert=2)).experts
 
     plain, balanced = found(), found("student.router_aux_loss=0.1")
@@ -94,7 +96,7 @@ def test_activations_shrink_with_the_layout() -> None:
 
 
 def plan(pair: list[str], ranks: int, *settings: str, gpu: str = "h100") -> Any:
-    return estimate(load_config("oprd_1p5b", [*pair, *settings]), Cluster(ranks, GPUS[gpu]))
+    return estimate(resolve(load_config("oprd_1p5b", [*pair, *settings]), ranks), Cluster(ranks, GPUS[gpu]))
 
 
 def test_memory_of_the_recipe(pair: list[str]) -> None:
@@ -116,7 +118,9 @@ def test_memory_of_the_recipe(pair: list[str]) -> None:
 
 def test_longer_responses_are_in_the_seconds_and_not_in_the_memory(pair: list[str]) -> None:
     config = load_config("oprd_1p5b", pair)
-    short, long = (estimate(config, Cluster(8, GPUS["h100"]), Lengths(response=tokens)) for tokens in (1000, 16384))
+    short, long = (
+        estimate(resolve(config, 8), Cluster(8, GPUS["h100"]), Lengths(response=tokens)) for tokens in (1000, 16384)
+    )
     assert short.kinds[0].memory == long.kinds[0].memory
     assert short.seconds["update"] < long.seconds["update"] / 4
 
@@ -130,11 +134,11 @@ def test_what_does_not_fit_has_alternatives_that_do(pair: list[str]) -> None:
     assert "H100" in found.problems[0]
     config = load_config("oprd_1p5b", [*pair, *settings])
     cluster = Cluster(8, GPUS["h100"])
-    near = alternatives(config, cluster, Lengths())
+    near = alternatives(resolve(config, cluster.ranks), cluster, Lengths())
     assert near
     assert {"student.recompute": "full"} in [each.changes for each in near]
     for each in near:
-        assert not estimate(changed(config, each.changes), cluster).problems
+        assert not estimate(resolve(changed(config, each.changes), cluster.ranks), cluster).problems
         written = load_config("oprd_1p5b", [*pair, *settings, *each.arguments.split()])
         assert written == changed(config, each.changes)
 

@@ -21,6 +21,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.setup.preflight import preflight
+from nemo_oprd.setup.resolve import resolve, resolve_models
 
 QWEN3_8B = {**SHAPES["Qwen3-4B"], "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 LAYOUT_KEYS = ("student.parallel.", "teacher.parallel.", "rollout.", "student.recompute", "teacher.")
@@ -55,7 +56,7 @@ def on(ranks: int) -> Cluster:
 
 
 def best(config: Config, ranks: int, most: int = 3) -> list[Alternative]:
-    return alternatives(config, on(ranks), Lengths(), most)
+    return alternatives(resolve(config, ranks), on(ranks), Lengths(), most)
 
 
 def test_experts_on_two_nodes(models: Path) -> None:
@@ -66,7 +67,7 @@ def test_experts_on_two_nodes(models: Path) -> None:
     assert len(near) == 3
     assert all(any("expert" in key for key in each.changes) for each in near)
     script = RECIPES["oprd_qwen3_30b_a3b"][2]
-    theirs = estimate(experts(models, *script), on(16))
+    theirs = estimate(resolve(experts(models, *script), 16), on(16))
     assert not theirs.problems and near[0].estimate.step_seconds <= theirs.step_seconds
     sizes = {(each.estimate.student.expert, each.estimate.student.pipeline) for each in best(config, 16, most=1000)}
     assert (8, 2) in sizes, "the script's layout of the student"
@@ -101,9 +102,9 @@ def test_what_is_named_fits_and_is_valid_and_in_order(
 ) -> None:
     """All that the search finds, not the first three: `train` accepts it on as many ranks, and plan says the same of
     the written arguments. The faster come first, of equally fast ones the smaller."""
-    monkeypatch.setattr("nemo_oprd.setup.preflight.find_python", lambda config: None)  # vLLM's environment
+    monkeypatch.setattr("nemo_oprd.setup.checks.find_python", lambda config: None)  # vLLM's environment
     config = (experts if kind == "experts" else eight_billion)(models, *settings)
-    assert estimate(config, on(ranks)).problems
+    assert estimate(resolve(config, ranks), on(ranks)).problems
     began = time.process_time()
     near = best(config, ranks, most=1000)
     assert time.process_time() - began < MOST_SECONDS
@@ -113,7 +114,7 @@ def test_what_is_named_fits_and_is_valid_and_in_order(
         preflight(candidate, ranks, "train")
         again = (experts if kind == "experts" else eight_billion)(models, *settings, *each.arguments.split())
         assert again == candidate
-        found = estimate(candidate, on(ranks))
+        found = estimate(resolve(candidate, ranks), on(ranks))
         assert not found.problems and found.step_seconds == pytest.approx(each.estimate.step_seconds)
         assert all(key.startswith(LAYOUT_KEYS) for key in each.changes)
     for one, other in itertools.pairwise(near):
@@ -146,7 +147,7 @@ def test_a_split_experts_tokens_go_to_all_of_its_ranks(tmp_path: Path) -> None:
     """By hand: a token's state goes to E - 1 of E groups, and from there to the other ranks of the group."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
     config = load_config("verify", [f"{role}.hf_path={tmp_path}" for role in ("student", "teacher")] + ["output=x"])
-    work = make_workload(config, prompt=64)
+    work = make_workload(config, resolve_models(config), prompt=64)
     whole, split = (step_bytes(work, Layout(data=4, expert=2, expert_tensor=t)).experts for t in (1, 2))
     assert split == pytest.approx(3 * whole) and whole > 0  # 1/2 + 1 in place of 1/2
 

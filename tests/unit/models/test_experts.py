@@ -18,7 +18,7 @@ from nemo_oprd.models.megatron.experts import Router, route
 from nemo_oprd.models.megatron.model_config import transformer_config
 from nemo_oprd.models.megatron.refusals import refuse_untrainable
 from nemo_oprd.models.megatron.router_replay import Routes
-from nemo_oprd.setup.preflight import check_dispatcher, check_experts_train
+from nemo_oprd.setup.checks import check_dispatcher, check_experts_train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

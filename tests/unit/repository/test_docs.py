@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 # a table of messages, in which paths are examples; entries of earlier versions
 EXAMPLES = {"errors.md"}
-SOURCES = [file for folder in ("nemo_oprd", "tests", "benchmarks", "checkpoint_tools", "scripts", "conf", "examples")
+SOURCES = [file for folder in ("nemo_oprd", "tests", "benchmarks", "studies", "checkpoint_tools", "scripts", "conf", "examples")
            for file in (ROOT / folder).rglob("*.*")]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-DIRECTORIES = ("nemo_oprd", "checkpoint_tools", "benchmarks", "tests")
+DIRECTORIES = ("nemo_oprd", "checkpoint_tools", "benchmarks", "studies", "tests")
 FILES = [file for directory in DIRECTORIES for file in sorted((ROOT / directory).rglob("*.py"))]
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 450, 70, 250
 

@@ -99,7 +99,7 @@ def test_a_failure_under_the_other_python_fails_the_script(tmp_path: Path) -> No
 def test_tests_of_the_other_python_exist() -> None:
     """All files that scripts/test_other_python.sh names; a mistake would be an error of the long run only."""
     text = (ROOT / "scripts" / "test_other_python.sh").read_text()
-    groups = re.findall(r"tests/(\w+)/test_\{([\w,]+)\}\.py", text)
+    groups = re.findall(r"tests/([\w/]+)/test_\{?([\w,]+)\}?\.py", text)
     files = [ROOT / "tests" / folder / f"test_{name}.py" for folder, names in groups for name in names.split(",")]
     assert len(files) > 10 and all(file.is_file() for file in files), files
 

@@ -16,6 +16,7 @@ from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.layout import Layout
 from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks, shares
+from nemo_oprd.setup.resolve import resolve, resolve_models
 
 PROMPT, RESPONSE = 48, 2000
 # operations of one response of the 1.5B model, forward: the weights of a layer and the causal half of attention
@@ -36,7 +37,9 @@ def pair(tmp_path: Path) -> list[str]:
 
 def planned(pair: list[str], ranks: int, *settings: str) -> Estimate:
     """16 responses, if `settings` don't say otherwise."""
-    return estimate(load_config("oprd_1p5b", [*pair, *settings]), Cluster(ranks, GPUS["h100"]), Lengths(PROMPT))
+    return estimate(
+        resolve(load_config("oprd_1p5b", [*pair, *settings]), ranks), Cluster(ranks, GPUS["h100"]), Lengths(PROMPT)
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,8 @@ def test_pipeline_stages_divide_a_response(pair: list[str]) -> None:
 def test_packs_hold_whole_responses(pair: list[str]) -> None:
     """5 responses of 2,048 tokens on the fullest of 3 ranks, 2 to a pack of 5,000 tokens: 3 microbatches."""
     settings = [*pair, "train.tokens_per_microbatch=5000", "train.prompts_per_step=7"]
-    batches = make_workload(load_config("oprd_1p5b", settings), prompt=PROMPT).on(Layout(data=3))
+    config = load_config("oprd_1p5b", settings)
+    batches = make_workload(config, resolve_models(config), prompt=PROMPT).on(Layout(data=3))
     assert (batches.responses, batches.per_pack, batches.count, batches.tokens) == (5, 2, 3, 4096)
 
 
@@ -86,7 +90,8 @@ def test_packs_hold_whole_responses(pair: list[str]) -> None:
 def test_a_teacher_computes_wave_by_wave(
     pair: list[str], resident: str, student: int, teacher: int, fullest: int
 ) -> None:
-    work = make_workload(load_config("oprd_1p5b", [*pair, f"teacher.resident_microbatches={resident}"]), prompt=PROMPT)
+    config = load_config("oprd_1p5b", [*pair, f"teacher.resident_microbatches={resident}"])
+    work = make_workload(config, resolve_models(config), prompt=PROMPT)
     assert work.teacher_share(Layout(data=student), Layout(data=teacher)) == fullest / 16
 
 

@@ -23,7 +23,7 @@ from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective, model_identity
 from nemo_oprd.models import FAMILIES, parse_model_spec
 from nemo_oprd.models.weights.convert import checkpoint_parameters
-from nemo_oprd.setup.preflight import make_layouts
+from nemo_oprd.setup.checks import make_layouts
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
 QWEN = {**COMMON, "rms_norm_eps": 1e-06, "vocab_size": 151936, "use_sliding_window": False}

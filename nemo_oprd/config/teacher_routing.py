@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.config.schema import TeacherSource
 
 
@@ -64,11 +61,6 @@ class Routing:
         """One of the data sources that a teacher names; None for a teacher that names none."""
         return next(iter(self.teachers[teacher].data_sources or ()), None)
 
-    def weigh(self, table: TokenTable, taught_by: list[int]) -> TokenTable:
-        """The rows with their weights multiplied by the weights of their teachers.
-
-        Args:
-            taught_by: the number of each response's teacher.
-        """
-        weights = np.array([teacher.weight for teacher in self.teachers])
-        return table.scaled(weights[np.asarray(taught_by, dtype=np.int64)[table.response]])
+    def weights(self, taught_by: list[int]) -> list[float]:
+        """The weight of each response's teacher; `taught_by`: the teachers' numbers."""
+        return [self.teachers[number].weight for number in taught_by]

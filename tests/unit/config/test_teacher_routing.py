@@ -8,7 +8,7 @@ import pytest
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherSource
-from nemo_oprd.batch.teacher_routing import Routing
+from nemo_oprd.config.teacher_routing import Routing
 
 SOME = TeacherSource("a", data_sources=["x", "y"], weight=0.5)
 REST = TeacherSource("b", weight=3.0)
@@ -40,6 +40,6 @@ def test_nobody_is_idle() -> None:
 def test_weights_of_teachers() -> None:
     rollouts = [Rollout([1], [2, 3], data_source="x"), Rollout([1], [2], data_source="q")]
     table = make_rows(rollouts, positions="all", k=1, position="token", aggregation="sequence_mean")
-    weighed = Routing((SOME, REST)).weigh(table, [0, 1])
+    weighed = table.scale_responses(Routing((SOME, REST)).weights([0, 1]))
     np.testing.assert_allclose(weighed.weight, [0.125, 0.125, 1.5])
     np.testing.assert_allclose(table.weight, [0.25, 0.25, 0.5])
