@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.phase import Outcome, Settings
 from benchmarks.plain_bf16 import plain_bf16_gradients
-from nemo_oprd.commands.verify import verify
+from nemo_oprd.commands.verify.step import verify
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.reference.hugging_face import agreement, reference

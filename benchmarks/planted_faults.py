@@ -86,7 +86,7 @@ def _whole_visit(config: Any) -> list[Any]:
     """The findings of `doctor` in this process."""
     import torch
 
-    from nemo_oprd.commands.doctor import command
+    from nemo_oprd.commands.doctor.command import examination as command
     from nemo_oprd.commands.doctor.settings import Settings
 
     made: list[Any] = []

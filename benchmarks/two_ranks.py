@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.correctness import all_golden_cases, compare_with_golden, configure, worst_line
 from benchmarks.phase import Outcome, Settings
-from nemo_oprd.commands.verify import verify
+from nemo_oprd.commands.verify.step import verify
 
 RANKS = 2
 # a golden case with losses on hidden states and on whole distributions

@@ -1,28 +1,56 @@
-"""The entry point that the commands share: it finds the source checkout and prints user errors as one line."""
+"""What the tools share: a tool is `main = tool(description, add_arguments, run)`, the two as in `nemo_oprd/cli.py`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 if importlib.util.find_spec("nemo_oprd") is None:  # not installed: use the checkout of this file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nemo_oprd.cli import run_as_command
 from nemo_oprd.commands.parser import Parser
+from nemo_oprd.runtime.exits import run_as_command
 
-__all__ = ["Parser", "add_provider", "run"]
+
+def tool(
+    description: str,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int | None],
+) -> Callable[[], None]:
+    """The entry point: it ends as `nemo-oprd` does, with one line on stderr and exit code 2 for a user's mistake."""
+
+    def main() -> None:
+        parser = Parser(description=description)
+        add_arguments(parser)
+        options = parser.parse_args()
+        run_as_command(lambda: run(options) or 0)
+
+    return main
 
 
-def run(command: Callable[[], int]) -> None:
-    """Runs `command` and ends as `nemo-oprd` does: a user's mistake is one line on stderr and exit code 2."""
-    # Megatron warns that Apex and Transformer Engine are missing; the commands do not use them
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    run_as_command(command)
+def add_model(parser: argparse.ArgumentParser, output: str | None = None) -> None:
+    """The model that is read, and where the result goes; `output` is the help of that option, None without it."""
+    parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
+    if output is not None:
+        parser.add_argument("--output", required=True, metavar="DIR", help=output)
+
+
+def student_of(options: argparse.Namespace) -> tuple[Path, Path]:
+    """(The model's directory, the student's).
+
+    Raises:
+        ValueError: they are the same, or the student's holds something that no tool made.
+    """
+    from nemo_oprd.runtime.output_directories import check_directory
+
+    source, target = Path(options.hf_path), Path(options.output)
+    if target.resolve() == source.resolve():
+        raise ValueError(f"--output {target} is the model itself; expected another directory: choose one")
+    check_directory(target, "export", "--output")
+    return source, target
 
 
 def add_provider(parser: argparse.ArgumentParser) -> None:

@@ -7,41 +7,30 @@ from __future__ import annotations
 
 import argparse
 
-from _command import Parser, add_provider, run
+from _command import add_model, add_provider, tool
 
 
-def _parse() -> argparse.Namespace:
-    parser = Parser(description="Hugging Face model -> Megatron torch_dist checkpoint.")
-    parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the checkpoint; a missing or empty directory")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "the checkpoint; a missing or empty directory")
     parser.add_argument(
-        "--tensor",
-        type=int,
-        default=1,
-        metavar="N",
-        help="split chunks for this tensor-parallel size (default 1)",
+        "--tensor", type=int, default=1, metavar="N", help="split chunks for this tensor-parallel size (default 1)"
     )
     parser.add_argument(
         "--pipeline", type=int, default=1, metavar="N", help="write files for this many pipeline stages (default 1)"
     )
     add_provider(parser)
-    return parser.parse_args()
 
 
-def main() -> None:
-    """Entry point."""
-    options = _parse()
+def run(options: argparse.Namespace) -> None:
+    from nemo_oprd.models.megatron_bridge.provider import know_family
+    from nemo_oprd.models.weights.convert import hf_to_megatron
 
-    def convert() -> int:
-        from nemo_oprd.models.megatron_bridge.provider import know_family
-        from nemo_oprd.models.weights.convert import hf_to_megatron
+    know_family(options.provider, hf_path=options.hf_path)
+    hf_to_megatron(options.hf_path, options.output, tensor=options.tensor, pipeline=options.pipeline)
+    print(f"{options.output}: torch_dist checkpoint of {options.hf_path}")
 
-        know_family(options.provider, hf_path=options.hf_path)
-        hf_to_megatron(options.hf_path, options.output, tensor=options.tensor, pipeline=options.pipeline)
-        print(f"{options.output}: torch_dist checkpoint of {options.hf_path}")
-        return 0
 
-    run(convert)
+main = tool("Hugging Face model -> Megatron torch_dist checkpoint.", add_arguments, run)
 
 
 if __name__ == "__main__":

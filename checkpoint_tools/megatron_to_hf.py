@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 
-from _command import Parser, add_provider, run
+from _command import add_provider, tool
 
 
-def _parse() -> argparse.Namespace:
-    parser = Parser(description="Megatron torch_dist checkpoint -> Hugging Face model.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--megatron-path", required=True, metavar="DIR", help="the checkpoint, such as RUN/checkpoints/iter_0000050"
     )
@@ -27,23 +26,18 @@ def _parse() -> argparse.Namespace:
         help="dtype of the written weights (default: the dtype in the checkpoint's hf/config.json)",
     )
     add_provider(parser)
-    return parser.parse_args()
 
 
-def main() -> None:
-    """Entry point."""
-    options = _parse()
+def run(options: argparse.Namespace) -> None:
+    from nemo_oprd.models.megatron_bridge.provider import know_family
+    from nemo_oprd.models.weights.convert import megatron_to_hf
 
-    def convert() -> int:
-        from nemo_oprd.models.megatron_bridge.provider import know_family
-        from nemo_oprd.models.weights.convert import megatron_to_hf
+    know_family(options.provider, hf_path=options.hf_path, checkpoint=options.megatron_path)
+    megatron_to_hf(options.megatron_path, options.output, hf_path=options.hf_path, dtype=options.dtype)
+    print(f"{options.output}: Hugging Face model of {options.megatron_path}")
 
-        know_family(options.provider, hf_path=options.hf_path, checkpoint=options.megatron_path)
-        megatron_to_hf(options.megatron_path, options.output, hf_path=options.hf_path, dtype=options.dtype)
-        print(f"{options.output}: Hugging Face model of {options.megatron_path}")
-        return 0
 
-    run(convert)
+main = tool("Megatron torch_dist checkpoint -> Hugging Face model.", add_arguments, run)
 
 
 if __name__ == "__main__":

@@ -11,41 +11,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from _command import Parser, run
+from _command import add_model, student_of, tool
 
 
-def _parse() -> argparse.Namespace:
-    parser = Parser(description="Hugging Face model -> the same with fewer layers.")
-    parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the student; an earlier one there is replaced")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "the student; an earlier one there is replaced")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--keep", type=int, metavar="N", help="keep the N layers of most influence on --prompts")
     which.add_argument("--layers", metavar="1,2,...", help="keep these layers, counted from 1")
     parser.add_argument("--prompts", metavar="FILE", help="prompts (.jsonl or .parquet) to measure influences on")
     parser.add_argument("--count", type=int, default=128, metavar="N", help="prompts to read (default: %(default)s)")
-    return parser.parse_args()
 
 
-def main() -> None:
-    """Entry point."""
-    options = _parse()
+def run(options: argparse.Namespace) -> None:
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.weights.pruning import kept_map, prune_layers
 
-    def prune() -> int:
-        from nemo_oprd.models import read_model_spec
-        from nemo_oprd.models.weights.pruning import kept_map, prune_layers
-        from nemo_oprd.runtime.output_directories import check_directory
-
-        source, target = Path(options.hf_path), Path(options.output)
-        if target.resolve() == source.resolve():
-            raise ValueError(f"--output {target} is the model itself; expected another directory: choose one")
-        check_directory(target, "export", "--output")
-        kept = _given(options.layers) if options.layers else _measured(source, options)
-        spec = prune_layers(source, target, kept)
-        print(f"{target}: {spec.num_layers} layers of {source}: {','.join(map(str, kept))}")
-        print(kept_map(kept, read_model_spec(source).num_layers))
-        return 0
-
-    run(prune)
+    source, target = student_of(options)
+    kept = _given(options.layers) if options.layers else _measured(source, options)
+    spec = prune_layers(source, target, kept)
+    print(f"{target}: {spec.num_layers} layers of {source}: {','.join(map(str, kept))}")
+    print(kept_map(kept, read_model_spec(source).num_layers))
 
 
 def _given(text: str) -> list[int]:
@@ -75,6 +61,9 @@ def _measured(source: Path, options: argparse.Namespace) -> list[int]:
     for layer, influence in enumerate(influences, 1):
         print(f"layer {layer:>3}  influence {influence:.4f}  {'' if layer in kept else 'left out'}".rstrip())
     return kept
+
+
+main = tool("Hugging Face model -> the same with fewer layers.", add_arguments, run)
 
 
 if __name__ == "__main__":

@@ -5,35 +5,28 @@ python checkpoint_tools/round_weights.py --hf-path MODEL --output STUDENT --bits
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 
-from _command import Parser, run
+from _command import add_model, student_of, tool
 
 
-def main() -> None:
-    """Entry point."""
-    parser = Parser(description="Hugging Face model -> the same with rounded weights.")
-    parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the student; an earlier one there is replaced")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "the student; an earlier one there is replaced")
     parser.add_argument("--bits", type=int, required=True, metavar="N", help="2^N values per group")
     parser.add_argument(
         "--group", type=int, default=32, metavar="N", help="weights of a row that share a range (default: %(default)s)"
     )
-    options = parser.parse_args()
 
-    def round_all() -> int:
-        from nemo_oprd.models.weights.rounding import round_layers
-        from nemo_oprd.runtime.output_directories import check_directory
 
-        source, target = Path(options.hf_path), Path(options.output)
-        if target.resolve() == source.resolve():
-            raise ValueError(f"--output {target} is the model itself; expected another directory: choose one")
-        check_directory(target, "export", "--output")
-        spec = round_layers(source, target, options.bits, options.group)
-        print(f"{target}: {spec.num_layers} layers rounded to {options.bits} bits in groups of {options.group}")
-        return 0
+def run(options: argparse.Namespace) -> None:
+    from nemo_oprd.models.weights.rounding import round_layers
 
-    run(round_all)
+    source, target = student_of(options)
+    spec = round_layers(source, target, options.bits, options.group)
+    print(f"{target}: {spec.num_layers} layers rounded to {options.bits} bits in groups of {options.group}")
+
+
+main = tool("Hugging Face model -> the same with rounded weights.", add_arguments, run)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,23 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from _command import Parser, run
+from _command import add_model, tool
 
 
-def _parse() -> argparse.Namespace:
-    parser = Parser(description="Hugging Face -> Megatron -> Hugging Face, compared bit for bit.")
-    parser.add_argument("--hf-path", required=True, metavar="DIR", help="the model: config.json and safetensors")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
     parser.add_argument(
         "--work-dir",
         metavar="DIR",
         help="keep both conversions in DIR/megatron and DIR/hf (default: a temporary directory, removed at the end)",
     )
-    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.work_dir:
+        return round_trip(Path(options.hf_path), Path(options.work_dir))
+    with tempfile.TemporaryDirectory(prefix="roundtrip-") as work:
+        return round_trip(Path(options.hf_path), Path(work))
 
 
 def round_trip(hf_path: Path, work: Path) -> int:
@@ -78,17 +83,7 @@ def table(names: list[str], differing: dict[str, str]) -> list[str]:
     return lines + [f"{name}: {verdict}" for name, verdict in differing.items()]
 
 
-def main() -> None:
-    """Entry point."""
-    options = _parse()
-
-    def verify() -> int:
-        if options.work_dir:
-            return round_trip(Path(options.hf_path), Path(options.work_dir))
-        with tempfile.TemporaryDirectory(prefix="roundtrip-") as work:
-            return round_trip(Path(options.hf_path), Path(work))
-
-    run(verify)
+main = tool("Hugging Face -> Megatron -> Hugging Face, compared bit for bit.", add_arguments, run)
 
 
 if __name__ == "__main__":

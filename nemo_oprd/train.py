@@ -23,6 +23,8 @@ as a wrong parallel size, and `setup/training.py` builds the parts of the run.
 
 from __future__ import annotations
 
+import logging
+
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.gradient_check import check_gradients
@@ -34,6 +36,8 @@ from nemo_oprd.setup.models import world_size
 from nemo_oprd.setup.preflight import preflight
 from nemo_oprd.setup.resolve import RunSpec
 from nemo_oprd.setup.training import start_training
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: Config, spec: RunSpec | None = None) -> None:
@@ -49,7 +53,7 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
     """
     with start_training(spec or preflight(config, world_size(), "train")) as run:
         distiller, student, engine, timer = run.distiller, run.distiller.student, run.engine, PhaseTimer()
-        run.log.say(check_gradients(distiller, accumulate_gradients))
+        logger.info(check_gradients(distiller, accumulate_gradients))
         engine.update_weights(student.hf_weights, run.first_step)
         run.validation.before_training(student)
         for step in range(run.first_step, config.train.steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import PairFit, fit_ridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.rank import choose_rank, layer_report, normalized_curve
+from nemo_oprd.runtime.messages import ON_STDOUT
+
+logger = logging.getLogger(__name__)
 
 
 def build_bridge(
@@ -24,7 +28,6 @@ def build_bridge(
     baselines: bool,
     seed: int,
     gather: Callable[[Any], list[Any]],
-    say: Callable[[str], None],
 ) -> Bridge:
     """Fits every layer pair; the result is the same on every process.
 
@@ -35,7 +38,6 @@ def build_bridge(
         baselines: whether the report has the baselines of `rank.compare`.
         gather: the values of all processes for the value of this one, such as `all_gather_object`; with one process,
             `lambda value: [value]`. Every process calls it equally often.
-        say: called with a line of text after each pair and, with AdamW, after each epoch.
 
     Raises:
         ValueError: a pair cannot have the rank (this is checked before any AdamW runs), a part has no rows, or states
@@ -49,21 +51,22 @@ def build_bridge(
     pairs: dict[LayerPair, LayerBridge] = {}
     reports: dict[LayerPair, dict[str, Any]] = {}
     for stats, ridge in zip(statistics, ridge_fits, strict=True):
-        final = ridge if fit == "ridge" else _trained(stats, ridge, chosen, seed, say)
+        final = ridge if fit == "ridge" else _trained(stats, ridge, chosen, seed)
         report = layer_report(final, ridge, stats, chosen, baselines=baselines, seed=seed)
         pairs[stats.pair], reports[stats.pair] = final.bridge(chosen), report
-        say(f"{stats.pair.key}: rank {chosen}, held-out cosine {report['held_out_cosine']:.4f}")
+        cosine = report["held_out_cosine"]
+        logger.info(f"{stats.pair.key}: rank {chosen}, held-out cosine {cosine:.4f}", extra=ON_STDOUT)
     pairs, reports = _union(gather(pairs)), _union(gather(reports))
     layers = {pair.key: reports[pair] for pair in sorted(reports)}
     report = {"fit": fit, "center_student": center_student, "rank_asked_for": rank, "layers": layers}
     return Bridge(chosen, dict(sorted(pairs.items())), student, teacher, capture, report)
 
 
-def _trained(statistics: PairStatistics, ridge: PairFit, rank: int, seed: int, say: Callable[[str], None]) -> PairFit:
-    def say_epoch(epoch: int, cosine: float) -> None:
-        say(f"{ridge.pair.key}: epoch {epoch}, selection cosine {cosine:.4f}")
+def _trained(statistics: PairStatistics, ridge: PairFit, rank: int, seed: int) -> PairFit:
+    def log_epoch(epoch: int, cosine: float) -> None:
+        logger.info(f"{ridge.pair.key}: epoch {epoch}, selection cosine {cosine:.4f}", extra=ON_STDOUT)
 
-    return fit_adamw(statistics, ridge, rank, seed=seed, progress=say_epoch)
+    return fit_adamw(statistics, ridge, rank, seed=seed, progress=log_epoch)
 
 
 def _union(parts: Sequence[dict[LayerPair, Any]]) -> dict[LayerPair, Any]:

@@ -6,31 +6,30 @@ contamination. Lengths in tokens need a tokenizer: `train` and `doctor` check th
 
 from __future__ import annotations
 
+import argparse
 import json
-from pathlib import Path
 
-from nemo_oprd.config.schema import Config
+from nemo_oprd.commands.options import add_config, config_of, json_file
 from nemo_oprd.data.preparation import DataReport, shortened
 from nemo_oprd.runtime.files import write_atomically
-from nemo_oprd.runtime.output_directories import check_file
 from nemo_oprd.setup.checks import check_prompts_given
 from nemo_oprd.setup.prompt_files import FORMAT, prepare_prompts, say_shares
 
 
-def show_data(config: Config, json_file: str | None = None) -> None:
-    """Prints what would be done to the prompts, one line each, and an example of each file as the template gets it.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--json", metavar="FILE", help="also write the counts and examples")
 
-    Args:
-        json_file: also write what a run writes to data.json, except for what needs a tokenizer.
+
+def run(options: argparse.Namespace) -> None:
+    """Prints what would be done to the prompts, one line each, and an example of each file as the template gets it.
 
     Raises:
         ValueError: a file cannot be read, or `train` would refuse the prompts.
     """
+    file_made = json_file(options, r'\{\s*"format":')
+    config = config_of(options)
     check_prompts_given(config)
-    if json_file is not None and not Path(json_file).parent.is_dir():
-        raise ValueError(f"--json {json_file}: {Path(json_file).parent} is no directory; expected one: make it")
-    if json_file is not None:
-        check_file(Path(json_file), "data", "--json", r'\{\s*"format":')
     report = DataReport()
     prepared = prepare_prompts(config, report)
     say_shares(config, [len(prompts) for prompts in prepared.files], report)
@@ -44,6 +43,6 @@ def show_data(config: Config, json_file: str | None = None) -> None:
     clean = [name for name, found in compared.items() if not found["contained"]]
     if clean:
         print(f"data.contamination: no problem of {', '.join(clean)} was found in data.train")
-    if json_file is not None:
+    if file_made is not None:
         text = json.dumps({"format": FORMAT, **report.content}, indent=1, ensure_ascii=False)
-        write_atomically(Path(json_file), f"{text}\n")
+        write_atomically(file_made, f"{text}\n")

@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
+from nemo_oprd.runtime.messages import is_first_rank
+
 _TYPES = {"int": "a whole number", "float": "a number"}
-
-
-def positive(text: str) -> int:
-    """The type of options that count something."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with 2."""
-        if os.environ.get("RANK", "0") == "0":  # every rank of a job has the same command line
+        if is_first_rank():  # every rank of a job has the same command line
             print(f"error: {self._in_our_words(message)}", file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -96,6 +91,47 @@ class Parser(argparse.ArgumentParser):
         expected = "one of its options" if named.startswith("-") else "no such argument"
         return f"{command.prog}: unknown argument {argument}; expected {expected}: {fix}"
 
-    def _commands(self) -> dict[str, Parser]:
-        found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return dict(found[0]) if found else {}
+    def _commands(self) -> dict[str, CommandParser]:
+        """The parsers of all commands, with their arguments."""
+        found: dict[str, CommandParser] = {}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= action.choices
+        for command in found.values():
+            command.load()
+        return found
+
+
+class CommandParser(Parser):
+    """The parser of one command, for `add_subparsers(parser_class=...)`: settings and files stand between options, too.
+
+    Args:
+        module: name of the command's module, or of a package that has it as `command`; imported when it is needed.
+    """
+
+    _loaded = _mixes = False
+
+    def __init__(self, *, module: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._module = module
+
+    def load(self) -> None:
+        """Adds the command's arguments, and its `run` to what is parsed."""
+        if not self._loaded:
+            self._loaded = True
+            command: Any = import_module(self._module)
+            if hasattr(command, "__path__"):
+                command = import_module(f"{self._module}.command")
+            command.add_arguments(self)
+            self.set_defaults(run=command.run)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse, which calls this for a command; in Python 3.11 each of its two passes calls it again."""
+        self.load()
+        if self._mixes:
+            return super().parse_known_args(args, namespace)
+        self._mixes = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixes = False

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+from typing import NoReturn
 
-from nemo_oprd.config.schema import Config
-from nemo_oprd.models import read_model_spec
+from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.server import WORKER_FOLDER, server_environment
-from nemo_oprd.setup.preflight import known_ids, model_directory
+from nemo_oprd.setup.resolve import resolve_student
 
 
-def serve(config: Config, host: str, port: int) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+
+
+def run(options: argparse.Namespace) -> NoReturn:
     """Replaces this process by the server; returns only by an error.
 
-    The server has no weights until a run pushes some. Its calls need no authentication: whoever reaches `host` and
-    `port` can change the weights, so `host` should be 127.0.0.1 or an address of a private network.
+    The server has no weights until a run pushes some. Its calls need no authentication: whoever reaches `--host` and
+    `--port` can change the weights, so `--host` should be 127.0.0.1 or an address of a private network.
 
     Raises:
         ValueError: the model or vLLM's environment is wrong.
     """
-    directory = model_directory(config.student)
-    spec = read_model_spec(directory)
+    config = config_of(options)
+    student, vocab_limit = resolve_student(config)
+    spec = student.spec
     check_model(config, spec)
     python = find_python(config)
     import torch  # after the checks that need none of it
@@ -29,10 +37,11 @@ def serve(config: Config, host: str, port: int) -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         check_head_size(spec)
-    arguments = server_arguments(config, spec, directory, known_ids(config), cuda=cuda)
+    arguments = server_arguments(config, spec, student.directory, vocab_limit, cuda=cuda)
     devices = None
     if cuda:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = tuple(visible.split(",")) if visible else tuple(map(str, range(config.rollout.vllm.tensor)))
-    command = [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *arguments, "--host", host, "--port", str(port)]
+    command = [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *arguments]
+    command += ["--host", options.host, "--port", str(options.port)]
     os.execve(python, command, server_environment(devices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from nemo_oprd.evaluation.generations import Generations, SetKey, digest
 from nemo_oprd.evaluation.grading.grade_sets import GradedSet, finish, grade_set
 from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.evaluation.intervals import scalars
-from nemo_oprd.evaluation.progress import Progress, say
+from nemo_oprd.evaluation.progress import Progress
 from nemo_oprd.evaluation.responses import Response
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -166,7 +169,7 @@ class Evaluator:
         answer: list[dict[int, Rollout] | None] = [None if len(kept) == len(requests) else kept]
         dist.broadcast_object_list(answer, src=0)
         if kept:
-            say(
+            logger.info(
                 f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses are kept from an earlier start"
             )
         if answer[0] is None:

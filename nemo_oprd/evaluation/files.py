@@ -11,7 +11,6 @@ OUTPUT/differences.json             metric -> difference from another evaluation
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,3 @@ def read_lines(path: Path, expected: str, fix: str) -> Iterator[tuple[str, dict[
             if not isinstance(record, dict):
                 raise ValueError(f"{where} is {type(record).__name__}, expected {expected}; {fix}")
             yield where, record
-
-
-def say(line: str) -> None:
-    """Prints one line to stderr."""
-    print(line, file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
+import logging
 import time
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.observability.metrics_log import hours_minutes_seconds
+
+logger = logging.getLogger(__name__)
 
 EVERY_S = 15.0
 
@@ -20,7 +22,7 @@ _numbers = itertools.count(1)
 class Progress:
     """Counts the complete responses of all ranks in the job's key-value store; every rank makes one at the same time.
 
-    The first rank prints when responses of its own are complete, so a rank that samples nothing prints nothing.
+    The first rank logs when responses of its own are complete, so a rank that samples nothing logs nothing.
 
     Args:
         label: what is sampled.
@@ -41,15 +43,9 @@ class Progress:
             self._printed = now
             done = min(self._done + new, self._total)
             left = hours_minutes_seconds((now - self._started) / new * (self._total - done))
-            say(f"evaluating {self._label}: {done}/{self._total} responses  left {left}")
+            logger.info(f"evaluating {self._label}: {done}/{self._total} responses  left {left}")
 
     def close(self) -> None:
         """Forgets the count, after the sampling of all ranks."""
         if dist.get_rank() == 0:
             self._store.delete_key(self._key)
-
-
-def say(line: str) -> None:
-    """Prints one line to stderr, on the first rank only."""
-    if dist.get_rank() == 0:
-        print(line, file=sys.stderr, flush=True)

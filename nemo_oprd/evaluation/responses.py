@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_oprd.data.prompts import Prompt
-from nemo_oprd.evaluation.files import read_lines, say
+from nemo_oprd.evaluation.files import read_lines
+
+logger = logging.getLogger(__name__)
 
 FIX = "sample it with `evaluate`, or correct the path"
 
@@ -82,5 +85,7 @@ def read_responses(
             )
         )
     if changed:
-        say(f"{file}: {len(changed)} problems have another answer in {data}, which is used; first: {min(changed)}")
+        logger.info(
+            f"{file}: {len(changed)} problems have another answer in {data}, which is used; first: {min(changed)}"
+        )
     return responses, named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
 from nemo_oprd.runtime.signals import Signals, Stopped, agree
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,18 +101,18 @@ class Validation:
         try:
             metrics = self._evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         except GenerationCancelled:
-            self._log.say(f"step {done}: the evaluation is deferred to the next start: asked to stop")
+            logger.info(f"step {done}: the evaluation is deferred to the next start: asked to stop")
             return EvaluationOutcome(deferred=weights)
         best = self._if_best(done, metrics)
         self._write(done, metrics)
         return EvaluationOutcome(best=best)
 
     def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
-        self._log.say("evaluating the student before training")
+        logger.info("evaluating the student before training")
         place = self._place(evaluator, step_directory(0), model_identity(self._models.student))
         metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         if self._config.evaluation.teacher:
-            self._log.say("evaluating the teacher")
+            logger.info("evaluating the teacher")
             metrics |= self._evaluate_teacher(evaluator, student)
         self._log.write(0, metrics)
 
@@ -138,7 +141,7 @@ class Validation:
         (is_due,) = agree(device(), dist.get_rank() == 0 and not self._log.evaluated(done))
         if not is_due:
             return
-        self._log.say(f"step {done}: the evaluation that was deferred")
+        logger.info(f"step {done}: the evaluation that was deferred")
         # a checkpoint of an earlier version does not name its weights: nothing that is kept can be theirs
         named = self._trained(done, weights if isinstance(weights, str) else _new_name())
         place = self._place(evaluator, step_directory(done), named)
@@ -189,7 +192,7 @@ class Validation:
     def _write(self, done: int, metrics: dict[str, float]) -> None:
         self._log.write(done, metrics)
         shown = [f"{name} {value:.3f}" for name, value in metrics.items() if "avg@" in name]
-        self._log.say(f"step {done}/{self._config.train.steps}  " + "  ".join(shown))
+        logger.info(f"step {done}/{self._config.train.steps}  " + "  ".join(shown))
 
 
 def _new_name() -> str:

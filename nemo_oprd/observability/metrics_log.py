@@ -7,9 +7,9 @@ an evaluation after it. A resumed run drops the lines of the steps that it is ab
 from __future__ import annotations
 
 import json
+import logging
 import math
 import secrets
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.observability.config_history import record_config
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 # the progress line, in order: (metric, label, format)
 _PROGRESS_METRICS = (
@@ -60,7 +62,7 @@ class MetricsLog:
         self.config_file = record_config(self.directory, config)
         self.path = self.directory / "metrics.jsonl"
         if not first_step and self.path.exists():
-            self.say(f"no checkpoint in {self.directory}: starting over, {self.path.name} is overwritten")
+            logger.info(f"no checkpoint in {self.directory}: starting over, {self.path.name} is overwritten")
         self._drop_lines_after(first_step)
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -110,18 +112,13 @@ class MetricsLog:
         return any(name.startswith("val/") for record in self._records() if record["step"] == step for name in record)
 
     def progress(self, done: int, metrics: dict[str, float]) -> None:
-        """Prints the progress line after update `done`, with an estimate of the remaining time."""
+        """Logs the progress line after update `done`, with an estimate of the remaining time."""
         if not self.writes or (done % self.every and done != self.steps):
             return
         shown = [f"{label} {form.format(metrics[name])}" for name, label, form in _PROGRESS_METRICS if name in metrics]
         elapsed = time.monotonic() - self.started
         remaining = elapsed / max(1, done - self.first_step) * (self.steps - done)
-        self.say(f"step {done}/{self.steps}  " + "  ".join(shown) + f"  left {hours_minutes_seconds(remaining)}")
-
-    def say(self, text: str) -> None:
-        """Prints one line to stderr, on the first rank only."""
-        if self.writes:
-            print(text, file=sys.stderr, flush=True)
+        logger.info(f"step {done}/{self.steps}  " + "  ".join(shown) + f"  left {hours_minutes_seconds(remaining)}")
 
     def close(self) -> None:
         """Closes TensorBoard and W&B."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from nemo_oprd.observability.token_files import remove_token_files, token_file
 from nemo_oprd.observability.token_records import token_records
 from nemo_oprd.rollout.replay import write_json_lines, write_rollouts
 from nemo_oprd.rollout.teacher_inputs import alignment_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class StepRecorder:
@@ -84,7 +87,7 @@ class StepRecorder:
         if self._config.rollout.save and self._config.rollout.replay is None:
             write_rollouts(self._directory / f"step_{done:07d}.jsonl", self._with_text(rollouts))
         if update is not None and update.nonfinite_reason:
-            self._log.say(f"step {done}: this update was skipped: {update.nonfinite_reason}")
+            logger.warning(f"step {done}: this update was skipped: {update.nonfinite_reason}")
         if metrics is not None:
             self._keep_spikes(done, rollouts, metrics)
             if metrics.tokens is not None:
@@ -113,7 +116,7 @@ class StepRecorder:
         order = sorted(range(len(rollouts)), key=lambda i: (losses[i] == losses[i], -abs(losses[i])))  # NaN first
         file = self._directory / f"spike_{done:07d}.jsonl"
         write_rollouts(file, self._with_text([rollouts[i] for i in order]), loss_share=[losses[i] for i in order])
-        self._log.say(f"step {done}: {spike}; its rollouts are in {file}")
+        logger.warning(f"step {done}: {spike}; its rollouts are in {file}")
 
     def _with_text(self, rollouts: list[Rollout]) -> list[Rollout]:
         if self._tokenizer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -13,6 +14,8 @@ from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.rollout.engine import TRAINING_STREAM, GenerationCancelled, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,6 @@ class RolloutSampler:
             reads the student's ids. Empty if recorded rollouts already have the sequences.
         cache: keeps the rollouts of the current step, for a run that is interrupted.
         first_step: the step for which the cache may hold rollouts.
-        say: shows a line to the user.
         should_cancel: whether the run was asked to stop; the sampling of a step is then cancelled.
         stop: called on every rank after that, with the step, the completed responses and the requests; saves and
             raises `Stopped`.
@@ -64,14 +66,13 @@ class RolloutSampler:
         teacher_inputs: list[TeacherInputs | None],
         cache: ResumeCache,
         first_step: int,
-        say: Callable[[str], None],
         should_cancel: Callable[[], bool],
         stop: Callable[[int, int, int], NoReturn],
     ) -> None:
         self._config, self._engine, self._prompts = config, engine, prompts
         self._teacher_inputs, self._cache = teacher_inputs, cache
         self._routing = routing
-        self._first_step, self._say = first_step, say
+        self._first_step = first_step
         self._should_cancel, self._stop = should_cancel, stop
 
     def rollouts(self, step: int) -> list[Rollout]:
@@ -94,7 +95,7 @@ class RolloutSampler:
         cached = self._cache.take(step, requests, sampling) if step == self._first_step else {}
         if cached:
             number = f"the {len(cached)}" if len(cached) == len(requests) else f"{len(cached)} of {len(requests)}"
-            self._say(f"step {step + 1} resumes with {number} rollouts sampled before the interruption")
+            logger.info(f"step {step + 1} resumes with {number} rollouts sampled before the interruption")
         if len(cached) == len(requests):
             return [cached[i] for i in range(len(requests))]
         try:

@@ -8,13 +8,15 @@ behind after a crash and would refuse the next start.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import IO
 
 from filelock import FileLock, Timeout
+
+logger = logging.getLogger(__name__)
 
 
 class RunLock:
@@ -49,7 +51,7 @@ class RunLock:
                 f"output={directory} is in use by {holder}; wait until it has ended, or choose another output"
             ) from None
         except OSError as error:  # some network file systems are mounted without locks
-            print(f"{path} can't be locked ({error.strerror}): start no second run in {directory}", file=sys.stderr)
+            logger.warning(f"{path} can't be locked ({error.strerror}): start no second run in {directory}")
         job = os.environ.get("SLURM_JOB_ID")
         self._text.truncate(0)
         self._text.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))

@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 INTERVAL_S = 1.0
@@ -77,23 +76,20 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def fail(self, message: str, say: Callable[[], None]) -> None:
-        """Calls `say` to print why this rank ends, unless another rank has failed before; then lets the others end.
-
-        Waits a few seconds at most until the other ranks have read the failure, because they could take the end of this
-        process for a death.
-
-        Args:
-            message: what the other ranks find in the store.
-        """
+    def fails_first(self) -> bool:
+        """Whether this rank is the one that prints why the job ends: no rank has failed before, or none is left."""
         self._ended.set()
         try:
-            if not self._claim():
-                return
+            return self._claim()
         except RuntimeError:  # torch.distributed's errors: no other rank is left
-            say()
-            return
-        say()  # before the others know: a launcher ends this rank as soon as they have ended
+            return True
+
+    def tell_failure(self, message: str) -> None:
+        """Lets the other ranks end, after `fails_first`; `message` is what they find in the store.
+
+        Waits a few seconds at most until they have read it, because they could take the end of this process for a
+        death.
+        """
         try:
             self._store.set(f"{self._prefix}/failed", f"rank {self.rank}: {message}")
             deadline = time.monotonic() + 3 * INTERVAL_S

@@ -89,7 +89,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """A program that only samples from the student: `evaluate` and `serve`.
+    """A program that only samples from the student: `evaluate`.
 
     Attributes:
         ranks: the ranks that sample.
@@ -144,13 +144,23 @@ def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
     Raises:
         ValueError: a model or the engine's sizes do not fit the configuration or the ranks.
     """
-    student = resolve_model(config.student, "student")
+    student, vocab_limit = resolve_student(config)
     checks.check_engine_sizes(config, student.spec)
     ranks = checks.trainer_ranks(config, world_size)
     checks.check_rollout_ranks(config, ranks)
+    return SamplingSpec(config, student, Layout(data=ranks), vocab_limit)
+
+
+def resolve_student(config: Config) -> tuple[ResolvedModel, int]:
+    """(The student, `SamplingSpec.vocab_limit`).
+
+    Raises:
+        ValueError: there is no such model, or its family is not supported.
+    """
+    student = resolve_model(config.student, "student")
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
     reading = [resolve_model(source, "teacher") for source in sources] if config.teacher.reads == "ids" else []
-    return SamplingSpec(config, student, Layout(data=ranks), _known_ids(config, student, reading))
+    return student, _known_ids(config, student, reading)
 
 
 def resolve_model(source: ModelSource, key: str) -> ResolvedModel:

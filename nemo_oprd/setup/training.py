@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +35,7 @@ from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.training_rollouts import RolloutSampler
 from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals
@@ -48,6 +49,8 @@ from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.prompt_files import write_report
 from nemo_oprd.setup.resolve import RunSpec
 from nemo_oprd.setup.resume import check_resume, compare_settings, models_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class TrainingRun:
             if config.data.chat_template is not None and dist.get_rank() == 0:
                 # the student has learned to answer in this template, and servers look for it under this name
                 shutil.copyfile(config.data.chat_template, target / "chat_template.jinja")
-            self.log.say(f"exported the student to {target}")
+            logger.info(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(final_report(self.log.path), flush=True)
 
@@ -174,7 +177,6 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
             data.teacher_inputs,
             cache,
             first_step,
-            log.say,
             checkpointer.asked_to_stop,
             checkpointer.stop_while_sampling,
         ),
@@ -190,22 +192,22 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         data.evaluator,
     )
     for note in notes:
-        log.say(note)
+        logger.info(note)
     if first_step:
-        log.say(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
+        logger.info(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
     for change in changed:
-        log.say(f"changed: {change}")
+        logger.info(f"changed: {change}")
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
     if idle is not None:
-        log.say(idle.line)
+        logger.info(idle.line)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)
     _show_bridges(run)
     if config.teacher.weights == "student":
-        log.say(
+        logger.info(
             "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
             "validation metrics, or choose ema or initial weights (docs/teachers.md)"
         )
@@ -243,7 +245,7 @@ def _agree_on_first_step(latest: int | None) -> int | None:
 def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
     """Logs which kernels are used, and stores them in the run directory with the versions of all packages."""
     kernels = run.distiller.student.kernels()
-    run.log.say("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
+    logger.info("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
     if dist.get_rank() == 0:
         run_spec = plan.run
         layouts = {"student": run_spec.student_layout.describe(), "teacher": run_spec.teacher_layout.describe()}
@@ -254,11 +256,11 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
 def _record_prompts(run: TrainingRun, report: DataReport) -> None:
     """Logs what was done to the prompts, and stores it in the run directory."""
     for line in report.lines:
-        run.log.say(line)
+        logger.info(line)
     if dist.get_rank() == 0:
         warning = write_report(report, Path(run.config.output))
         if warning is not None and run.first_step:
-            run.log.say(warning)
+            logger.info(warning)
 
 
 def _show_bridges(run: TrainingRun) -> None:
@@ -269,12 +271,7 @@ def _show_bridges(run: TrainingRun) -> None:
             continue
         pairs = "  ".join(f"{student}:{teacher}" for student, teacher in match.layers.items())
         training = ", trained with the student" if objective.trains_bridge else ""
-        run.log.say(f"bridge of rank {match.bridge.rank}{training}, student layer:teacher layer  {pairs}")
+        logger.info(f"bridge of rank {match.bridge.rank}{training}, student layer:teacher layer  {pairs}")
         if dist.get_rank() == 0 and not objective.trains_bridge:  # a trained bridge is saved at the end
             suffix = f"_{number}" if run.config.teachers else ""
             save_bridge(match.bridge, Path(run.config.output) / f"bridge{suffix}")
-
-
-def is_first_rank() -> bool:
-    """Whether this is the world's first rank; also valid before the process group is joined."""
-    return os.environ.get("RANK", "0") == "0"

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.forked_run import RANKS, ForkedRun, metrics
 from benchmarks.sigkill import Bench
-from nemo_oprd import cli
 from nemo_oprd.rollout.in_process import engine as megatron_engine
+from nemo_oprd.runtime import exits
 
 generate_batch = megatron_engine.generate_batch
 # 8 problems x 2 samples on 2 ranks in batches of 2: an evaluation is 4 batches per rank, a step of training is 1
@@ -163,8 +163,8 @@ def main() -> None:
     directory = Path(sys.argv[1])
     bench = Bench(directory)
     # the rank that is not the first waits for a launcher to end it, and there is none here
-    assert cli._WAIT_BEFORE_JOINING_S > 2
-    cli._WAIT_BEFORE_JOINING_S = 2
+    assert exits._WAIT_BEFORE_JOINING_S > 2
+    exits._WAIT_BEFORE_JOINING_S = 2
     found = {"train": train(bench), "anew": reached_anew(bench), "evaluate": evaluate(bench)}
     (directory / "results.json").write_text(json.dumps(found))
 

@@ -98,7 +98,7 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
     status: Any = None
     expensive = [
         "nemo_oprd.setup.models.init_distributed",
-        "nemo_oprd.commands.evaluate.init_distributed",
+        "nemo_oprd.commands.evaluate.student.init_distributed",
         "nemo_oprd.setup.models.build_chunks",
         "nemo_oprd.distillation.student.build_chunks",
         "nemo_oprd.rollout.in_process.engine.build_chunks",

@@ -70,7 +70,7 @@ def verify(runs: dict[str, list[str]]) -> None:
     """`nemo-oprd verify` with each list of settings."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    from nemo_oprd.commands.verify import verify as command
+    from nemo_oprd.commands.verify.step import verify as command
     from nemo_oprd.config.loading import load_config
 
     TEDotProductAttention.cp_stream = object()  # a CUDA stream, which the stand-in does not use
@@ -80,7 +80,7 @@ def verify(runs: dict[str, list[str]]) -> None:
 
 def fit_and_verify(fit: list[str], runs: dict[str, list[str]]) -> None:
     """`nemo-oprd fit-bridge`, then `verify` with the bridge."""
-    from nemo_oprd.commands.fit_bridge.command import fit_bridge
+    from nemo_oprd.commands.fit_bridge.fit import fit_bridge
     from nemo_oprd.config.loading import load_config
 
     fit_bridge(load_config("verify", fit))

@@ -15,7 +15,7 @@ from nemo_oprd.config.loading import load_config
 
 def run_verify(overrides: list[str]) -> None:
     """The command `nemo-oprd verify`, in this process."""
-    from nemo_oprd.commands.verify import verify
+    from nemo_oprd.commands.verify.step import verify
 
     verify(load_config("verify", overrides))
 
@@ -38,7 +38,7 @@ def said_by_train(overrides: list[str]) -> list[str]:
 
 def run_evaluate(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd evaluate`, in this process."""
-    from nemo_oprd.commands.evaluate import evaluate
+    from nemo_oprd.commands.evaluate.student import evaluate
 
     evaluate(load_config(config, overrides))
 
@@ -310,7 +310,7 @@ def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> Non
 
 def run_fit_bridge(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd fit-bridge`, in this process."""
-    from nemo_oprd.commands.fit_bridge.command import fit_bridge
+    from nemo_oprd.commands.fit_bridge.fit import fit_bridge
 
     fit_bridge(load_config(config, overrides))
 
@@ -321,7 +321,7 @@ def pairs_with_moments(overrides: list[str]) -> list[int]:
 
     import torch.distributed as dist
 
-    from nemo_oprd.commands.fit_bridge import command as fit_bridge
+    from nemo_oprd.commands.fit_bridge.command import fit as fit_bridge
 
     made: list[object] = []
 

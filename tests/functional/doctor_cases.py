@@ -19,7 +19,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
         plant: the name of a function below.
         settings: fields of `Settings`.
     """
-    from nemo_oprd.commands.doctor import command
+    from nemo_oprd.commands.doctor.command import examination as command
     from nemo_oprd.commands.doctor.settings import Settings
     from nemo_oprd.config.loading import load_config
 

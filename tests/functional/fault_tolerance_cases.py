@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from messages import messages
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup
 from nemo_oprd.distillation.step import GradientAccumulation
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.models.megatron.param_names import named_parameters
-from nemo_oprd.observability.metrics_log import MetricsLog
 
 
 def run_poisoned_train(
@@ -41,7 +40,6 @@ def run_poisoned_train(
     from nemo_oprd.train import train
 
     passes = -2  # the pass of the gradient check comes first
-    said: list[str] = []
     updates: list[tuple[bool, str | None]] = []
     begin, make_microbatches = GradientAccumulation.__init__, GradientAccumulation._microbatches
     update = Student.optimizer_step
@@ -78,7 +76,7 @@ def run_poisoned_train(
         mock.patch.object(GradientAccumulation, "__init__", start),
         mock.patch.object(GradientAccumulation, "_microbatches", poison_targets),
         mock.patch.object(Student, "optimizer_step", watched_update),
-        mock.patch.object(MetricsLog, "say", _say(said)),
+        messages() as said,
     ):
         train(load_config("verify", overrides))
     return {"said": said, "updates": updates}
@@ -87,11 +85,3 @@ def run_poisoned_train(
 def weights(student: Student) -> dict[str, torch.Tensor]:
     """Copies of all whole weights; every student rank calls this."""
     return {name: value.clone() for name, value in student.hf_weights()} if student.role.is_member else {}
-
-
-def _say(said: list[str]) -> Callable[[MetricsLog, str], None]:
-    def say(log: MetricsLog, text: str) -> None:
-        if log.writes:
-            said.append(text)
-
-    return say

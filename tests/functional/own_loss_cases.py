@@ -10,7 +10,7 @@ from nemo_oprd.config.loading import load_config
 
 def verify_against_reference(overrides: list[str]) -> str:
     """The command `nemo-oprd verify --against reference`, in this process; what this rank prints."""
-    from nemo_oprd.commands.verify import verify
+    from nemo_oprd.commands.verify.step import verify
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

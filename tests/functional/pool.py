@@ -22,7 +22,12 @@ import torch.multiprocessing as mp
 
 # what verify and train import when they are called, beside what importing the two imports
 PRELOADED = [
-    *("transformers", "nemo_oprd.train", "nemo_oprd.commands.verify", "nemo_oprd.distillation.reference.hugging_face"),
+    *(
+        "transformers",
+        "nemo_oprd.train",
+        "nemo_oprd.commands.verify.step",
+        "nemo_oprd.distillation.reference.hugging_face",
+    ),
     *("nemo_oprd.checkpointing.in_process_writer", "nemo_oprd.config.checks", "nemo_oprd.models.weights.convert"),
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
@@ -51,7 +56,10 @@ def _work(rank: int, size: int, port: int, pipe: Connection, environment: dict[s
     )
     import torch
 
+    from nemo_oprd.runtime.messages import show
+
     torch.set_num_threads(1)
+    show()
     while True:
         try:
             task = pipe.recv()

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from nemo_oprd.cli import _users_mistake
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.models.weights.convert import hf_to_megatron
 from nemo_oprd.models.weights.safe_unpickling import read_index
 from nemo_oprd.models.weights.torch_dist import open_torch_dist
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.runtime.exits import users_mistake
 
 SOURCES = sorted([*(ROOT / "nemo_oprd").rglob("*.py"), *(ROOT / "checkpoint_tools").glob("*.py")])
 # the one module that may know pickle: it is the restricted reader
@@ -192,14 +192,14 @@ def test_no_secret_is_in_a_run_directory(pools: Pools, tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_later_is_named() -> None:
     with open("/dev/full", "r+b", buffering=0) as full, pytest.raises(OSError) as error:
         full.write(b"x")
-    said = _users_mistake(error.value)
+    said = users_mistake(error.value)
     assert said is not None and "No space left on device" in said and "free some space" in said
     # what safetensors and torch say in errors of their own
     for text in ("I/O error: No space left on device (os error 28)", "PytorchStreamWriter failed writing file data/0"):
-        said = _users_mistake(RuntimeError(text))
+        said = users_mistake(RuntimeError(text))
         assert said is not None and said.startswith("the disk is full") and "free some space" in said
-    assert _users_mistake(RuntimeError("a mistake of ours")) is None
-    assert _users_mistake(ConnectionResetError(104, "Connection reset by peer")) is None
+    assert users_mistake(RuntimeError("a mistake of ours")) is None
+    assert users_mistake(ConnectionResetError(104, "Connection reset by peer")) is None
 
 
 def test_a_file_of_an_earlier_program_is_no_surprise(tmp_path: Path) -> None:

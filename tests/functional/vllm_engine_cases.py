@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import vllm_stand_in
+from messages import messages
 from tiny_models import SIZES
 
 EOS = (1, 3)
@@ -146,12 +147,9 @@ def run(
     """
     import torch.distributed as dist
 
-    from nemo_oprd.rollout.vllm.engine import VllmEngine
-
-    found: dict[str, Any] = {"sampled": [], "metrics": [], "said": [], "completed": [], "kept": [], "error": None}
-    say = staticmethod(found["said"].append)
+    found: dict[str, Any] = {"sampled": [], "metrics": [], "completed": [], "kept": [], "error": None}
     node = {"SLURMD_NODENAME": f"node{os.environ.get('RANK', '0')}"} if nodes else {}
-    with mock.patch.object(VllmEngine, "_say", say), mock.patch.dict(os.environ, node):
+    with messages("nemo_oprd.rollout.vllm") as found["said"], mock.patch.dict(os.environ, node):
         try:
             with engine(root, overrides, students, vocab_limit) as made:
                 _carry_out(plan, made, found, root)

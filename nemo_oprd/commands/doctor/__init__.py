@@ -1,1 +1,0 @@
-"""What makes distillation fail silently, found before a run: `nemo-oprd doctor` (docs/doctor.md)."""

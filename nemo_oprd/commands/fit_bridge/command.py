@@ -1,177 +1,19 @@
-"""`fit-bridge`: stage 1 of OPRD-Bridge. Both models run over the student's rollouts once; a fit gives the projectors.
-
-Both models keep their own layouts, except that the student's sequence parallelism, which only training needs, is off.
-The teacher's hidden states travel to the student rank that has the same rows. That rank adds the states of both models
-to running float64 moments, whose size does not depend on the number of tokens. All tensor ranks of a pipeline stage
-have all rows, so the stage's layer pairs are divided among them. At the end the moments are summed over data and
-context parallel ranks, and the pairs are divided among those ranks for the fit (`bridge.build.build_bridge`).
-"""
+"""`fit-bridge`: stage 1 of OPRD-Bridge, the projectors between models of different shape (docs/bridge.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+import argparse
 
-import numpy as np
-import torch.distributed as dist
-
-from nemo_oprd.bridge.artifact import save_bridge
-from nemo_oprd.bridge.build import build_bridge
-from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
-from nemo_oprd.bridge.maps import Bridge, CapturePoint
-from nemo_oprd.bridge.row_sample import assign_parts
-from nemo_oprd.commands.fit_bridge.rollouts import RecordedRollouts, SampledRollouts, rollout_source
-from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.distillation.gradient_injection import row_chunks
-from nemo_oprd.distillation.objective import model_identity
-from nemo_oprd.models.megatron.parallel import device
-from nemo_oprd.runtime.disk import check_output
-from nemo_oprd.runtime.output_directories import check_directory
-from nemo_oprd.runtime.signals import Signals, Stopped, agree
-from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
-from nemo_oprd.setup.preflight import check_bridge_rank, check_one_teacher
-
-RolloutSource = RecordedRollouts | SampledRollouts
-Say = Callable[[str], None]
+from nemo_oprd.commands.options import add_config, add_verbosity, run_of
 
 
-def fit_bridge(config: Config) -> None:
-    """Writes the bridge between `config.student` and `config.teacher` into the directory `config.output`.
-
-    The rollouts are sampled from `data.train`, or recorded ones (`rollout.replay`). Sampled rollouts are kept in
-    `output/rollouts`; when the command is started again, it reads them instead of sampling them again.
-
-    Raises:
-        ValueError: the configuration, a model or the data are wrong, hidden states are not finite, or there are fewer
-            rows than the rank needs.
-        Stopped: a signal asked the process to stop; the same command resumes with the rollouts that were kept.
-    """
-    output = Path(config.output)
-    _check_request(config, output)
-    config = _without_sequence_parallelism(config)
-    files = RunFiles(config)
-    source = rollout_source(config, files)
-    plan = make_plan(config, files, fitting=True)
-    check_bridge_rank(config, files.student.spec, files.teachers[0].spec)
-    distiller = build_distiller(config, plan, trainable=False)
-    say: Say = (lambda line: print(line, flush=True)) if dist.get_rank() == 0 else lambda line: None
-    with Signals() as signals:
-        statistics = _collect_statistics(config, distiller, source, signals, say)
-        # a signal that arrives from here on is ignored: the remaining work is short
-        bridge = _fit(config, distiller, statistics, source, say)
-        if dist.get_rank() == 0:
-            say(_rank_table(bridge.report["layers"]))
-            save_bridge(bridge, output)
-            say(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs")
-        dist.barrier()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    add_verbosity(parser)
 
 
-def _check_request(config: Config, output: Path) -> None:
-    """Raises ValueError where `output` holds something else or the configuration has no single teacher."""
-    check_output(config.output)
-    check_directory(output, "fit-bridge")
-    check_one_teacher(config)
+def run(options: argparse.Namespace) -> None:
+    spec = run_of(options)
+    from nemo_oprd.commands.fit_bridge.fit import fit_bridge
 
-
-def _without_sequence_parallelism(config: Config) -> Config:
-    """Every tensor rank of the student then has all rows, and the layer pairs can be divided among tensor ranks."""
-    student = config.student
-    return replace(config, student=replace(student, parallel=replace(student.parallel, sequence=False)))
-
-
-def _collect_statistics(
-    config: Config, distiller: Distiller, source: RolloutSource, signals: Signals, say: Say
-) -> list[PairStatistics]:
-    """Runs both models over all rollouts once.
-
-    Returns:
-        The statistics of all rows, for the layer pairs that this rank collects (the same on its data and context
-        parallel peers).
-    """
-    parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
-    student, objective = distiller.student, distiller.objective_of(None)
-    coords, statistics, first, rows = student.role.coords, _empty_statistics(config, distiller), 0, 0
-    for rollouts in source.batches(distiller):
-        batch = distiller.batch(rollouts, objective)
-        for group in batch.groups:
-            targets, hidden_plan = distiller.targets(batch, group).get(0), group.hidden
-            states = student.hidden_states(rollouts, hidden_plan)
-            if coords is None or targets is None:
-                continue
-            row_N = np.concatenate([microbatch.table_index for microbatch in hidden_plan.local_rows(coords)])
-            response_N, token_N = hidden_plan.table.response[row_N] + first, hidden_plan.table.token[row_N]
-            part_N = np.array([parts[response] for response in response_N.tolist()], dtype=np.int64)
-            for stats in statistics:
-                teacher_NDt, student_NDs = targets.hidden[stats.pair.student], states[stats.pair.student]
-                for chunk in row_chunks(len(row_N)):  # bounds the float64 copies
-                    stats.update(
-                        teacher_NDt[chunk], student_NDs[chunk], response_N[chunk], token_N[chunk], part_N[chunk]
-                    )
-        first += len(rollouts)
-        rows += len(batch.plan.hidden.table)
-        say(f"{first}/{source.count} responses, {rows} rows")
-        (stop,) = agree(device(), signals.received is not None)
-        if stop and first < source.count:
-            raise Stopped(
-                f"stopped by {signals.received or 'a signal to another rank'} after {first} of {source.count} "
-                "responses; the same command resumes with the sampled rollouts"
-            )
-    for stats in statistics:
-        stats.all_reduce(student.role.member_groups.dp_cp)
-    return statistics
-
-
-def _empty_statistics(config: Config, distiller: Distiller) -> list[PairStatistics]:
-    """Empty statistics for the layer pairs that this rank collects: its part of its pipeline stage's pairs."""
-    role, student, match = distiller.student.role, distiller.student.spec, distiller.objective.teachers[0]
-    if role.coords is None:
-        return []
-    owned = role.layout.owned_layers(role.coords.pipeline, student.num_layers)
-    supervised = [layer for layer in owned if layer in match.layers]
-    widths = match.spec.hidden_size, student.hidden_size
-    return [
-        PairStatistics(LayerPair(layer, match.layers[layer]), *widths, seed=config.seed, device=device())
-        for layer in supervised[role.coords.tensor :: role.layout.tensor]
-    ]
-
-
-def _fit(
-    config: Config, distiller: Distiller, statistics: list[PairStatistics], source: RolloutSource, say: Say
-) -> Bridge:
-    """Divides this rank's pairs among its data and context parallel peers and fits them; the same on every rank."""
-    settings, role, objective = config.bridge, distiller.student.role, distiller.objective
-    own: list[PairStatistics] = []
-    if role.is_member:
-        peers = role.member_groups.dp_cp
-        own = statistics[dist.get_rank(peers) :: dist.get_world_size(peers)]
-    return build_bridge(
-        own,
-        model_identity(objective.student, config.student.path, source.student_tokenizer),
-        model_identity(objective.teachers[0].spec, config.teacher.path, source.teacher_tokenizer),
-        CapturePoint(objective.position, objective.final_norm),
-        rank=settings.rank,
-        fit=settings.fit,
-        center_student=settings.center_student,
-        baselines=settings.baselines,
-        seed=config.seed,
-        gather=_all_gather,
-        say=say,
-    )
-
-
-def _all_gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _rank_table(layers: dict[str, Any]) -> str:
-    """One line per layer pair: the ranks that the pair alone would choose, and its cosine at the chosen rank."""
-    lines = ["pair        r*  crossing  held-out cosine"]
-    for key, report in layers.items():
-        cosine = report["held_out_cosine"]
-        lines.append(f"{key:<9} {report['optimal_rank']:>4}  {report['crossing_rank']:>8}  {cosine:>15.4f}")
-    return "\n".join(lines)
+    fit_bridge(spec)

@@ -7,7 +7,7 @@ Sampled rollouts are written to `output/rollouts`, one file per step of `train.p
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from nemo_oprd.rollout.training_rollouts import training_requests, training_samp
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.setup.data import read_prompts, recorded_rollouts
 from nemo_oprd.setup.models import RunFiles
-from nemo_oprd.setup.training import is_first_rank
+from nemo_oprd.setup.resolve import RunSpec
+
+logger = logging.getLogger(__name__)
 
 DIRECTORY = "rollouts"
 
@@ -56,14 +58,14 @@ class SampledRollouts:
         student_tokenizer, teacher_tokenizer: fingerprints.
     """
 
-    def __init__(self, config: Config, files: RunFiles) -> None:
-        self.config, self.student = config, files.student
+    def __init__(self, spec: RunSpec, files: RunFiles) -> None:
+        self.config = config = spec.config
+        self.student, self.vocab_limit = files.student, spec.models.vocab_limit
         check_on_device(config, files.student.spec)
-        prompts, (self.teacher_inputs,) = read_prompts(config, files)
+        prompts, (self.teacher_inputs,) = read_prompts(config, files, spec.models.routing)
         self.prompts = prompts.training
-        if is_first_rank():
-            for line in prompts.report.lines:
-                print(line, file=sys.stderr, flush=True)
+        for line in prompts.report.lines:
+            logger.info(line)
         tokenizer = files.student.tokenizer
         self.student_tokenizer = tokenizer.fingerprint()
         self.teacher_tokenizer = (self.teacher_inputs.teacher if self.teacher_inputs else tokenizer).fingerprint()
@@ -90,7 +92,7 @@ class SampledRollouts:
 
     def _engine(self, distiller: Distiller) -> RolloutEngine:
         """The engine, with the student's weights; not made unless something has to be sampled."""
-        files, layout, limit = self.student, distiller.student.role.layout, distiller.objective.vocab_limit
+        files, layout, limit = self.student, distiller.student.role.layout, self.vocab_limit
         engine = make_engine(self.config, files.spec, files.directory, layout, files.tokenizer.eos_ids, limit)
         engine.update_weights(distiller.student.hf_weights, 0)
         return engine
@@ -141,14 +143,14 @@ class SampledRollouts:
         return training_requests(self.prompts, self.config, start // per_prompt, count // per_prompt)
 
 
-def rollout_source(config: Config, files: RunFiles) -> RecordedRollouts | SampledRollouts:
+def rollout_source(spec: RunSpec, files: RunFiles) -> RecordedRollouts | SampledRollouts:
     """The rollouts that the configuration asks for.
 
     Raises:
         ValueError: the recorded rollouts, the prompts, the tokenizers or `data.train` are wrong.
     """
-    recorded = recorded_rollouts(config, files)
-    return SampledRollouts(config, files) if recorded is None else RecordedRollouts(config, recorded)
+    recorded = recorded_rollouts(spec.config, spec.models)
+    return SampledRollouts(spec, files) if recorded is None else RecordedRollouts(spec.config, recorded)
 
 
 def _batch_size(config: Config) -> int:

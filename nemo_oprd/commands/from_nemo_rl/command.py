@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,28 +17,34 @@ from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.output_directories import check_file
 
 
-def from_nemo_rl(recipe: str, output: str | None, models: str, *, oprd: bool) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="with the files that it inherits from in their places")
+    parser.add_argument("--output", metavar="FILE", help="the configuration's file (default: printed)")
+    parser.add_argument(
+        "--models", default="models", metavar="DIR", help="directory of the Hugging Face models (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--oprd", action="store_true", help="with the hidden-state loss in place of the recipe's divergence"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
     """Writes the configuration, and prints where it is, what has no counterpart, and what to run next.
 
-    Everything is computed and checked before the file is written.
-
-    Args:
-        recipe: a YAML file, with the files that it inherits from beside it.
-        output: a file NAME.yaml other than the recipe; None prints the configuration, with the notes as comments.
-        models: the directory of the Hugging Face models.
-        oprd: whether the hidden-state loss takes the place of the recipe's divergence.
+    Everything is computed and checked before the file is written. Without `--output`, the configuration is printed,
+    with the notes as comments.
 
     Raises:
         ValueError: the recipe cannot be read, is none of distillation, or has values that the configuration refuses;
-            or `output` is the recipe or has another ending.
+            or `--output` is the recipe or has another ending.
     """
-    path = Path(recipe)
-    if output is not None:
-        _check_output(Path(output), path)
+    path, target = Path(options.recipe), Path(options.output) if options.output is not None else None
+    if target is not None:
+        _check_output(target, path)
     values = load_recipe(path)
     name = path.name.removesuffix(".yaml")
-    made = translate(values, name, models)
-    if oprd:
+    made = translate(values, name, options.models)
+    if options.oprd:
         made.config["loss"] = {"representation": {"kind": "mse", "weight": 1.0}}
         made.note("loss_fn: the hidden-state loss takes its place; other widths need a bridge (docs/bridge.md)")
     needed = ranks(values)
@@ -45,10 +52,9 @@ def from_nemo_rl(recipe: str, output: str | None, models: str, *, oprd: bool) ->
     lines = [f"Made of the recipe {path.name} of NeMo-RL. Without a counterpart, or not the same:", *made.notes]
     text = "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(made.config, sort_keys=False)
     assert _read_back(text) == checked, "the notes have changed the configuration"
-    if output is None:
+    if target is None:
         print(text, end="")
         return
-    target = Path(output)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, text)
     print(f"{target}: the configuration. Without a counterpart, or not the same:")

@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from pathlib import Path
 
+from nemo_oprd.commands.options import add_config, config_of, json_file, positive
 from nemo_oprd.commands.plan.alternatives import alternatives
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.commands.plan.report import as_json, lines
-from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
-from nemo_oprd.runtime.output_directories import check_file
 from nemo_oprd.setup.checks import check_trains
 from nemo_oprd.setup.resolve import resolve
 
 
-def plan(
-    config: Config,
-    name: str,
-    ranks: int,
-    gpu: str,
-    lengths: Lengths,
-    *,
-    gpus_per_node: int = 8,
-    json_file: str | None = None,
-) -> bool:
-    """Prints the estimate of a training run, and writes it to `json_file`.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
+    parser.add_argument(
+        "--response-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of an average response, for seconds; memory is that of the longest (default: the longest)",
+    )
+    parser.add_argument("--problems", type=positive, metavar="N", help="problems of one evaluation")
+    parser.add_argument("--json", metavar="FILE", help="also write all numbers there")
 
-    Args:
-        name: the configuration's name.
-        gpu: a key of `GPUS`.
 
-    Returns:
-        Whether the run fits.
+def run(options: argparse.Namespace) -> int:
+    """Prints the estimate of a training run; 1 if the run does not fit.
 
     Raises:
         ValueError: the configuration, a model or the number of ranks is wrong.
     """
+    file = json_file(options, r'\{\s*"ranks":')
+    config = config_of(options)
     check_trains(config)
-    if json_file is not None:
-        check_file(Path(json_file), "plan", "--json", r'\{\s*"ranks":')
-    run = resolve(config, ranks)
-    cluster = Cluster(ranks, GPUS[gpu], gpus_per_node, transformer_engine=config.precision == "bf16")
-    found = estimate(run, cluster, lengths)
-    near = alternatives(run, cluster, lengths) if found.problems else []
-    for line in lines(found, near, name):
+    run_spec = resolve(config, options.ranks)
+    cluster = Cluster(
+        options.ranks, GPUS[options.gpu], options.gpus_per_node, transformer_engine=config.precision == "bf16"
+    )
+    lengths = Lengths(options.prompt_tokens, options.response_tokens, options.problems)
+    found = estimate(run_spec, cluster, lengths)
+    near = alternatives(run_spec, cluster, lengths) if found.problems else []
+    for line in lines(found, near, options.config_name):
         print(line)
-    if json_file is not None:
-        write_atomically(Path(json_file), json.dumps(as_json(found, near), indent=1) + "\n")
-    return not found.problems
+    if file is not None:
+        write_atomically(file, json.dumps(as_json(found, near), indent=1) + "\n")
+    return 1 if found.problems else 0

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_oprd.commands.report.page import unfinished, write_report
 from nemo_oprd.runtime.output_directories import check_file
 
 _LONGEST_S = 86_400
 
 
-def report(runs: Sequence[str], output: str | None = None, follow: float | None = None) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
+    parser.add_argument(
+        "--follow",
+        metavar="SECONDS",
+        type=float,
+        nargs="?",
+        const=30.0,
+        help="write the page anew every so many seconds (30) until the runs are finished; Ctrl-C ends it",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
     """Writes the page and prints its path.
 
-    Args:
-        runs: run directories, at least one.
-        output: the file to write; None writes report.html into the first run directory.
-        follow: writes the page anew every so many seconds until all runs are finished; None writes it once.
-
     Raises:
-        ValueError: as `write_report`, or `follow` is not above 0.
+        ValueError: as `write_report`, or `--follow` is not above 0.
     """
+    from nemo_oprd.commands.report.page import unfinished, write_report
+
+    follow, paths = options.follow, [Path(run) for run in options.runs]
     if follow is not None and not 0 < follow <= _LONGEST_S:
         raise ValueError(f"--follow {follow}: expected seconds above 0, at most {_LONGEST_S}; choose e.g. 30")
-    paths = [Path(run) for run in runs]
-    file = Path(output) if output else paths[0] / "report.html"
+    file = Path(options.output) if options.output else paths[0] / "report.html"
     check_file(file, "report", "--output", r"\s*<!doctype html>.*distillation report</title>")
     going_on = follow is not None and unfinished(paths)  # asked before the page is written, so that none is missed
     print(write_report(paths, file), flush=True)

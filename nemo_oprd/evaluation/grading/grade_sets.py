@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.evaluation import intervals
-from nemo_oprd.evaluation.files import DISAGREEMENTS, GENERATIONS, GRADES, METRICS, read_lines, say, write_lines
+from nemo_oprd.evaluation.files import DISAGREEMENTS, GENERATIONS, GRADES, METRICS, read_lines, write_lines
 from nemo_oprd.evaluation.grading.equality import MAX_CHARACTERS
 from nemo_oprd.evaluation.grading.graders import Grade, Grader, GraderChoice
 from nemo_oprd.evaluation.grading.spelling import canonical
@@ -26,6 +27,8 @@ from nemo_oprd.evaluation.responses import Response, read_responses
 from nemo_oprd.losses.import_path import is_import_path
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import read_json, write_atomically
+
+logger = logging.getLogger(__name__)
 
 EVERY_S = 15.0
 # of a line of the grades, and what it holds
@@ -110,7 +113,7 @@ def grade_set(directory: Path, name: str, responses: Sequence[Response], choice:
     samples_per_problem(name, responses)
     graders = [choice.of(name, response.data_source) for response in responses]
     check_answers(name, responses, graders)
-    _say_if_changed(directory, name, graders)
+    _log_if_changed(directory, name, graders)
     part = _part(directory, name)
     key = _key(responses, graders)
     records = _kept(part, key, responses, name)
@@ -126,7 +129,7 @@ def grade_set(directory: Path, name: str, responses: Sequence[Response], choice:
             file.flush()
             if time.monotonic() - shown >= EVERY_S:
                 shown = time.monotonic()
-                say(f"grading {name}: {len(records)}/{len(responses)} responses")
+                logger.info(f"grading {name}: {len(records)}/{len(responses)} responses")
     write_lines(directory / GRADES / f"{name}.jsonl", ({key: record[key] for key in _FIELDS} for record in records))
     return _graded(directory, name, responses, records, _write_disagreements(directory, name, responses, records))
 
@@ -296,7 +299,7 @@ def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> lis
         return []
     first, *lines = part.read_bytes().splitlines(keepends=True) or [b""]
     if _object(first) != {"grading": key}:
-        say(f"{name}: grades of an interrupted grading of other responses or by another grader are left out")
+        logger.info(f"{name}: grades of an interrupted grading of other responses or by another grader are left out")
         return []
     records = list[dict[str, Any]]()
     for line, response in zip(lines, responses, strict=False):
@@ -308,7 +311,7 @@ def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> lis
             break
         records.append(record)
     if records:
-        say(f"grading {name}: {len(records)} of {len(responses)} grades are kept from an earlier start")
+        logger.info(f"grading {name}: {len(records)} of {len(responses)} grades are kept from an earlier start")
     write_atomically(part, b"".join([first, *lines[: len(records)]]).decode())
     return records
 
@@ -322,7 +325,7 @@ def _object(line: bytes) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _say_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> None:
+def _log_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> None:
     """Says that the grades on disk are of other graders, which are replaced as a whole."""
     file = directory / GRADES / f"{name}.jsonl"
     if file.exists():
@@ -331,7 +334,7 @@ def _say_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> No
         now = {grader.name for grader in graders}
         if before != now:
             was, by = ", ".join(sorted(before)), ", ".join(sorted(now))
-            say(f"{name}: was graded by {was}; all its grades are now replaced by those of {by}")
+            logger.info(f"{name}: was graded by {was}; all its grades are now replaced by those of {by}")
 
 
 def _record(response: Response, grader: Grader, grade: Grade) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -19,7 +19,10 @@ from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.in_process.cache_budget import cache_budget
 from nemo_oprd.rollout.in_process.decoding import Generated, generate_batch
+from nemo_oprd.runtime.messages import ANY_RANK
 from nemo_oprd.runtime.signals import agree
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronEngine:
@@ -166,7 +169,7 @@ class MegatronEngine:
         # for every call anew: optimizer states, for instance, take memory only from the first update on
         budget = cache_budget(self.spec, self.role, self._dtype)
         if not self._said_budget and dist.get_rank() == self.role.layout.first_rank:
-            print(f"rollout.max_cache_tokens=auto: {budget} tokens", file=sys.stderr, flush=True)
+            logger.info(f"rollout.max_cache_tokens=auto: {budget} tokens", extra=ANY_RANK)
         self._said_budget = True
         return budget
 

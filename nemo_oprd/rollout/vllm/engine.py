@@ -104,7 +104,7 @@ class VllmEngine:
         settings, in_flight = self._settings, self._config.rollout.max_batch
         if place.url is not None:
             url = place.url.rstrip("/")
-            return Endpoint(place.number, in_flight, 1, None, url, settings.max_restarts, self._say)
+            return Endpoint(place.number, in_flight, 1, None, url, settings.max_restarts)
         assert self._mine.folder is not None
         return LocalServer(
             place.number,
@@ -115,12 +115,7 @@ class VllmEngine:
             log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
             directory=self._mine.folder.path,
             max_restarts=settings.max_restarts,
-            say=self._say,
         )
-
-    @staticmethod
-    def _say(line: str) -> None:
-        print(line, flush=True)
 
     def _describe(self, found: dict[str, Any], server: str) -> None:
         try:

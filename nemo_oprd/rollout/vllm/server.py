@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from nemo_oprd.rollout.vllm import guard
+from nemo_oprd.runtime.messages import ON_STDOUT
+
+logger = logging.getLogger(__name__)
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 # variables of this process that would mean something else to the server
@@ -87,7 +90,6 @@ class Endpoint(Server):
     """A server that somebody else runs; it is never restarted, but waited for."""
 
     max_restarts: int = 0
-    say: Callable[[str], None] = print
 
     def restart(self, why: str) -> None:
         """Counts a death; whoever uses the server next waits until it is there again.
@@ -100,7 +102,7 @@ class Endpoint(Server):
                 f"{self.name} died {self.generation} times, the last time because: {why}; expected at most "
                 f"{self.max_restarts} deaths (rollout.vllm.max_restarts)"
             )
-        self.say(f"{self.name} is waited for: {why}")
+        logger.warning(f"{self.name} is waited for: {why}", extra=ON_STDOUT)
         self.generation += 1
 
 
@@ -115,7 +117,6 @@ class LocalServer(Server):
         log: what it prints is appended to this file.
         directory: a directory of this process that the guard removes when this process ends.
         max_restarts: how often it may be restarted; the attempts wait longer and longer.
-        say: shows a line to the user.
     """
 
     python: Path = Path()
@@ -124,7 +125,6 @@ class LocalServer(Server):
     log: Path = Path()
     directory: Path = Path()
     max_restarts: int = 0
-    say: Callable[[str], None] = print
     _process: subprocess.Popen | None = None
     _shared_memory: set[str] = field(default_factory=set)
     _noted_at: float = -NOTE_EVERY_S
@@ -181,7 +181,7 @@ class LocalServer(Server):
                 f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
                 f"expected at most {self.max_restarts} deaths (rollout.vllm.max_restarts): its log is {self.log}"
             )
-        self.say(f"{self.name} is restarted ({self.generation} of {self.max_restarts}): {why}")
+        logger.warning(f"{self.name} is restarted ({self.generation} of {self.max_restarts}): {why}", extra=ON_STDOUT)
         self.close()
         time.sleep(min(0.5 * 2 ** (self.generation - 1), 30.0))
         self.start()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bridge_data import LAMBDAS, RHO2, STUDENT, TEACHER, collected, gaussian_pair, maps
+from messages import messages
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -203,17 +204,17 @@ def test_saving_checks_too(tmp_path: Path) -> None:
 MODELS = ModelIdentity("qwen3", 2, 16), ModelIdentity("llama", 2, 12)
 
 
-def built(stats: list[PairStatistics], lines: list[str], **changes: Any) -> Bridge:
+def built(stats: list[PairStatistics], **changes: Any) -> Bridge:
     settings = {"rank": "auto", "fit": "ridge", "center_student": True, "baselines": True, "seed": 0}
     gather = {"gather": lambda value: [value]}
-    return build_bridge(stats, *MODELS, CapturePoint(), **{**settings, **gather, **changes}, say=lines.append)
+    return build_bridge(stats, *MODELS, CapturePoint(), **{**settings, **gather, **changes})
 
 
 @pytest.mark.parametrize("fit", ["ridge", "adamw"])
 def test_statistics_become_an_artifact(tmp_path: Path, fit: Any) -> None:
     stats = collected(*gaussian_pair(LAMBDAS, RHO2, 16, 20000, mean=2.0))
-    lines: list[str] = []
-    made = built([stats], lines, fit=fit)
+    with messages() as lines:
+        made = built([stats], fit=fit)
     save_bridge(made, tmp_path)
     bridge = load_bridge(tmp_path, student=MODELS[0], teacher=MODELS[1])
     assert (bridge.rank, bridge.layers) == (6, {1: 2})
@@ -232,12 +233,12 @@ def test_statistics_become_an_artifact(tmp_path: Path, fit: Any) -> None:
     assert len(report["held_out_rho2"]) == 6 and 0.9 < report["explained_variance"] < 1
     assert report["curves"]["bridge"]["cosine"]["4"] > 0.9 > 0.3 > report["curves"]["constant"]["cosine"]["4"]
     with pytest.raises(ValueError, match="bridge.rank=13: layer pair s1.t2 allows 1..12"):
-        built([stats], lines, rank=13)
+        built([stats], rank=13)
 
 
 def test_baselines_only_where_asked_for() -> None:
     stats = collected(*gaussian_pair(LAMBDAS, RHO2, 16, 2000))
-    with_baselines, without = (built([stats], [], baselines=asked).report["layers"]["s1.t2"] for asked in (True, False))
+    with_baselines, without = (built([stats], baselines=asked).report["layers"]["s1.t2"] for asked in (True, False))
     assert set(with_baselines["curves"]) == {
         "bridge", "before", "random_basis", "reduced_rank", "student_pca", "constant",
     }  # fmt: skip
@@ -251,7 +252,7 @@ def test_pairs_divided_among_processes(division: tuple[list[int], ...]) -> None:
         collected(*gaussian_pair(LAMBDAS, rho2, 16, 2000), pair=LayerPair(layer, layer))
         for layer, rho2 in ((1, RHO2), (2, np.roll(RHO2, 1)))
     ]
-    whole = built(stats, [])
+    whole = built(stats)
     assert whole.layers == {1: 1, 2: 2}
     barrier, values = threading.Barrier(2), [None, None]
 
@@ -263,7 +264,7 @@ def test_pairs_divided_among_processes(division: tuple[list[int], ...]) -> None:
             barrier.wait(60)
             return gathered
 
-        return built([stats[index] for index in division[process]], [], gather=gather)
+        return built([stats[index] for index in division[process]], gather=gather)
 
     with ThreadPoolExecutor(2) as pool:
         bridges = list(pool.map(fit, range(2)))

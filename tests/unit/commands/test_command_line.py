@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_oprd.cli import _CONFIGURED, _parser
+from nemo_oprd.cli import make_parser
 
 
-@pytest.mark.parametrize("command", _CONFIGURED)
+@pytest.mark.parametrize("command", ["doctor", "train", "verify", "fit-bridge", "evaluate", "serve", "data", "plan"])
 def test_options_may_stand_between_settings(command: str) -> None:
     """Settings keep their order, in which Hydra applies them."""
     own = ["--ranks", "8"] if command == "plan" else []
     arguments = [command, "b.c=2", "--config-name", "x", "a=1", "+d=[3,4]", *own, "~e", "--config-dir", "y", "b.c=5"]
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     assert options.overrides == ["b.c=2", "a=1", "+d=[3,4]", "~e", "b.c=5"]
     assert (options.command, options.config_name, options.config_dir) == (command, "x", "y")
     assert command != "plan" or (options.ranks, options.gpu) == (8, "h100")
@@ -20,20 +20,20 @@ def test_options_may_stand_between_settings(command: str) -> None:
 
 def test_the_command_of_the_plan() -> None:
     text = "plan --config-name x train.lr=1 --ranks 8 student.parallel.tensor=2 --gpu h200"
-    options = _parser().parse_args(text.split())
+    options = make_parser().parse_args(text.split())
     assert options.overrides == ["train.lr=1", "student.parallel.tensor=2"]
     assert (options.ranks, options.gpu) == (8, "h200")
 
 
 @pytest.mark.parametrize("arguments", [["--config-name", "x"], ["a=1", "--config-name", "x", "--"]])
 def test_no_settings_after_the_options(arguments: list[str]) -> None:
-    assert _parser().parse_args(["train", *arguments]).overrides == [word for word in arguments if "=" in word]
+    assert make_parser().parse_args(["train", *arguments]).overrides == [word for word in arguments if "=" in word]
 
 
 def test_other_commands_take_options_between_their_files() -> None:
-    report = _parser().parse_args(["report", "a", "--output", "page.html", "b"])
+    report = make_parser().parse_args(["report", "a", "--output", "page.html", "b"])
     assert (report.runs, report.output) == (["a", "b"], "page.html")
-    compare = _parser().parse_args(["compare", "--teacher", "t", "x=1", "--prompts", "p", "y=2", "--output", "o"])
+    compare = make_parser().parse_args(["compare", "--teacher", "t", "x=1", "--prompts", "p", "y=2", "--output", "o"])
     assert compare.students == ["x=1", "y=2"]
 
 
@@ -48,13 +48,13 @@ def test_other_commands_take_options_between_their_files() -> None:
 )
 def test_wrong_options_are_said(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        _parser().parse_args(arguments.split())
+        make_parser().parse_args(arguments.split())
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
 def test_help_names_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["plan", "--help"])
+        make_parser().parse_args(["plan", "--help"])
     shown = capsys.readouterr().out
     assert "[KEY=VALUE ...]" in shown.replace("\n", " ") and "e.g. train.lr=1e-4" in shown

@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+from argparse import Namespace
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -303,7 +304,7 @@ def test_the_page_starts_with_its_doctype(tmp_path):
 def test_the_command_says_where_the_page_is(tmp_path, capsys, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "a", FEW)
-    command.report(["a"], output)
+    command.run(Namespace(runs=["a"], output=output, follow=None))
     written = output or "a/report.html"
     assert capsys.readouterr().out == f"{written}\n"
     assert (tmp_path / written).read_text(encoding="utf-8").startswith("<!doctype html>")

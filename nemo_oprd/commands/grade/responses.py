@@ -8,6 +8,7 @@ table of data sources (`evaluation/grading/graders.py`).
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.evaluation.files import DIFFERENCES, GENERATIONS, say
+from nemo_oprd.evaluation.files import DIFFERENCES, GENERATIONS
 from nemo_oprd.evaluation.grading.grade_sets import (
     GradedSet,
     Side,
@@ -35,6 +36,8 @@ from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def _grade(
         graded.append([grade_set(each.directory, name, responses, choice) for name, responses in sets.items()])
         rows[label] = finish(each.directory, graded[-1], keep_others=True)
         for line in (line for one in graded[-1] for line in one.statement()):
-            say(f"{label}: {line}")
+            logger.info(f"{label}: {line}")
     return graded, rows
 
 
@@ -279,7 +282,7 @@ def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list
         try:
             found = compare(graded[after][1], graded[before][1])
         except ValueError as error:  # of a run, which may have begun with other problems or graders
-            say(f"no comparison of {graded[after][0]} with {graded[before][0]}: {error}")
+            logger.info(f"no comparison of {graded[after][0]} with {graded[before][0]}: {error}")
             continue
         print(differences(found, graded[after][0], graded[before][0]), flush=True)
         flat = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -39,6 +39,8 @@ from nemo_oprd.models import read_model_spec
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.runtime.output_directories import check_directory
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -141,7 +143,7 @@ class Comparison:
         kept = self._kept(TEACHER, settings)
         if kept is not None:
             return _read_responses(self.options.output / f"{TEACHER}.jsonl")
-        print(f"{TEACHER}: {self.options.teacher}", file=sys.stderr, flush=True)
+        logger.info(f"{TEACHER}: {self.options.teacher}")
         responses = self._sample(self.teacher) if self.recorded is None else self.recorded
         found = {**settings, "responses": _digest_of(responses), "text": describe_text(responses)}
         self._write(TEACHER, found, responses)
@@ -155,7 +157,7 @@ class Comparison:
         kept = self._kept(name, settings)
         if kept is not None:
             return kept
-        print(f"{name}: {directory}", file=sys.stderr, flush=True)
+        logger.info(f"{name}: {directory}")
         model = self._load(directory)
         own = self._sample(model)
         parts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import ExitStack
 from functools import cache
@@ -10,25 +11,24 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nemo_oprd.config.schema import Config
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.files import METRICS
 from nemo_oprd.evaluation.generations import model_identity
-from nemo_oprd.evaluation.progress import say
 from nemo_oprd.evaluation.tables import details, table
-from nemo_oprd.layout import Layout
 from nemo_oprd.models.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.make_engine import check_on_device, make_engine
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
-from nemo_oprd.setup.models import student_files, world_size
-from nemo_oprd.setup.preflight import check_evaluates, check_rollout_ranks, known_ids, trainer_ranks
+from nemo_oprd.setup.models import student_files
 from nemo_oprd.setup.prompt_files import held_out_problems
+from nemo_oprd.setup.resolve import SamplingSpec
+
+logger = logging.getLogger(__name__)
 
 
-def evaluate(config: Config) -> None:
+def evaluate(sampling: SamplingSpec) -> None:
     """Writes `output/evaluation.json` and prints the table. The layout is `rollout.tensor` times data parallelism.
 
     Responses are kept in `output/generations` as they come, and their grades in `output/grades`. The same command
@@ -38,15 +38,13 @@ def evaluate(config: Config) -> None:
         ValueError: there is no validation set, the model or the data are wrong, another process uses the directory, or
             it holds the responses of another evaluation.
     """
-    check_evaluates(config)
-    model = student_files(config)
+    config = sampling.config
+    model = student_files(config, sampling.student)
     tokenizer, spec = model.tokenizer, model.spec
     check_output(config.output)
     check_directory(Path(config.output), "evaluate")
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
-    spec.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
-    check_rollout_ranks(config, trainer_ranks(config, world_size()))
     check_on_device(config, spec)
     place = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
     place.check()
@@ -56,22 +54,21 @@ def evaluate(config: Config) -> None:
             stack.callback(RunLock(Path(config.output)).undo)
             place.check()  # again under the lock: another process may have used the directory until here
         init_distributed()
-        ranks = Layout(data=trainer_ranks(config, dist.get_world_size()))
 
         @cache
         def engine() -> RolloutEngine:
             limit = None
             if config.rollout.engine == "vllm" and config.rollout.vllm.endpoints:
-                limit = known_ids(config)  # as the endpoint of a training run masks them
-            made = make_engine(config, spec, model.directory, ranks, tokenizer.eos_ids, limit)
+                limit = sampling.vocab_limit  # as the endpoint of a training run masks them
+            made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, limit)
             stack.callback(made.close)
             made.load(read, str(model.directory))
             return made
 
         seed_everything(config.seed)
+        for note in evaluator.notes:
+            logger.info(note)
         if dist.get_rank() == 0:
-            for note in evaluator.notes:
-                say(note)
             place.begin(afresh=False)
         evaluator.evaluate(engine, place)
     if dist.get_rank() == 0:

@@ -23,12 +23,12 @@ from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.setup.data import recorded_rollouts
-from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
-from nemo_oprd.setup.preflight import check_replays
+from nemo_oprd.setup.models import build_distiller, make_plan
+from nemo_oprd.setup.resolve import RunSpec
 from nemo_oprd.train import accumulate_gradients
 
 
-def verify(config: Config, *, against_reference: bool = False) -> None:
+def verify(spec: RunSpec, *, against_reference: bool = False) -> None:
     """Writes `losses.json` and `grads.safetensors` into `config.output` and replaces those of an earlier verify.
 
     Args:
@@ -37,14 +37,13 @@ def verify(config: Config, *, against_reference: bool = False) -> None:
     Raises:
         ValueError: the configuration, a model or the rollouts are wrong, or `config.output` holds other files.
     """
-    check_replays(config, against_reference=against_reference)
+    config = spec.config
     output = Path(config.output)
     check_output(config.output)
     check_directory(output, "verify")
-    files = RunFiles(config)
-    rollouts = recorded_rollouts(config, files)
+    rollouts = recorded_rollouts(config, spec.models)
     assert rollouts is not None
-    distiller = build_distiller(config, make_plan(config, files))
+    distiller = build_distiller(make_plan(spec))
     # without watched metrics, so that with sampled_token the teacher sends log-probabilities as in most updates
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
     metrics = accumulate_gradients(distiller, batch, whole_gradients=True)

@@ -1,0 +1,20 @@
+"""`toy`: a small student-teacher pair and its prompts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", required=True, metavar="DIR")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--experts", type=int, default=0, metavar="N", help="a Qwen3-MoE with N experts per layer; 0 (default): a Qwen2"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from nemo_oprd.commands.toy.pair import make_pair
+
+    make_pair(Path(options.output), seed=options.seed, experts=options.experts)

@@ -1,0 +1,129 @@
+"""How a command ends: its exit code, and one message from one rank.
+
+A user's mistake ends a command with one line on stderr and exit code 2. A run that a signal asked to stop ends with
+`STOPPED_EXIT_CODE` after it has saved, or with 130 after a second Ctrl-C. An unexpected error prints one traceback and
+ends the command with 1; the other ranks exit with 1 and print nothing. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+
+from nemo_oprd.runtime import messages, watchdog
+from nemo_oprd.runtime.disk import describe, is_about_files, no_space
+from nemo_oprd.runtime.signals import STOPPED_EXIT_CODE, Stopped
+
+# Seconds that a rank other than rank 0 waits before it reports an error that another rank may report, too. Before the
+# process group is joined, ranks differ by the time that imports take on a busy machine; afterwards they are in step. A
+# rank with an unexpected error, which may follow from another rank's mistake, waits longer than one with a clear error.
+_WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S, _WAIT_WITHOUT_REASON_S = 30, 3, 6
+
+
+def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
+    """Runs `work`, shows its messages, and ends as a command of this project does, also in somebody else's program.
+
+    Args:
+        work: returns the exit code.
+        alone: this process does nothing else, so that its end may be a hard one.
+    """
+    # set before torch is imported: if a rank ends with an error, torch prints a warning with a stack on all others
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Megatron warns on every rank that Apex and Transformer Engine are absent
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    messages.show()
+    watchdog.enabled = alone
+    try:
+        code = work()
+        _leave()
+    except Exception as error:
+        code = _report(error)
+    except KeyboardInterrupt:
+        code = 130
+    else:
+        if code:
+            sys.exit(code)
+        return
+    if watchdog.current() is None:
+        sys.exit(code)
+    # other ranks may have died in a collective, and closing the communicators would wait for them
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def users_mistake(error: Exception) -> str | None:
+    """One line for an error that a user can fix: a ValueError, a file or the disk; None for all other errors."""
+    if isinstance(error, ValueError):
+        return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, OSError) and is_about_files(error):
+        return describe(error)
+    if no_space(error):
+        return f"the disk is full ({' '.join(str(error).split())}); free some space, or choose another output"
+    return None
+
+
+def _report(error: Exception) -> int:
+    """Reports the error that ended the command, from one rank, and returns the exit code.
+
+    A mistake that all ranks find is reported by rank 0. A mistake that only another rank can find, such as one in a
+    shard that this rank alone reads, is reported by that rank if no other rank has ended the job after some seconds.
+    """
+    if isinstance(error, Stopped):
+        if messages.is_first_rank():
+            print(error, file=sys.stderr, flush=True)
+        _leave()
+        return STOPPED_EXIT_CODE
+    message = None if os.environ.get("NEMO_OPRD_TRACEBACK") else users_mistake(error)
+    first, watch = messages.is_first_rank(), watchdog.current()
+    # a collective fails when another rank dies; that rank reports the reason, so this one waits for it
+    wait_s = 0.0 if first and message is not None else _wait_s(message is not None)
+    if watch is not None:
+        if watch.failure(wait_s) is not None:
+            return 1
+        if watch.fails_first():
+            _print(error, message)  # before the others know: a launcher ends this rank as soon as they have ended
+            watch.tell_failure(message or repr(error))
+    else:
+        if not first:
+            time.sleep(wait_s)
+        _print(error, message)
+    return 1 if message is None else 2
+
+
+def _print(error: Exception, message: str | None) -> None:
+    """Prints the line for the user, or the traceback where there is none."""
+    if message is None:
+        traceback.print_exception(error)
+    else:
+        of_rank = "" if messages.is_first_rank() else f"rank {os.environ['RANK']}: "
+        print(f"error: {of_rank}{message}", file=sys.stderr, flush=True)
+
+
+def _leave() -> None:
+    """Leaves the process group together with the other ranks, if this process has joined one."""
+    watch = watchdog.current()
+    if watch is not None:
+        import torch.distributed as dist
+
+        dist.barrier()  # while the watchdog runs, because another rank may still be working and may die
+        watch.close()
+        watch.wait_for_others()
+    if _joined():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _wait_s(explained: bool) -> float:
+    """Seconds to wait for another rank's report; `explained`: whether this rank has a message for the user."""
+    if not _joined():
+        return _WAIT_BEFORE_JOINING_S
+    return _WAIT_AFTER_JOINING_S if explained else _WAIT_WITHOUT_REASON_S
+
+
+def _joined() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,0 +1,66 @@
+"""What a command shows while it runs: the messages of the logger `nemo_oprd`, on the terminal.
+
+Modules log with `logging.getLogger(__name__)`, and importing them sets nothing up; a command calls `show`. A message is
+a line without level or name, on stderr. The first rank shows those of level INFO, and every rank its warnings, with its
+number. `extra=ON_STDOUT` is for progress that has always been on stdout, `extra=ANY_RANK` for what one rank alone has
+to tell, whichever that is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Literal
+
+Verbosity = Literal["quiet", "usual", "verbose"]
+ON_STDOUT = {"on_stdout": True}
+ANY_RANK = {"any_rank": True}
+
+
+def is_first_rank() -> bool:
+    """Whether this is the world's first rank; also valid before the process group is joined."""
+    return _rank() == "0"
+
+
+def show(verbosity: Verbosity = "usual") -> None:
+    """Shows messages from now on; a later call only changes how much is shown.
+
+    Args:
+        verbosity: quiet: warnings; usual: also what goes on; verbose: everything, from every rank, with the time, the
+            rank and the module.
+    """
+    logger = logging.getLogger("nemo_oprd")
+    logger.propagate = False  # a program around this one may show the messages of the root logger, too
+    logger.setLevel({"quiet": logging.WARNING, "usual": logging.INFO, "verbose": logging.DEBUG}[verbosity])
+    console = next((each for each in logger.handlers if isinstance(each, _Console)), None)
+    if console is None:
+        console = _Console()
+        logger.addHandler(console)
+    console.verbose = verbosity == "verbose"
+
+
+class _Console(logging.Handler):
+    """Prints on what sys.stdout and sys.stderr are at the time."""
+
+    verbose = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        from_all = self.verbose or record.levelno >= logging.WARNING or hasattr(record, "any_rank")
+        return from_all or is_first_rank()
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if self.verbose:
+            time = logging.Formatter("%(asctime)s").formatTime(record)
+            return f"{time} rank {_rank()} {record.name}: {text}"
+        is_known = is_first_rank() or record.levelno < logging.WARNING
+        return text if is_known else f"rank {_rank()}: {text}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stdout if hasattr(record, "on_stdout") else sys.stderr
+        print(self.format(record), file=stream, flush=True)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")

@@ -1,0 +1,89 @@
+"""What a command shows of the messages of `nemo_oprd`: which, where, and from which rank."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_oprd.commands.options import add_verbosity
+from nemo_oprd.commands.parser import Parser
+from nemo_oprd.runtime.exits import run_as_command
+from nemo_oprd.runtime.messages import ANY_RANK, ON_STDOUT, show
+
+LOGGER = logging.getLogger("nemo_oprd.anything")
+
+
+def say_everything() -> int:
+    LOGGER.debug("detail")
+    LOGGER.info("100% done")
+    LOGGER.info("progress", extra=ON_STDOUT)
+    LOGGER.info("mine alone", extra=ANY_RANK)
+    LOGGER.warning("careful")
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "out", "err"),
+    [
+        ("0", "progress\n", "100% done\nmine alone\ncareful\n"),
+        ("3", "", "mine alone\nrank 3: careful\n"),
+    ],
+)
+def test_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, out: str, err: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    run_as_command(say_everything, alone=False)
+    run_as_command(lambda: 0, alone=False)
+    assert capsys.readouterr() == (out, err)
+
+
+def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    show("quiet")
+    say_everything()
+    assert capsys.readouterr() == ("", "careful\n")
+
+
+def test_verbose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "3")
+    show("verbose")
+    say_everything()
+    shown = capsys.readouterr()
+    assert [line.partition(" rank 3 ")[2] for line in shown.err.splitlines()] == [
+        f"nemo_oprd.anything: {text}" for text in ("detail", "100% done", "mine alone", "careful")
+    ]
+    assert shown.out.endswith(" rank 3 nemo_oprd.anything: progress\n")
+
+
+def test_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """A program around this one has a handler of its own, and starts several commands."""
+    root, around = logging.getLogger(), logging.StreamHandler(sys.stderr)
+    root.addHandler(around)
+    try:
+        show()
+        show()
+        LOGGER.warning("careful")
+    finally:
+        root.removeHandler(around)
+    assert capsys.readouterr().err == "careful\n"
+
+
+def test_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="p")
+    add_verbosity(parser)
+    found = [parser.parse_args(given).verbosity for given in ([], ["--quiet"], ["--verbose"])]
+    assert found == ["usual", "quiet", "verbose"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--quiet", "--verbose"])
+    assert "not allowed with argument --quiet" in capsys.readouterr().err
+
+
+def test_one_module_has_a_handler() -> None:
+    """The others only log, so that a program that imports them keeps its own way to show messages."""
+    files = (Path(__file__).parents[3] / "nemo_oprd").rglob("*.py")
+    setting_up = [file.stem for file in files if re.search(r"addHandler|basicConfig|dictConfig", file.read_text())]
+    assert setting_up == ["messages"]
