@@ -20,7 +20,6 @@ import numpy as np
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.distillation.metrics.injection_counts import expected_injections
 from nemo_oprd.distillation.target_transfer import plan_transfers
 from nemo_oprd.layout import Layout
 
@@ -49,7 +48,7 @@ def plan_step(rollouts: list[Rollout], student: Layout, teacher: Layout, rank: i
         teacher_plan.hidden.local_rows(teacher.coordinates(rank))
         group.hidden.owned_rows(student.coordinates(rank))
         group.hidden.local_rows(student.coordinates(rank))
-        expected_injections(group.hidden, list(layers))
+        group.hidden.held_microbatches()
     return len(table)
 
 

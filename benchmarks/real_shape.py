@@ -25,7 +25,7 @@ from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.distillation.step import StepBatch
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.models.megatron.model import layer_backend

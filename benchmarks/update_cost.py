@@ -27,7 +27,7 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.distillation.step import StepBatch
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup.models import distiller_for

@@ -29,8 +29,8 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.gradient_check import check_gradients
 from nemo_oprd.distillation.metrics.gradient_noise import is_noise_due, measure_gradient_noise
-from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
-from nemo_oprd.distillation.step import KeptResults, StepBatch
+from nemo_oprd.distillation.step import KeptResults, StepResult
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.observability.phase_timer import PhaseTimer
 from nemo_oprd.setup.models import world_size
 from nemo_oprd.setup.preflight import preflight
@@ -66,9 +66,9 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
                     measured |= measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)
             updates, kept = [], KeptResults()  # targets and log-probabilities that later updates use again
             for number in range(1, config.train.updates_per_rollout + 1):
-                is_last = number == config.train.updates_per_rollout
-                batch = distiller.batch(rollouts, distiller.objective_of(step), kept, is_last=is_last)
-                metrics = accumulate_gradients(distiller, batch, timer)
+                batch = distiller.batch(rollouts, distiller.objective_of(step))
+                keep = number < config.train.updates_per_rollout
+                metrics, kept = accumulate_gradients(distiller, batch, timer, kept, keep=keep)
                 with timer("update"):
                     updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
             with timer("sync"):
@@ -80,19 +80,30 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
 
 
 def accumulate_gradients(
-    distiller: Distiller, batch: StepBatch, timer: PhaseTimer | None = None, *, whole_gradients: bool = False
-) -> StepMetrics | None:
-    """The gradient of one batch, group by group of microbatches; None on ranks outside the student.
+    distiller: Distiller,
+    batch: StepBatch,
+    timer: PhaseTimer | None = None,
+    kept: KeptResults = KeptResults(),  # noqa: B008 (immutable)
+    *,
+    keep: bool = False,
+    whole_gradients: bool = False,
+) -> StepResult:
+    """The gradient of one batch, group by group of microbatches, with its metrics.
 
     Args:
+        kept: what an earlier update on the same rollouts has returned.
+        keep: whether another update on the same rollouts follows.
         whole_gradients: every student rank ends up with complete gradients, also under the distributed optimizer.
     """
-    timer = timer or PhaseTimer()
-    accumulation = distiller.start(batch, whole_gradients=whole_gradients)
+    timer, later = timer or PhaseTimer(), KeptResults()
+    accumulation = distiller.start(batch, kept.sampled_logprobs, whole_gradients=whole_gradients)
     for group in batch.groups:
         with timer("teacher"):
-            targets = distiller.targets(batch, group)
+            targets = distiller.targets(batch, group) if kept.targets is None else kept.targets
         with timer("update"):
             accumulation.forward_backward(group, targets)
+        if keep:
+            reused = targets if len(batch.groups) == 1 else None
+            later = KeptResults(reused, kept.sampled_logprobs or accumulation.logprobs)
         del targets  # before the targets of the next group come
-    return accumulation.finish()
+    return StepResult(accumulation.finish(), later)

@@ -10,6 +10,8 @@ from nemo_oprd.config.schema import AdaptiveConfig
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.losses.adaptive import GapFactors
 
+_KINDS = ("layers", "positions")
+
 
 class AdaptiveWeights:
     """Weight factors of layers and of position bins (`losses/adaptive.py`); 1 for a kind that is not configured.
@@ -21,25 +23,23 @@ class AdaptiveWeights:
 
     def __init__(self, adaptive: AdaptiveConfig, positions: str) -> None:
         self._counted_as = positions
-        self._layers = GapFactors(adaptive.decay) if adaptive.layers else None
-        self._positions = GapFactors(adaptive.decay) if adaptive.positions else None
+        self._factors = {kind: GapFactors(adaptive.decay) for kind in _KINDS if getattr(adaptive, kind)}
 
     def layer_weights(self, weights: dict[int, float]) -> dict[int, float]:
         """Layer -> its configured weight times its factor."""
-        return {layer: w * (self._layers.factor(layer) if self._layers else 1.0) for layer, w in weights.items()}
+        factors = self._factors.get("layers")
+        return {layer: w * (factors.factor(layer) if factors else 1.0) for layer, w in weights.items()}
 
     def position_factors(self) -> np.ndarray | None:
         """Factors of the rows' weights by position bin [PROFILE_BINS]; None if positions are not adapted."""
-        if self._positions is None:
-            return None
-        return np.array([self._positions.factor(j) for j in range(PROFILE_BINS)])
+        factors = self._factors.get("positions")
+        return None if factors is None else np.array([factors.factor(j) for j in range(PROFILE_BINS)])
 
     def update(self, metrics: StepMetrics) -> None:
         """Adds the gaps of an update to the averages; they change the weights from the next update on."""
-        if self._layers is not None:
-            self._layers.update(metrics.relative_error_per_layer)
-        if self._positions is not None:
-            self._positions.update(metrics.position_gap)
+        gaps = {"layers": metrics.per_layer("relative_error"), "positions": metrics.position_gap}
+        for kind, factors in self._factors.items():
+            factors.update(gaps[kind])
 
     def metrics(self, weights: dict[int, float], batch: BatchPlan) -> dict[str, float]:
         """The factors by their names in metrics.jsonl: layer weights with a mean of 1, factors of position bins.
@@ -49,21 +49,20 @@ class AdaptiveWeights:
             batch: the batch, whose position bins are reported.
         """
         named = {}
-        if self._layers is not None:
+        if "layers" in self._factors:
             mean = sum(weights.values()) / max(1, len(weights))
             named = {f"rep/layer_weight/{layer}": weight / mean for layer, weight in weights.items()}
-        if self._positions is not None:
+        if "positions" in self._factors:
             bins = np.unique(row_bins(batch.table, self._counted_as)).tolist()
-            named |= {f"rep/position_weight/{1 << j}": self._positions.factor(j) for j in bins}
+            named |= {f"rep/position_weight/{1 << j}": self._factors["positions"].factor(j) for j in bins}
         return named
 
     def state(self) -> dict[str, dict[int, float]]:
         """The averaged gaps, by kind and key."""
-        kinds = {"layers": self._layers, "positions": self._positions}
-        return {name: factors.gaps for name, factors in kinds.items() if factors is not None}
+        return {kind: factors.gaps for kind, factors in self._factors.items()}
 
     def restore(self, state: dict[str, dict[str, float]]) -> None:
         """Restores a `state` that was read from JSON; kinds that are no longer adapted are ignored."""
-        for name, factors in (("layers", self._layers), ("positions", self._positions)):
-            if factors is not None and name in state:
-                factors.gaps = {int(key): gap for key, gap in state[name].items()}
+        for kind, factors in self._factors.items():
+            if kind in state:
+                factors.gaps = {int(key): gap for key, gap in state[kind].items()}

@@ -11,7 +11,8 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.distillation.metrics.watched_metrics import WatchedMetrics
 from nemo_oprd.distillation.objective import Objective, StepObjective
-from nemo_oprd.distillation.step import GradientAccumulation, KeptResults, StepBatch
+from nemo_oprd.distillation.step import GradientAccumulation, Logprobs
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.target_budget import resident_microbatches
 from nemo_oprd.distillation.teacher import Teacher
@@ -47,20 +48,8 @@ class Distiller:
             objective = replace(objective, kept_responses=self.config.logging.token_metrics)
         return objective if self.watched is None else self.watched.add_to(objective, step)
 
-    def batch(
-        self,
-        rollouts: list[Rollout],
-        objective: StepObjective,
-        kept: KeptResults | None = None,
-        *,
-        is_last: bool = True,
-    ) -> StepBatch:
+    def batch(self, rollouts: list[Rollout], objective: StepObjective) -> StepBatch:
         """Plans one update on `rollouts`. Every rank of the world calls this.
-
-        Args:
-            objective: the objective of the update.
-            kept: results that the updates on these rollouts share; None: there is only one update.
-            is_last: whether this is the last update on these rollouts.
 
         Raises:
             ValueError: no token of the rollouts is supervised.
@@ -68,8 +57,7 @@ class Distiller:
         plan = self.plan(rollouts, objective)
         setting = self.config.teacher.resident_microbatches
         at_a_time = resident_microbatches(setting, plan, objective, self.student.role, self.student.dtype)
-        groups = plan.microbatch_groups(at_a_time)
-        return StepBatch(rollouts, objective, plan, groups, kept or KeptResults(), is_last)
+        return StepBatch(rollouts, objective, plan, plan.microbatch_groups(at_a_time))
 
     def plan(self, rollouts: list[Rollout], objective: StepObjective) -> StepPlan:
         """The batch packed for the student, without the tokens that no supervised row depends on.
@@ -94,12 +82,6 @@ class Distiller:
 
         The teachers run one after the other, each on its own responses. Teachers without rows in the group are absent.
         """
-        kept = batch.kept.targets
-        targets = self._compute_targets(batch, group) if kept is None else kept
-        batch.kept.targets = None if batch.is_last or len(batch.groups) > 1 else targets
-        return targets
-
-    def _compute_targets(self, batch: StepBatch, group: StepPlan) -> dict[int, TeacherTargets]:
         budget, targets = self.config.train.tokens_per_microbatch, {}
         for number, teacher in enumerate(self.teachers):
             part = group.of_teacher(number)
@@ -108,6 +90,8 @@ class Distiller:
                 targets[number] = teacher.targets(batch.rollouts, plan, part, self.student.role, batch.objective)
         return targets
 
-    def start(self, batch: StepBatch, *, whole_gradients: bool = False) -> GradientAccumulation:
+    def start(
+        self, batch: StepBatch, sampled_logprobs: Logprobs | None = None, *, whole_gradients: bool = False
+    ) -> GradientAccumulation:
         """Starts the accumulation of the gradient of a batch; the arguments are those of `GradientAccumulation`."""
-        return GradientAccumulation(self.student, batch, whole_gradients=whole_gradients)
+        return GradientAccumulation(self.student, batch, sampled_logprobs, whole_gradients=whole_gradients)

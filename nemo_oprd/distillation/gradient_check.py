@@ -10,9 +10,10 @@ import numpy as np
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
+from nemo_oprd.distillation.step import StepResult
 
 
-def check_gradients(distiller: Distiller, accumulate: Callable[..., StepMetrics | None]) -> str:
+def check_gradients(distiller: Distiller, accumulate: Callable[..., StepResult]) -> str:
     """One forward and backward pass on a few short random responses.
 
     Args:
@@ -25,7 +26,8 @@ def check_gradients(distiller: Distiller, accumulate: Callable[..., StepMetrics 
         CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.
         ValueError: a loss or a gradient is not finite.
     """
-    metrics = accumulate(distiller, distiller.batch(_random_rollouts(distiller), distiller.objective_of(None)))
+    batch = distiller.batch(_random_rollouts(distiller), distiller.objective_of(None))
+    metrics = accumulate(distiller, batch).metrics
     if metrics is not None and metrics.nonfinite_reason:
         raise ValueError(
             f"{metrics.nonfinite_reason}, on random tokens before the first step: expected finite numbers; the "

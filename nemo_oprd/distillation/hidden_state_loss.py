@@ -1,18 +1,72 @@
-"""The student's observer: computes each supervised layer's loss on the stage of the layer and injects its gradient."""
+"""The student's observer: computes each supervised layer's loss on the stage of the layer and injects its gradient.
+
+What it measures is summed by name over the microbatches and ranks of an update (`named_sums.py`); the functions at the
+end of this module turn the sums into metrics. A metric per layer is one entry of `LAYER_METRICS`.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
-from nemo_oprd.batch.position_bins import PROFILE_BINS
+from nemo_oprd.batch.position_bins import PROFILE_BINS, profile_bins, row_bins
+from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.distillation.gradient_injection import Parameters, inject_gradient, row_chunks
 from nemo_oprd.distillation.metrics.token_metrics import LayerTokens
 from nemo_oprd.distillation.output_head import OutputHeadLoss
 from nemo_oprd.losses.representation import RowLoss
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """c rows of one layer: what is compared, float32 [c, D] (or [c, R] behind a bridge), and what it gives, [c]."""
+
+    student_ND: torch.Tensor
+    teacher_ND: torch.Tensor
+    loss: torch.Tensor  # float32
+    weight: torch.Tensor  # float32, includes 1 / (global counts)
+    cosine: torch.Tensor  # float64
+
+
+class LayerMetric(NamedTuple):
+    """A sum over the rows of a layer, or a metric per layer, or both.
+
+    Attributes:
+        summed: what is summed over some rows, of any shape; None: the value comes from other sums.
+        value: the layer's sums -> the metric `rep/NAME_layer/LAYER`; None: the sum is only part of other metrics.
+            Beside the sums `LAYER_SUMS`, "rows" is the number of the layer's rows, and "gradient_of_all_layers" the
+            total of "squared_gradient".
+    """
+
+    summed: Callable[[ComparedRows], torch.Tensor] | None = None
+    value: Callable[[Mapping[str, float]], float] | None = None
+
+
+LAYER_METRICS = {
+    "loss": LayerMetric(lambda rows: rows.loss.double() * rows.weight, lambda sums: sums["loss"]),
+    "cosine_similarity": LayerMetric(lambda rows: rows.cosine, lambda sums: sums["cosine_similarity"] / sums["rows"]),
+    "squared_error": LayerMetric(lambda rows: (rows.student_ND - rows.teacher_ND).square()),
+    "squared_target": LayerMetric(lambda rows: rows.teacher_ND.square()),
+    "relative_error": LayerMetric(value=lambda sums: ratio(sums["squared_error"], sums["squared_target"]) ** 0.5),
+    "norm_ratio": LayerMetric(  # |student| / |teacher|
+        lambda rows: rows.student_ND.norm(dim=-1) / rows.teacher_ND.norm(dim=-1).clamp_min(1e-30),
+        lambda sums: sums["norm_ratio"] / sums["rows"],
+    ),
+    "gradient_norm": LayerMetric(value=lambda sums: sums["squared_gradient"] ** 0.5),
+    "gradient_share": LayerMetric(value=lambda sums: ratio(sums["squared_gradient"], sums["gradient_of_all_layers"])),
+}
+_MEASURED = {name: metric.summed for name, metric in LAYER_METRICS.items() if metric.summed is not None}
+# the sums of a layer: over its rows, then the squared norm of its injected gradients, and how many were injected
+LAYER_SUMS = (*_MEASURED, "squared_gradient", "injections")
+
+
+def ratio(part: float, whole: float) -> float:
+    """part / whole, or 0 for a whole of 0."""
+    return part / whole if whole else 0.0
 
 
 @dataclass
@@ -39,38 +93,34 @@ class HiddenStateLoss:
         targets: layer -> its target.
         row_loss: the loss per row.
         dim_reduction: passed to `row_loss`.
+        layers: the supervised layers of all stages, in the order of the sums.
         num_responses: responses in the whole batch.
         final_layer: the layer that is supervised after the final norm; None if there is none.
         counts_rows: whether this rank adds its rows to the metrics; False on replicas of another rank's rows (tensor
             parallelism without sequence parallelism).
-        project: (layer, float32 [n, D]) -> the projection [n, R] that is compared; None: states are compared.
+        project: (layer, float32 [n, D]) -> what is compared with the target: the states, or a projection [n, R].
         projector_parameters: layer -> the trained parameters of `project`.
         output: the output loss, on the last stage.
 
     Attributes:
-        measured: layer -> the sums `SUMS` over its rows, float64 [5].
-        injections: layer -> how many backward passes injected its gradient.
-        injected: layer -> squared norm of the injected gradients.
+        measured: the layers whose rows have been measured.
+        sums: name -> float64 sum over this microbatch; absent if nothing was measured. "layers" [layers,
+            len(LAYER_SUMS)]; "rep_responses" [num_responses], contributions to the total loss; "profile" [2,
+            PROFILE_BINS], cosines of the layer whose target has bins; "rep_tokens", see `LayerTokens`.
     """
 
     targets: dict[int, LayerTarget]
     row_loss: RowLoss
     dim_reduction: str
+    layers: Sequence[int]
     num_responses: int
     final_layer: int | None = None
     counts_rows: bool = True
-    project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
-    projector_parameters: Callable[[int], Parameters] = lambda layer: ()
+    project: Callable[[int, torch.Tensor], torch.Tensor] = lambda layer, rows_ND: rows_ND
+    projector_parameters: Mapping[int, Parameters] = field(default_factory=dict)
     output: OutputHeadLoss | None = None
-    measured: dict[int, torch.Tensor] = field(default_factory=dict)
-    injections: Counter = field(default_factory=Counter)
-    injected: dict[int, torch.Tensor] = field(default_factory=dict)
-    response_losses: torch.Tensor | None = None  # float64 [num_responses], contributions to the total loss
-    token_sums: torch.Tensor | None = None  # float64 [2, slots + 1], see `LayerTokens.zeros`
-    profile: torch.Tensor | None = None  # float64 [2, PROFILE_BINS], sums of cosines of the layer whose target has bins
-
-    # the norm ratio is |student| / |teacher|
-    SUMS = ("loss", "cosine", "squared_error", "squared_target", "norm_ratio")
+    measured: set[int] = field(default_factory=set)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
         """Supervises the state `hidden` [S, 1, D] of `layer`, unless `layer` is supervised after the final norm."""
@@ -88,16 +138,20 @@ class HiddenStateLoss:
         if target is None or len(target.rows) == 0:
             return hidden
         if self.counts_rows and layer not in self.measured:
-            self.measured[layer] = self._measure(layer, hidden.detach(), target)
+            self.measured.add(layer)
+            self._measure(layer, hidden.detach(), target)
         if not torch.is_grad_enabled() or target.scale == 0.0:
             return hidden
 
         def loss(rows_ND: torch.Tensor, chunk: slice) -> torch.Tensor:
-            return target.scale * (self._row_losses(layer, rows_ND, target, chunk) * target.weight[chunk]).sum()
+            pair = self.project(layer, rows_ND), target.target[chunk].float()
+            return target.scale * (self.row_loss(*pair, self.dim_reduction) * target.weight[chunk]).sum()
 
         def count_injection(squared_norm: torch.Tensor) -> None:
-            self.injections[layer] += 1
-            self.injected[layer] = self.injected.get(layer, 0.0) + squared_norm
+            sums = self._sums_of_layer(layer, squared_norm)
+            sums[LAYER_SUMS.index("injections")] += 1
+            if self.counts_rows:
+                sums[LAYER_SUMS.index("squared_gradient")] += squared_norm
 
         return inject_gradient(
             hidden,
@@ -105,44 +159,102 @@ class HiddenStateLoss:
             loss,
             keep_rows=keep_rows,
             on_injected=count_injection,
-            parameters=self.projector_parameters(layer),
+            parameters=self.projector_parameters.get(layer, ()),
         )
 
-    def _projected(self, layer: int, rows_ND: torch.Tensor) -> torch.Tensor:
-        return rows_ND if self.project is None else self.project(layer, rows_ND)
-
-    def _row_losses(self, layer: int, rows_ND: torch.Tensor, target: LayerTarget, chunk: slice) -> torch.Tensor:
-        return self.row_loss(self._projected(layer, rows_ND), target.target[chunk].float(), self.dim_reduction)
-
     @torch.no_grad()
-    def _measure(self, layer: int, hidden: torch.Tensor, target: LayerTarget) -> torch.Tensor:
-        sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=hidden.device)
+    def _measure(self, layer: int, hidden: torch.Tensor, target: LayerTarget) -> None:
+        sums = self._sums_of_layer(layer, hidden)[: len(_MEASURED)]
         for chunk in row_chunks(len(target.rows)):
             rows_ND = hidden.flatten(0, 1).index_select(0, target.rows[chunk]).float()
-            student_ND, teacher_ND = self._projected(layer, rows_ND), target.target[chunk].float()
-            losses = self.row_loss(student_ND, teacher_ND, self.dim_reduction)
-            if target.scale:  # the loss of a layer that is only measured may be infinite, and 0 * inf is NaN
-                self._add_response_losses(losses.double() * target.weight[chunk] * target.scale, target.response[chunk])
+            student_ND, teacher_ND = self.project(layer, rows_ND), target.target[chunk].float()
+            losses, weight = self.row_loss(student_ND, teacher_ND, self.dim_reduction), target.weight[chunk]
             cosine = torch.nn.functional.cosine_similarity(student_ND, teacher_ND, dim=-1).double()
-            sums += torch.stack(
-                [
-                    (losses.double() * target.weight[chunk]).sum(),
-                    cosine.sum(),
-                    (student_ND - teacher_ND).square().sum(dtype=torch.float64),
-                    teacher_ND.square().sum(dtype=torch.float64),
-                    (student_ND.norm(dim=-1) / teacher_ND.norm(dim=-1).clamp_min(1e-30)).sum(dtype=torch.float64),
-                ]
-            )
+            rows = ComparedRows(student_ND, teacher_ND, losses, weight, cosine)
+            sums += torch.stack([summed(rows).sum(dtype=torch.float64) for summed in _MEASURED.values()])
+            if target.scale:  # the loss of a layer that is only measured may be infinite, and 0 * inf is NaN
+                shares = losses.double() * weight * target.scale
+                self._sum("rep_responses", hidden, self.num_responses).index_add_(0, target.response[chunk], shares)
             if target.tokens is not None:
-                self.token_sums = target.tokens.zeros() if self.token_sums is None else self.token_sums
-                target.tokens.add_(self.token_sums, chunk, losses, cosine)
+                target.tokens.add_(self._sum("rep_tokens", hidden, *target.tokens.shape), chunk, losses, cosine)
             if target.bins is not None:
-                if self.profile is None:
-                    self.profile = cosine.new_zeros(2, PROFILE_BINS)
-                self.profile.scatter_add_(1, target.bins[:, chunk], cosine.expand(2, -1))
-        return sums
+                profile = self._sum("profile", hidden, 2, PROFILE_BINS)
+                profile.scatter_add_(1, target.bins[:, chunk], cosine.expand(2, -1))
 
-    def _add_response_losses(self, losses: torch.Tensor, response: torch.Tensor) -> None:
-        if self.response_losses is None:
-            self.response_losses = losses.new_zeros(self.num_responses)
-        self.response_losses.index_add_(0, response, losses)
+    def _sum(self, name: str, beside: torch.Tensor, *shape: int) -> torch.Tensor:
+        """The sum `name` on the device of `beside`; zeros at first."""
+        if name not in self.sums:
+            self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=beside.device)
+        return self.sums[name]
+
+    def _sums_of_layer(self, layer: int, beside: torch.Tensor) -> torch.Tensor:
+        """[len(LAYER_SUMS)], a view."""
+        return self._sum("layers", beside, len(self.layers), len(LAYER_SUMS))[self.layers.index(layer)]
+
+
+LayerSums: TypeAlias = dict[int, dict[str, float]]
+
+
+def layer_sums(sums_LC: torch.Tensor, layers: Sequence[int]) -> LayerSums:
+    """Layer -> its sums `LAYER_SUMS` by name, from [layers, len(LAYER_SUMS)] on the CPU."""
+    rows = zip(layers, sums_LC.tolist(), strict=True)
+    return {layer: dict(zip(LAYER_SUMS, row, strict=True)) for layer, row in rows}
+
+
+def mean_loss(sums: LayerSums, weights: Mapping[int, float]) -> float:
+    """The representation loss: the mean of the layers' losses with the layers' weights; 0 without layers."""
+    return sum(weights[layer] * found["loss"] for layer, found in sums.items()) / (sum(weights.values()) or 1.0)
+
+
+def hidden_state_metrics(
+    sums: LayerSums, profile: torch.Tensor, weights: Mapping[int, float], table: TokenTable, positions: str
+) -> dict[str, float]:
+    """The metrics of the representation loss by their names in metrics.jsonl; empty without supervised layers.
+
+    `rep/cosine_first_k/K` and `rep/cosine_last_k/K` are mean cosines of the deepest supervised layer over the first
+    (last) K tokens of every response (the paper's position figure), for the K of which all tokens were supervised.
+
+    Args:
+        sums: of all ranks, as `layer_sums`.
+        profile: [2, PROFILE_BINS], sums of the deepest layer's cosines by position from a response's start and end.
+        weights: layer -> its weight.
+        table: the rows of the batch.
+        positions: `loss.representation.positions`.
+    """
+    if not sums:
+        return {}
+    all_gradients = sum(found["squared_gradient"] for found in sums.values())
+    shared = {"rows": len(table), "gradient_of_all_layers": all_gradients}
+    per_layer = {
+        name: {layer: metric.value({**found, **shared}) for layer, found in sums.items()}
+        for name, metric in LAYER_METRICS.items()
+        if metric.value is not None
+    }
+    cosines = per_layer["cosine_similarity"].values()
+    named = {"rep/loss": mean_loss(sums, weights), "rep/cosine_similarity": sum(cosines) / len(cosines)}
+    for name, values in per_layer.items():
+        named |= {f"rep/{name}_layer/{layer}": value for layer, value in values.items()}
+    for name, cosine_sums, numbers in zip(
+        ("first_k", "last_k"), profile.numpy(), (table.from_start, table.from_end), strict=True
+    ):
+        if positions in ("all", name):
+            named |= {f"rep/cosine_{name}/{k}": mean for k, mean in _cumulative(cosine_sums, numbers).items()}
+    return named
+
+
+def position_gap(profile: torch.Tensor, table: TokenTable, positions: str) -> dict[int, float]:
+    """Profile bin (`row_bins`) -> 1 - mean cosine of the deepest supervised layer, for the bins that have rows.
+
+    The arguments are those of `hidden_state_metrics`.
+    """
+    cosines = profile[1 if positions == "last_k" else 0].tolist()
+    counts = np.bincount(row_bins(table, positions), minlength=PROFILE_BINS).tolist()
+    return {j: 1 - total / count for j, (total, count) in enumerate(zip(cosines, counts, strict=True)) if count}
+
+
+def _cumulative(cosine_sums: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
+    """k = 1, 2, 4, ... -> mean over the rows with a 0-based number below k, up to the first k that covers all."""
+    bins = profile_bins(numbers)
+    counts = np.bincount(bins, minlength=PROFILE_BINS)
+    means = np.cumsum(cosine_sums) / np.maximum(1, np.cumsum(counts))
+    return {1 << j: float(means[j]) for j in range(int(bins.max()) + 1)}

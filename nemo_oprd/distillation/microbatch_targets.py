@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,11 +13,11 @@ from nemo_oprd.batch.position_bins import profile_bins
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.hidden_state_loss import LayerTarget
 from nemo_oprd.distillation.metrics.token_metrics import LayerTokens, TokenSlots
-from nemo_oprd.distillation.objective import OutputTerm, StepObjective
+from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss, final_state_rows, vocab_shard
+from nemo_oprd.distillation.student import Student
 from nemo_oprd.layout import Coordinates
-from nemo_oprd.models.megatron.model import DistillingModel
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import device
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,9 @@ def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict
     bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
     scale, deepest = objective.layer_scale, max(objective.run.layers, default=0)
     slots = None if group.slots is None else torch.from_numpy(group.slots.of_rows(table))
-    shares = {layer: torch.tensor(share, dtype=torch.float64, device=place) for layer, share in _shares(objective)}
+    weights = objective.layer_weights
+    total, each = sum(weights.values()), 1 / max(1, len(weights))
+    shares = {layer: torch.tensor((w / total, each), dtype=torch.float64, device=place) for layer, w in weights.items()}
     result = []
     slices = group.target_slices(group.hidden_rows)
     for local, part, teacher in zip(group.hidden_rows, slices, group.plan.taught_by, strict=True):
@@ -83,33 +84,21 @@ def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict
     return result
 
 
-def _shares(objective: StepObjective) -> list[tuple[int, tuple[float, float]]]:
-    """(Layer, (its weight as a share of all layers' weights, 1 / number of layers))."""
-    weights = objective.layer_weights
-    return [(layer, (weight / sum(weights.values()), 1 / len(weights))) for layer, weight in weights.items()]
-
-
 def output_head_losses(
     group: MicrobatchGroup,
-    model: DistillingModel,
-    role: Role,
-    term: OutputTerm,
-    vocab_sizes: list[int],
-    head: Callable[[int], torch.Tensor | None],
+    student: Student,
+    objective: StepObjective,
     sampled_logprobs: list[torch.Tensor | None] | None,
 ) -> list[OutputHeadLoss | None]:
-    """Per microbatch, its output loss; None where this rank received no output targets from the microbatch's teacher.
+    """Per microbatch, its output loss; None without one, before the last stage, and where no output targets came.
 
     Args:
-        model: the student's last chunk, on the last stage.
-        term: the output loss of this update.
-        vocab_sizes: per teacher, the number of ids that both the teacher and the student know.
-        head: a teacher's number -> this tensor rank's shard of the teacher's head, or None where the teacher sent
-            log-probabilities.
         sampled_logprobs: per microbatch, the tokens' log-probabilities under the weights that sampled them; None: the
             student's current weights sampled them.
     """
-    assert group.plan.output is not None
+    term, model = objective.output, student.chunks[-1]
+    if group.plan.output is None or term is None or not model.post_process:
+        return [None] * len(group.plan.taught_by)
     table, place = group.plan.output.table, device()
     tokens, weight = torch.from_numpy(table.tokens(group.rollouts)), torch.from_numpy(table.weight).float()
     response = torch.from_numpy(table.response)
@@ -126,14 +115,14 @@ def output_head_losses(
         row = torch.from_numpy(local.table_index)
         loss = OutputHeadLoss(
             loss=term.loss,
-            rows=final_state_rows(local, role),
+            rows=final_state_rows(local, student.role),
             model=model,
-            shard=vocab_shard(model, role, vocab_sizes[teacher]),
+            shard=vocab_shard(model, student.role, objective.run.teachers[teacher].shared_vocab),
             tokens=tokens[row].to(place),
             weight=weight[row].to(place),
             response=response[row].to(place),
             teacher=sent[part],
-            teacher_head=head(teacher),
+            teacher_head=student.teacher_head(teacher) if term.sends_states else None,
             scale=term.weight,
             chunk_tokens=term.chunk_tokens,
             old_logprob=None if sampled_logprobs is None else sampled_logprobs[m],

@@ -249,15 +249,12 @@ class Objective:
 
     def on(self, device: torch.device) -> Objective:
         """The same objective with the bridges' frozen tensors on `device`; trained projectors are not moved."""
+        frozen = not self.trains_bridge
         moved = [
-            match if match.bridge is None else replace(match, bridge=match.bridge.to(device, student=self._frozen))
+            match if match.bridge is None else replace(match, bridge=match.bridge.to(device, student=frozen))
             for match in self.teachers
         ]
         return replace(self, teachers=tuple(moved))
-
-    @property
-    def _frozen(self) -> bool:
-        return not self.trains_bridge
 
     @property
     def layers(self) -> list[int]:

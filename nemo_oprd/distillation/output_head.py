@@ -2,12 +2,13 @@
 
 Like the loss of a layer, the output loss is an identity in the forward pass. Logits exist in the backward pass only,
 one chunk at a time; value and gradient of a chunk come from one product with the head (`losses/chunked.py`). The
-gradient of the head is added to Megatron's float32 gradient buffer directly.
+gradient of the head is added to Megatron's float32 gradient buffer directly. `output_head_metrics` turns what the
+losses of an update measured into metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from megatron.core.utils import make_viewless_tensor
 
 from nemo_oprd.batch.plan import LocalRows
-from nemo_oprd.distillation.metrics.token_metrics import OUTPUT_METRICS
-from nemo_oprd.distillation.objective import TeacherMatch
+from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, OUTPUT_METRICS, output_values
+from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
@@ -25,6 +26,24 @@ from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.optimizer import main_gradient
 from nemo_oprd.models.megatron.parallel import Role, device
 from nemo_oprd.models.weights.hf import TensorReader
+
+# metric of `OutputRows` -> name of its mean over rows in metrics.jsonl; "" for one that is only part of other metrics
+ROW_METRICS = {
+    "student_logprob": "",
+    "teacher_logprob": "",
+    "student_entropy": "actor/entropy",
+    "teacher_entropy": "teacher/entropy",
+    "reverse_kl": "output/reverse_kl",
+    "overlap": "val-topk/overlap_ratio",
+    "student_mass": "val-topk/student_mass",
+    "teacher_mass": "val-topk/teacher_mass",
+    "empty_support": "val-topk/empty_support",
+    "ratio": "actor/ratio",
+    "clipped": "actor/clipped",
+    "correction": "rollout/correction_mean",
+    "correction_squared": "",
+    "correction_outside": "rollout/correction_outside",
+}
 
 
 @dataclass(frozen=True)
@@ -148,6 +167,58 @@ class OutputHeadLoss:
             self.sums.metrics["teacher_entropy"] = self.teacher[:, 1].sum(dtype=torch.float64)
         self.backward_passes += 1
         return gradient
+
+    def named_sums(self, num_responses: int, num_slots: int, *, counts_rows: bool) -> dict[str, torch.Tensor | float]:
+        """Name -> float64 sum over this microbatch after its backward pass; absent if nothing was measured.
+
+        "output_passes" and "output_loss" are scalars, "output_rows" [len(ROW_METRICS), 2] holds sums over rows with
+        the numbers of rows, "output_responses" [num_responses] contributions to the total loss, "output_tokens"
+        [len(OUTPUT), num_slots + 1] values per token.
+
+        Args:
+            num_slots: number of token slots.
+            counts_rows: whether this rank adds the rows. All tensor ranks have the same sums, so one of them does.
+        """
+        named: dict[str, torch.Tensor | float] = {"output_passes": self.backward_passes}
+        if self.sums is None or not counts_rows:
+            return named
+        zeros = self.sums.loss.new_zeros
+        named["output_loss"] = self.sums.loss
+        named["output_rows"] = rows = zeros(len(ROW_METRICS), 2)
+        for i, name in enumerate(ROW_METRICS):
+            if name in self.sums.metrics:
+                rows[i, 0] += self.sums.metrics[name]
+                rows[i, 1] += self.sums.rows
+        if self.scale:
+            shares = self.scale * self.sums.per_row
+            named["output_responses"] = zeros(num_responses).index_add_(0, self.response, shares)
+        if self.token_slots is not None:
+            named["output_tokens"] = tokens = zeros(len(OUTPUT), num_slots + 1)
+            for name, values in output_values(self.sums.kept).items():
+                tokens[list(OUTPUT).index(name)].index_add_(0, self.token_slots, values.double())
+        return named
+
+
+def output_head_metrics(sums: Mapping[str, torch.Tensor], term: OutputTerm | None) -> dict[str, float]:
+    """The metrics of the output loss by their names in metrics.jsonl.
+
+    Args:
+        sums: of all ranks, on the CPU, as `OutputHeadLoss.named_sums`.
+        term: the output loss of the update, or the divergence that is only measured.
+    """
+    pairs = zip(ROW_METRICS, sums["output_rows"].tolist(), strict=True)
+    means = {name: total / rows for name, (total, rows) in pairs if rows}
+    named = {} if term is None or term.only_watched else {"output/loss": float(sums["output_loss"])}
+    named |= {ROW_METRICS[name]: mean for name, mean in means.items() if ROW_METRICS[name]}
+    if {"student_logprob", "teacher_logprob"} <= set(means):
+        estimate = means["student_logprob"] - means["teacher_logprob"]
+        named["output/kl_estimate"] = estimate
+        if term is not None and (term.loss.kind == "sampled_token" or term.only_watched):
+            named["actor/pg_loss"] = named.get("output/loss", estimate)
+    if "correction" in means:
+        square = means["correction_squared"]
+        named["rollout/effective_sample_size"] = means["correction"] ** 2 / square if square else 0.0
+    return named
 
 
 class _AddOutputGradient(torch.autograd.Function):

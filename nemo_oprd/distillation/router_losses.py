@@ -90,6 +90,11 @@ class RouterTerm:
         """1 / (T n)."""
         return 1 / (self.tokens * len(self.layers))
 
+    @property
+    def sums_shape(self) -> tuple[int, int]:
+        """Of the sum "routers" of `RouterLosses`."""
+        return len(self.layers), 2 * self.experts + len(RouterLosses.SUMS)
+
 
 class TokenPlaces:
     """The response and position of each of this rank's tokens in a microbatch, int64 [N]; -1 for padding."""
@@ -133,16 +138,19 @@ class RouterLosses:
         fractions: layer -> f float32 [E], with a load-balancing loss.
 
     Attributes:
-        measured: layer -> the sums over its rows, float64 [2 * E + len(SUMS)]: how often each expert was chosen, the
-            sum of its probability, and `SUMS`. A token's route has changed if the router chooses another set of experts
-            than the recorded one; it is compared if its experts were recorded.
+        measured: the layers whose rows have been measured.
+        sums: "routers" -> float64 [layers of the term, 2 * E + len(SUMS)], sums over the rows of each layer: how often
+            each expert was chosen, the sum of its probability, and `SUMS`. A token's route has changed if the router
+            chooses another set of experts than the recorded one; it is compared if its experts were recorded. Empty
+            until a layer is measured.
     """
 
     term: RouterTerm
     rows: torch.Tensor
     recorded: dict[int, torch.Tensor] | None = None
     fractions: dict[int, torch.Tensor] = field(default_factory=dict)
-    measured: dict[int, torch.Tensor] = field(default_factory=dict)
+    measured: set[int] = field(default_factory=set)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     SUMS = ("tokens", "entropy", "z", "changed", "compared")
 
@@ -184,9 +192,11 @@ class RouterLosses:
             changed,
             compared,
         ]
-        self.measured[layer] = torch.cat(
-            [choices(experts, self.term.experts), p.sum(0, dtype=torch.float64), torch.stack(sums)]
-        )
+        parts = [choices(experts, self.term.experts), p.sum(0, dtype=torch.float64), torch.stack(sums)]
+        if not self.sums:
+            self.sums["routers"] = parts[0].new_zeros(self.term.sums_shape)
+        torch.cat(parts, out=self.sums["routers"][self.term.layers.index(layer)])
+        self.measured.add(layer)
 
 
 def choices(experts: torch.Tensor, count: int) -> torch.Tensor:

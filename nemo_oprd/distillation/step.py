@@ -6,91 +6,84 @@
         accumulation.forward_backward(group, distiller.targets(batch, group))
     metrics = accumulation.finish()
 
-Every rank runs these lines, whatever its roles; outside the student's ranks `forward_backward` does nothing.
+Every rank runs these lines, whatever its roles; outside the student's ranks `forward_backward` does nothing. What later
+updates on the same rollouts use again is returned as `KeptResults`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from nemo_oprd.batch.plan import StepPlan
-from nemo_oprd.batch.types import Rollout, TeacherTargets
-from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss
+from nemo_oprd.batch.types import TeacherTargets
+from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss, layer_sums
 from nemo_oprd.distillation.metrics.injection_counts import check_injections, check_output_passes
-from nemo_oprd.distillation.metrics.step_metrics import MetricSums, StepMetrics
-from nemo_oprd.distillation.metrics.token_metrics import TokenSlots
+from nemo_oprd.distillation.metrics.step_metrics import StepMetrics, step_metrics, step_sums
 from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup, layer_targets, output_head_losses
-from nemo_oprd.distillation.objective import StepObjective
-from nemo_oprd.distillation.output_head import OutputHeadLoss
-from nemo_oprd.distillation.router_losses import RouterMicrobatch, RouterTerm, count_choices
+from nemo_oprd.distillation.router_losses import RouterMicrobatch, count_choices
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.distillation.trained_projectors import projectors_of
+from nemo_oprd.distillation.trained_projectors import projectors_of, student_projection
 from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.models.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.models.megatron.router_replay import Routes
 
-
-@dataclass
-class KeptResults:
-    """Results of the first update on a step's rollouts that its later updates use (`train.updates_per_rollout`).
-
-    `targets` holds the targets by the teacher's number; it is None if the batch has more than one group.
-    `sampled_logprobs` holds, per microbatch, the response tokens' log-probabilities under the weights that sampled
-    them; it is None during the first update.
-    """
-
-    targets: dict[int, TeacherTargets] | None = None
-    sampled_logprobs: list[torch.Tensor | None] | None = None
+# per microbatch of a batch, the log-probabilities [n] of the output loss's tokens; None on ranks without these rows
+Logprobs: TypeAlias = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class StepBatch:
-    """The rollouts of one update, planned for the student, with the update's objective.
+class KeptResults:
+    """Results of the first update on a step's rollouts that its later updates use (`train.updates_per_rollout`).
 
-    `groups` divides the microbatches of `plan`. The models process one group after the other, the gradients of the
-    groups add up, and only one group's targets are in memory at a time. `is_last` says that no other update on the same
-    rollouts follows.
+    Attributes:
+        targets: by the teacher's number; None if the batch has more than one group.
+        sampled_logprobs: under the weights that sampled the tokens; None: the student's current weights did.
     """
 
-    rollouts: list[Rollout]
-    objective: StepObjective
-    plan: StepPlan
-    groups: list[StepPlan]
+    targets: dict[int, TeacherTargets] | None = None
+    sampled_logprobs: Logprobs | None = None
+
+
+class StepResult(NamedTuple):
+    """The metrics of an update, None on ranks outside the student, and what the next one on its rollouts uses again."""
+
+    metrics: StepMetrics | None
     kept: KeptResults
-    is_last: bool = True
-
-    @cached_property
-    def token_slots(self) -> TokenSlots | None:
-        """The responses whose values per token are kept; None if there are none."""
-        return TokenSlots.choose(self.rollouts, self.objective.kept_responses)
-
-    @cached_property
-    def routers(self) -> RouterTerm | None:
-        """What the update computes of the student's routers; None for a student without experts."""
-        return RouterTerm.build(self.plan, self.objective, len(self.rollouts))
 
 
 class GradientAccumulation:
-    """Accumulates the gradient and the metrics of one batch on this rank."""
+    """Accumulates the gradient and the metrics of one batch on this rank.
 
-    def __init__(self, student: Student, batch: StepBatch, *, whole_gradients: bool = False) -> None:
+    Attributes:
+        logprobs: of the groups so far, under the student's current weights.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        batch: StepBatch,
+        sampled_logprobs: Logprobs | None = None,
+        *,
+        whole_gradients: bool = False,
+    ) -> None:
         """Clears the gradients of the previous update.
 
         Args:
+            sampled_logprobs: see `KeptResults`.
             whole_gradients: reduce gradients so that every student rank has the complete sums, also with the
                 distributed optimizer.
         """
         self._student, self._batch, self._whole_gradients = student, batch, whole_gradients
-        self._finished_groups: list[StepPlan] = []
+        self._sampled_logprobs = sampled_logprobs
+        self.logprobs: Logprobs = []
         self._targets_bytes = 0
-        self._logprobs: list[torch.Tensor | None] = []
-        self._sums = MetricSums.zeros(
-            student.objective.layers, len(batch.rollouts), device(), batch.token_slots, batch.routers
-        )
+        self._layers = student.objective.layers
+        self._sums = step_sums(self._layers, batch, device())
         self._routers: list[RouterMicrobatch] = []  # of the microbatches that are still to come
         if student.role.is_member:
             student.zero_gradients()
@@ -105,34 +98,32 @@ class GradientAccumulation:
         coords = self._student.role.coords
         if coords is None:
             return
-        batch = self._batch
-        if not self._finished_groups:
+        batch, count = self._batch, len(group.taught_by)
+        if not self.logprobs:
             self._routers = self._routers_of_all_microbatches()
-        routers, self._routers = self._routers[: len(group.taught_by)], self._routers[len(group.taught_by) :]
+        routers, self._routers = self._routers[:count], self._routers[count:]
         observers, microbatches = self._microbatches(
             MicrobatchGroup(batch.rollouts, group, targets, coords, batch.token_slots),
-            [router.routes for router in routers] or [None] * len(group.taught_by),
+            [router.routes for router in routers] or [None] * count,
         )
-        self._finished_groups.append(group)
         run_schedule(
             self._student.ddp,
             self._student.role,
             microbatches,
             forward_only=False,
-            finalize=len(self._finished_groups) == len(self._batch.groups),
+            finalize=len(self.logprobs) + count == len(batch.plan.taught_by),
             force_all_reduce=self._whole_gradients,
         )
-        self._targets_bytes = max(
-            self._targets_bytes, sum(teacher_targets.bytes_held for teacher_targets in targets.values())
-        )
+        self._targets_bytes = max(self._targets_bytes, sum(sent.bytes_held for sent in targets.values()))
         for router in routers:
-            self._sums.add_routers(router.losses)
+            self._sums.add(router.losses.sums)
+        slots = 0 if batch.token_slots is None else batch.token_slots.count
         for observer in observers:
-            self._sums.add(observer)
-            sums = None if observer.output is None else observer.output.sums
-            self._logprobs.append(None if sums is None else sums.student_logprob)
-            if observer.output is not None:
-                self._sums.add_output(observer.output, counts_rows=coords.tensor == 0)
+            self._sums.add(observer.sums)
+            output = observer.output
+            self.logprobs.append(None if output is None or output.sums is None else output.sums.student_logprob)
+            if output is not None:
+                self._sums.add(output.named_sums(len(batch.rollouts), slots, counts_rows=coords.tensor == 0))
 
     def finish(self) -> StepMetrics | None:
         """The metrics of all groups, after the gradient check has passed; None on ranks outside the role.
@@ -140,21 +131,17 @@ class GradientAccumulation:
         Raises:
             CaptureError: a supervised layer did not receive the planned number of gradients.
         """
-        student, objective = self._student, self._batch.objective
+        student, batch = self._student, self._batch
         if not student.role.is_member:
             return None
-        if self._batch.kept.sampled_logprobs is None and not self._batch.is_last:
-            self._batch.kept.sampled_logprobs = self._logprobs
         sums = self._sums.reduced(student.role.member_groups.intra_dist_opt)
-        metrics = StepMetrics.from_sums(sums, self._batch.plan, self._finished_groups, objective, self._targets_bytes)
-        metrics.weight_metrics |= student.adaptive.metrics(objective.layer_weights, self._batch.plan.hidden)
-        if objective.weight > 0:
-            counts = {layer: int(count) for layer, count in sums.column("injections").items()}
-            identical, squared_norms = set(metrics.identical_layers), sums.column("squared_gradient")
-            plans = [group.hidden for group in self._finished_groups]
-            check_injections(counts, squared_norms, plans, student.spec.num_layers, identical=identical)
-        if objective.output is not None:
-            check_output_passes(int(sums.output[0]), [group.output for group in self._finished_groups if group.output])
+        layers = layer_sums(sums["layers"], self._layers)
+        adaptive = student.adaptive.metrics(batch.objective.layer_weights, batch.plan.hidden)
+        metrics = step_metrics(sums, layers, batch, adaptive, self._targets_bytes)
+        if batch.objective.weight > 0:
+            check_injections(layers, batch.plan.hidden, student.spec.num_layers)
+        if batch.plan.output is not None:
+            check_output_passes(int(sums["output_passes"]), batch.plan.output)
         return metrics
 
     @torch.no_grad()
@@ -193,56 +180,33 @@ class GradientAccumulation:
         Args:
             routes: per microbatch, the experts of its tokens.
         """
-        student, step = self._student, self._batch.objective
-        plan, run = group.plan.hidden, step.run
-        targets, output_losses = layer_targets(group, step), self._output_head_losses(group)
-        projections = [self._projection(number) for number in range(len(run.teachers))]
-        parameters = {layer: list(projector.parameters()) for layer, projector in projectors_of(student.chunks).items()}
+        student, objective, run = self._student, self._batch.objective, self._batch.objective.run
+        sampled = None if self._sampled_logprobs is None else self._sampled_logprobs[len(self.logprobs) :]
+        projectors = projectors_of(student.chunks).items()
+        parameters = {layer: list(projector.parameters()) for layer, projector in projectors}
+        plan, taught_by = group.plan.hidden, group.plan.taught_by
         observers = [
             HiddenStateLoss(
-                microbatch_targets,
+                targets,
                 run.row_loss,
                 run.dim_reduction,
+                self._layers,
                 len(group.rollouts),
                 run.final_layer,
                 counts_rows=not plan.replicated or group.coords.tensor == 0,
-                project=projections[teacher],
-                projector_parameters=lambda layer: parameters.get(layer, ()),
-                output=output_loss,
+                project=student_projection(student.chunks, run, teacher),
+                projector_parameters=parameters,
+                output=output,
             )
-            for microbatch_targets, output_loss, teacher in zip(
-                targets, output_losses, group.plan.taught_by, strict=True
+            for targets, output, teacher in zip(
+                layer_targets(group, objective),
+                output_head_losses(group, student, objective, sampled),
+                taught_by,
+                strict=True,
             )
         ]
         microbatches = [
-            make_microbatch(pack, group.rollouts, student.role, observer, step.depth, routes=experts)
+            make_microbatch(pack, group.rollouts, student.role, observer, objective.depth, routes=experts)
             for pack, observer, experts in zip(plan.packs[group.coords.data], observers, routes, strict=True)
         ]
         return observers, microbatches
-
-    def _output_head_losses(self, group: MicrobatchGroup) -> Sequence[OutputHeadLoss | None]:
-        """Per microbatch, its output loss; None before the last stage, and without an output loss."""
-        student, objective = self._student, self._batch.objective
-        term, last = objective.output, student.chunks[-1]
-        if group.plan.output is None or term is None or not last.post_process:
-            return [None] * len(group.plan.taught_by)
-        earlier = sum(len(finished.taught_by) for finished in self._finished_groups)
-        kept = self._batch.kept.sampled_logprobs
-        return output_head_losses(
-            group,
-            last,
-            student.role,
-            term,
-            [match.shared_vocab for match in objective.run.teachers],
-            student.teacher_head if term.sends_states else lambda number: None,
-            None if kept is None else kept[earlier:],
-        )
-
-    def _projection(self, number: int) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-        """(Layer, student states [n, D]) -> the projection [n, R] to compare; None where the states are compared."""
-        run = self._batch.objective.run
-        if run.trains_bridge:
-            projectors = projectors_of(self._student.chunks)
-            return lambda layer, rows_ND: projectors[layer](rows_ND)
-        bridge = run.teachers[number].bridge
-        return None if bridge is None else bridge.project_student

@@ -256,51 +256,41 @@ def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group:
     return RowShard(rows, values)
 
 
-@dataclass(frozen=True)
-class TargetTransfer:
-    """Sends targets from one teacher's ranks to the student's ranks.
+def send_targets(
+    shard: RowShard | None,
+    plan: BatchPlan,
+    student_plan: BatchPlan,
+    student: Role,
+    layers: dict[int, int],
+    depths: tuple[int, int],
+    width: int,
+    dtype: torch.dtype,
+) -> tuple[dict[int, torch.Tensor], int]:
+    """Sends targets from one teacher's ranks to the student's, and gathers replicated rows. All ranks call this.
 
-    Attributes:
-        plan: the rows, planned for the teacher's layout.
-        student_plan: the same rows, planned for the student's layout.
-        student: the student's role.
-        teacher_depth, student_depth: number of layers of the two models.
+    Args:
+        shard: the rows that this rank captured, None on ranks outside the teacher's role; its values are taken out.
+        plan, student_plan: the same rows, planned for the teacher's layout and for the student's.
+        layers: student layer -> teacher layer, both 1-based.
+        depths: number of layers of the teacher and of the student.
+        width: values per row and layer.
+
+    Returns:
+        (Student layer -> values [n, D] of all rows that this rank needs, bytes that came from other ranks).
     """
-
-    plan: BatchPlan
-    student_plan: BatchPlan
-    student: Role
-    teacher_depth: int
-    student_depth: int
-
-    def send(
-        self, shard: RowShard | None, layers: dict[int, int], width: int, dtype: torch.dtype
-    ) -> tuple[dict[int, torch.Tensor], int]:
-        """Plans the messages, exchanges them and gathers replicated rows. Every rank of the world calls this.
-
-        Args:
-            shard: the rows that this rank captured, None on ranks outside the teacher's role; its values are taken out.
-            layers: student layer -> teacher layer, both 1-based.
-            width: values per row and layer.
-            dtype: dtype of the values.
-
-        Returns:
-            (Student layer -> values [n, D] of all rows that this rank needs, bytes that came from other ranks).
-        """
-        transfers = plan_transfers(
-            self.plan, self.student_plan, layers, self.teacher_depth, self.student_depth, rank=dist.get_rank()
-        )
-        coords, wanted, wanted_layers = self.student.coords, None, []
-        if coords is not None:
-            wanted = self.student_plan.owned_rows(coords)
-            owned = self.student_plan.layout.owned_layers(coords.pipeline, self.student_depth)
-            wanted_layers = [layer for layer in sorted(layers) if layer in owned]
-        layer_bytes = max(1, len(self.plan.table) * width * dtype.itemsize)
-        at_a_time = max(1, LAYERS_AT_A_TIME_BYTES // layer_bytes)
-        exchange = Exchange(sorted(layers), at_a_time, width, dtype, device())
-        arrived, received = exchange.run(transfers, shard, wanted, wanted_layers)
-        if arrived is None or coords is None:
-            return {}, received
-        if self.student_plan.replicated:
-            arrived = gather_replicas(arrived, *self.student_plan.tensor_owners(coords), self.student.member_groups.tp)
-        return arrived.values, received
+    transfers = plan_transfers(plan, student_plan, layers, *depths, rank=dist.get_rank())
+    coords, wanted, wanted_layers = student.coords, None, []
+    if coords is not None:
+        wanted = student_plan.owned_rows(coords)
+        owned = student_plan.layout.owned_layers(coords.pipeline, depths[1])
+        wanted_layers = [layer for layer in sorted(layers) if layer in owned]
+    layer_bytes = max(1, len(plan.table) * width * dtype.itemsize)
+    at_a_time = max(1, LAYERS_AT_A_TIME_BYTES // layer_bytes)
+    arrived, received = Exchange(sorted(layers), at_a_time, width, dtype, device()).run(
+        transfers, shard, wanted, wanted_layers
+    )
+    if arrived is None or coords is None:
+        return {}, received
+    if student_plan.replicated:
+        arrived = gather_replicas(arrived, *student_plan.tensor_owners(coords), student.member_groups.tp)
+    return arrived.values, received

@@ -20,7 +20,7 @@ from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.objective import OutputTerm, StepObjective, TeacherMatch
 from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
-from nemo_oprd.distillation.target_transfer import RowShard, TargetTransfer
+from nemo_oprd.distillation.target_transfer import RowShard, send_targets
 from nemo_oprd.losses.chunked import chunked_logprob
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import Role, device
@@ -73,16 +73,18 @@ class Teacher:
         # a projection has only R values per row, so it is sent in float32
         dtype = self.dtype if match.project is None else torch.float32
         depths = match.spec.num_layers, objective.run.student.num_layers
-        transfer = TargetTransfer(plan.hidden, student_plan.hidden, student, *depths)
-        targets = TeacherTargets(*transfer.send(hidden, match.layers, match.width, dtype))
+        targets = TeacherTargets(
+            *send_targets(hidden, plan.hidden, student_plan.hidden, student, match.layers, depths, match.width, dtype)
+        )
         if term is not None:
             assert plan.output is not None and student_plan.output is not None
-            transfer = TargetTransfer(plan.output, student_plan.output, student, *depths)
             width, dtype = match.spec.hidden_size, self.dtype
             if not term.sends_states:
                 width, dtype = SAMPLED_COLUMNS, torch.float32
-            last = objective.run.student.num_layers
-            states, received = transfer.send(output, {last: match.spec.num_layers}, width, dtype)
+            deepest, last = depths
+            states, received = send_targets(
+                output, plan.output, student_plan.output, student, {last: deepest}, depths, width, dtype
+            )
             targets.output = states.get(last)
             targets.bytes_received += received
         return targets

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.full_width import draw_projector
-from nemo_oprd.bridge.maps import Bridge, LayerBridge, apply_projector
+from nemo_oprd.bridge.maps import Bridge, apply_projector
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import Role, device
 from nemo_oprd.models.weights.hf import broadcast_from_stage
 
-PARTS = ("student_projector", "student_bias")
+PARTS = ("student_projector", "student_bias")  # fields of `LayerBridge`
 
 
 class LayerProjector(torch.nn.Module):
@@ -76,6 +76,17 @@ def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector
     return projectors
 
 
+def student_projection(
+    chunks: Sequence[DistillingModel], objective: Objective, teacher: int
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """(Layer, student states [n, D]) -> what is compared with a teacher's targets: [n, R], or the states themselves."""
+    if objective.trains_bridge:
+        projectors = projectors_of(chunks)
+        return lambda layer, rows_ND: projectors[layer](rows_ND)
+    bridge = objective.teachers[teacher].bridge
+    return (lambda layer, rows_ND: rows_ND) if bridge is None else bridge.project_student
+
+
 @torch.no_grad()
 def gather_projectors(
     chunks: Sequence[DistillingModel],
@@ -95,11 +106,6 @@ def gather_projectors(
                 tensor = broadcast_from_stage(tensor, stage, role)
             if tensor is not None:
                 yield pair, part, tensor
-
-
-def with_projectors(maps: LayerBridge, trained: dict[str, torch.Tensor]) -> LayerBridge:
-    """The maps of a layer pair with the trained projector and bias on the student's side."""
-    return LayerBridge(maps.teacher_mean, maps.teacher_basis, trained["student_projector"], trained.get("student_bias"))
 
 
 def bridge_gradients(
@@ -131,5 +137,5 @@ def trained_bridge(
             trained.setdefault(pair, {})[part] = tensor.cpu()
     if dist.get_rank() != 0:
         return None
-    pairs = {pair: with_projectors(bridge.pairs[pair], parts) for pair, parts in trained.items()}
+    pairs = {pair: replace(bridge.pairs[pair], **parts) for pair, parts in trained.items()}
     return replace(bridge, pairs=pairs, report=report)

@@ -20,9 +20,17 @@ from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loss_schema import RepresentationLossConfig
 from nemo_oprd.distillation.capture import HiddenStateCapture
-from nemo_oprd.distillation.hidden_state_loss import HiddenStateLoss, LayerTarget
+from nemo_oprd.distillation.hidden_state_loss import (
+    LAYER_METRICS,
+    LAYER_SUMS,
+    HiddenStateLoss,
+    LayerSums,
+    LayerTarget,
+    layer_sums,
+    mean_loss,
+)
 from nemo_oprd.distillation.metrics.injection_counts import CaptureError, check_layer_counts
-from nemo_oprd.distillation.metrics.step_metrics import MetricSums
+from nemo_oprd.distillation.metrics.named_sums import NamedSums
 from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.models.megatron.adopt import unwrapped
@@ -211,8 +219,9 @@ class HiddenStateDistillation:
         }
         # without sequence parallelism every tensor rank holds the same rows, and one of them counts
         counts_rows = bool(self._config.sequence_parallel) or self._tensor_group.rank() == 0
+        dim_reduction, layers = self._loss.dim_reduction, sorted(self._weights)
         observer = HiddenStateLoss(
-            targets, self._row_loss, self._loss.dim_reduction, 1, self._final, counts_rows=counts_rows
+            targets, self._row_loss, dim_reduction, layers, 1, self._final, counts_rows=counts_rows
         )
         self._observers.append(observer)
         return observer
@@ -234,45 +243,43 @@ class HiddenStateDistillation:
         observers, self._observers = self._observers, []
         layers = sorted(self._weights)
         place = next(self._chunks[0].parameters()).device
-        local = MetricSums.zeros(layers, 1, place)
-        planned = torch.zeros(2, len(layers), dtype=torch.float64, device=place)  # injections, rows
+        count = len(layers)
+        local = NamedSums({"layers": (count, len(LAYER_SUMS)), "injections": (count,), "rows": (count,)}, place)
+        injections, rows = torch.zeros(2, count, dtype=torch.float64)  # that are planned
         for observer in observers:
-            local.add(observer)
+            local.add({name: found for name, found in observer.sums.items() if name == "layers"})
             for layer, target in observer.targets.items():
-                column = layers.index(layer)
-                planned[0, column] += len(target.rows) > 0 and target.scale > 0
-                planned[1, column] += len(target.rows) * observer.counts_rows
-        dist.all_reduce(planned, group=group)
-        sums = local.reduced(group if group is not None else dist.group.WORLD)  # type: ignore[arg-type]
-        self._check(sums, planned[0].tolist())
-        return self._metrics(sums, planned[1].tolist())
+                injections[layers.index(layer)] += len(target.rows) > 0 and target.scale > 0
+                rows[layers.index(layer)] += len(target.rows) * observer.counts_rows
+        local.add({"injections": injections.to(place), "rows": rows.to(place)})
+        reduced = local.reduced(group)
+        sums = layer_sums(reduced["layers"], layers)
+        self._check(sums, dict(zip(layers, map(int, reduced["injections"].tolist()), strict=True)))
+        return self._metrics(sums, dict(zip(layers, reduced["rows"].tolist(), strict=True)))
 
-    def _check(self, sums: MetricSums, planned: list[float]) -> None:
-        expected = dict(zip(sums.layers, map(int, planned), strict=True))
+    def _check(self, sums: LayerSums, expected: dict[int, int]) -> None:
         missing = [layer for layer, count in expected.items() if count == 0]
         if missing and self._loss.weight:
             raise CaptureError(
                 f"layer {missing[0]}: no rank has a supervised token of it; expected at least one in every update: "
                 "give `losses` every microbatch on every pipeline stage, with weights that are not all 0"
             )
-        error = sums.column("squared_error")
         check_layer_counts(
-            {layer: int(count) for layer, count in sums.column("injections").items()},
+            sums,
             expected,
-            sums.column("squared_gradient") if self._loss.weight else dict.fromkeys(sums.layers, 1.0),
-            dict.fromkeys(sums.layers, "of the adopted student"),
-            identical={layer for layer in sums.layers if error[layer] == 0.0},
+            dict.fromkeys(sums, "of the adopted student"),
+            trains=bool(self._loss.weight),
             settings=("that every stage's forward gets observed(packed_seq_params, losses)", "the loss's kind"),
         )
 
-    def _metrics(self, sums: MetricSums, rows: list[float]) -> dict[str, float]:
-        loss, cosine, squared = (sums.column(name) for name in ("loss", "cosine", "squared_gradient"))
-        mean = sum(self._weights[layer] * loss[layer] for layer in sums.layers) / sum(self._weights.values())
+    def _metrics(self, sums: LayerSums, rows: dict[int, float]) -> dict[str, float]:
+        mean = mean_loss(sums, self._weights)
         named = {"loss/total": float(self._loss.weight) * mean, "rep/loss": mean}  # type: ignore[arg-type]
-        for layer, count in zip(sums.layers, rows, strict=True):
-            named[f"rep/loss_layer/{layer}"] = loss[layer]
-            named[f"rep/cosine_similarity_layer/{layer}"] = cosine[layer] / max(count, 1.0)
-            named[f"rep/gradient_norm_layer/{layer}"] = squared[layer] ** 0.5
+        for layer, found in sums.items():
+            for name in ("loss", "cosine_similarity", "gradient_norm"):
+                value = LAYER_METRICS[name].value
+                assert value is not None
+                named[f"rep/{name}_layer/{layer}"] = value({**found, "rows": max(rows[layer], 1.0)})
         return named
 
 

@@ -67,7 +67,7 @@ class StepRecorder:
         metrics, update = merge_updates(updates)
         tokens, lengths = sum(r.length for r in rollouts), [len(r.response_ids) for r in rollouts]
         named = {
-            **(metrics.metrics() if metrics else {}),
+            **(metrics.named if metrics else {}),
             **(self._metrics_per_teacher(rollouts, metrics) if self._config.teachers and metrics else {}),
             **(update.metrics() if update else {}),
             **additional,
@@ -96,9 +96,8 @@ class StepRecorder:
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], metrics: StepMetrics) -> dict[str, float]:
         taught_by = self._routing.teachers_of(rollout.data_source for rollout in rollouts)
-        losses = {"output_loss": metrics.output_loss_per_teacher}
-        if not self._config.loss.representation.adaptive.positions:
-            losses["rep_loss"] = metrics.rep_loss_per_teacher
+        hidden = ("rep_loss",) if self._config.loss.representation.adaptive.positions else ()
+        losses = {name: found for name, found in metrics.per_teacher.items() if name not in hidden}
         named = {}
         for number, teacher in enumerate(self._config.teachers):
             named[f"teachers/{teacher.label}/responses"] = float(taught_by.count(number))
@@ -137,11 +136,11 @@ def merge_updates(
     last = updates[-1][0]
     if metrics is None or update is None or last is None:
         return None, None
-    ratio = {name: value for name, value in last.output_means.items() if name in ("ratio", "clipped")}
+    ratio = {name: value for name, value in last.named.items() if name in ("actor/ratio", "actor/clipped")}
     reasons = [one.nonfinite_reason for _, one in updates if one is not None and one.nonfinite_reason is not None]
     reason = reasons[0] if reasons else None
     return (
-        replace(metrics, output_means={**metrics.output_means, **ratio}),
+        replace(metrics, named={**metrics.named, **ratio}),
         replace(update, nonfinite_reason=reason),
     )
 

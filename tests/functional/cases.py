@@ -250,7 +250,7 @@ def accumulate(distiller: Any, rollouts: list[Any], step: int | None) -> tuple[A
     from nemo_oprd.train import accumulate_gradients
 
     batch = distiller.batch(rollouts, distiller.objective_of(step))
-    return batch.objective, accumulate_gradients(distiller, batch)
+    return batch.objective, accumulate_gradients(distiller, batch).metrics
 
 
 def held_targets(overrides: list[str], free: int | None = None) -> int:

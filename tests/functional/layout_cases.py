@@ -218,7 +218,7 @@ def make_rollouts() -> list[Rollout]:
 
 
 def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
-    """`StepMetrics.metrics()` from whole hidden states of plain Hugging Face models in float64; only for the MSE."""
+    """`StepMetrics.named` from whole hidden states of plain Hugging Face models in float64; only for the MSE."""
     from transformers import AutoModelForCausalLM
 
     loss = config.loss.representation
@@ -291,7 +291,7 @@ def run_verify(overrides: list[str]) -> dict[str, float]:
     with mock.patch.object(GradientAccumulation, "finish", spy):
         cases.run_verify(overrides)
     (result,) = results
-    return {} if result is None else result.metrics()
+    return {} if result is None else result.named
 
 
 def move_targets(overrides: list[str]) -> dict[str, Any]:

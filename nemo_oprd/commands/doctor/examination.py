@@ -234,7 +234,7 @@ class Examination:
         else:
             yield model_checks.aligned_positions(rollouts, batch.plan.hidden.table)
         yield model_checks.repeatability(distiller, batch)
-        metrics = accumulate_gradients(distiller, batch)
+        metrics = accumulate_gradients(distiller, batch).metrics
         if self.reads == "text":
             text = "the teacher reads text: the two models have no distributions over the same tokens"
             yield Finding("KL and overlap", "skipped", text)
@@ -248,5 +248,5 @@ class Examination:
             yield layer_similarity(distiller, rollouts, number)
         else:
             yield Finding("similar layers", "ok", "the teacher has the student's layers")
-        shares = {} if metrics is None else metrics.gradient_share_per_layer
+        shares = {} if metrics is None else metrics.per_layer("gradient_share")
         yield massive_activations(distiller, batch, loss, shares)

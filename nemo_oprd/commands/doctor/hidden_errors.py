@@ -5,7 +5,6 @@ n rows of a rank, W compared values per row (hidden size, or rank of a bridge), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +15,8 @@ from nemo_oprd.commands.doctor.findings import Finding
 from nemo_oprd.config.schema import RepresentationLossConfig
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.gradient_injection import row_chunks
-from nemo_oprd.distillation.step import StepBatch
-from nemo_oprd.distillation.trained_projectors import projectors_of
+from nemo_oprd.distillation.step_batch import StepBatch
+from nemo_oprd.distillation.trained_projectors import student_projection
 from nemo_oprd.models.megatron.parallel import device
 
 # an error is "dominated" where the largest 1 % of the dimensions hold more than half of it, and ...
@@ -163,7 +162,7 @@ def squared_errors(distiller: Distiller, batch: StepBatch, *, normalized: bool) 
     student, layers = distiller.student, distiller.objective.layers
     (number,) = set(batch.plan.taught_by)
     sums = torch.zeros(len(layers), distiller.objective.teachers[number].width, dtype=torch.float64, device=device())
-    project = _projection(distiller, number)
+    project = student_projection(student.chunks, distiller.objective, number)
     for group in batch.groups:
         targets, states = distiller.targets(batch, group), student.hidden_states(batch.rollouts, group.hidden)
         coords = student.role.coords
@@ -181,13 +180,3 @@ def squared_errors(distiller: Distiller, batch: StepBatch, *, normalized: bool) 
                 sums[layers.index(layer)] += weight[chunk] @ squares
     dist.all_reduce(sums)
     return {layer: sums[i].cpu().numpy() for i, layer in enumerate(layers)}
-
-
-def _projection(distiller: Distiller, number: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """(Layer, student states [n, D]) -> what the loss compares with the targets, [n, W]."""
-    run = distiller.objective
-    if run.trains_bridge:
-        projectors = projectors_of(distiller.student.chunks)
-        return lambda layer, rows_ND: projectors[layer](rows_ND)
-    bridge = run.teachers[number].bridge
-    return (lambda layer, rows_ND: rows_ND) if bridge is None else bridge.project_student

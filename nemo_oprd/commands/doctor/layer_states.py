@@ -16,7 +16,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.commands.doctor.findings import Finding
 from nemo_oprd.commands.doctor.layer_map import LayerMap, rounds, similar_layers
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.distillation.step import KeptResults, StepBatch
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.models.megatron.parallel import device
 
 CHECK = "similar layers"
@@ -87,7 +87,7 @@ def _states(distiller: Distiller, batch: StepBatch, number: int, candidates: lis
             other = replace(match, layers=pairs, bridge=None, final_layer=None)
             teachers = tuple(other if i == number else each for i, each in enumerate(run.teachers))
             objective = replace(batch.objective, run=replace(run, teachers=teachers))
-            targets = distiller.targets(replace(batch, objective=objective, kept=KeptResults()), group)
+            targets = distiller.targets(replace(batch, objective=objective), group)
             if number in targets:
                 hidden = targets[number].hidden
                 seen |= {pairs[layer]: states for layer, states in hidden.items()}

@@ -20,7 +20,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.sampling_check import student_logprobs
-from nemo_oprd.distillation.step import StepBatch
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.rollout.engine import Request, RolloutEngine, SamplingParams
@@ -146,10 +146,15 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
     if metrics.nonfinite_reason:
         text = f"{metrics.nonfinite_reason}; expected finite numbers; fix: check both models' weights for NaN"
         return Finding(check, "wrong", text, code="not-finite")
-    means, scale = metrics.output_means, math.log(vocabulary)
-    kl, overlap = means["reverse_kl"], means["overlap"]
+    scale, kl, overlap = (
+        math.log(vocabulary),
+        metrics.named["output/reverse_kl"],
+        metrics.named["val-topk/overlap_ratio"],
+    )
     numbers = {"reverse_kl": kl, "ln_vocabulary": scale, "overlap": overlap, "k": k}
-    numbers |= {name: means[name] for name in ("student_entropy", "teacher_entropy") if name in means}
+    for name, metric in (("student_entropy", "actor/entropy"), ("teacher_entropy", "teacher/entropy")):
+        if metric in metrics.named:
+            numbers[name] = metrics.named[metric]
     said = f"reverse KL {kl:.3g} nats per token (ln V is {scale:.1f}), overlap of the top {k} is {overlap:.2f}"
     if not (kl <= KL_WRONG * scale and overlap >= OVERLAP_WRONG):
         text = f"{said}; expected KL below {KL_WRONG * scale:.1f} and overlap above {OVERLAP_WRONG}: the models do not "

@@ -17,7 +17,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.reference.hugging_face import agreement, reference
-from nemo_oprd.distillation.step import StepBatch
+from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import write_atomically
@@ -46,7 +46,7 @@ def verify(spec: RunSpec, *, against_reference: bool = False) -> None:
     distiller = build_distiller(make_plan(spec))
     # without watched metrics, so that with sampled_token the teacher sends log-probabilities as in most updates
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
-    metrics = accumulate_gradients(distiller, batch, whole_gradients=True)
+    metrics = accumulate_gradients(distiller, batch, whole_gradients=True).metrics
     if metrics is not None:
         if metrics.nonfinite_reason:
             raise ValueError(
@@ -104,20 +104,12 @@ def _relative(value: float, expected: float) -> float:
 def loss_report(metrics: StepMetrics, batch: StepBatch, rollouts: list[Rollout]) -> dict:
     """The contents of losses.json."""
     table, term = batch.objective.run.rows(rollouts), batch.routers
-    routers = {}
-    if metrics.routers is not None and term is not None:
-        weights = {"moe/aux_loss": term.aux, "moe/z_loss": term.z}
-        routers = {name: metrics.routers.named[name] for name, weight in weights.items() if weight}
-    representation = {
-        "rep/loss": metrics.rep_loss,
-        "rep/loss_per_layer": {str(layer): loss for layer, loss in metrics.rep_loss_per_layer.items()},
-    }
-    output = {} if metrics.output_loss is None else {"output/loss": metrics.output_loss}
+    routers = {} if term is None else {"moe/aux_loss": term.aux, "moe/z_loss": term.z}
+    losses = ("loss/total", "output/loss", *(name for name, weight in routers.items() if weight), "rep/loss")
+    per_layer = {str(layer): loss for layer, loss in metrics.per_layer("loss").items()}
     return {
-        "loss/total": metrics.loss,
-        **output,
-        **routers,
-        **(representation if metrics.rep_loss_per_layer else {}),
+        **{name: metrics.named[name] for name in losses if name in metrics.named},
+        **({"rep/loss_per_layer": per_layer} if per_layer else {}),
         "counts": {
             "responses": table.num_responses,
             "supervised_tokens": len(table),

@@ -14,7 +14,6 @@ their means over steps instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -25,11 +24,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import LoggingConfig
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
+from nemo_oprd.distillation.step import StepResult
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.models.megatron.parallel import device
-
-Accumulate: TypeAlias = "Callable[..., StepMetrics | None]"
 
 
 def is_noise_due(logging: LoggingConfig, step: int) -> bool:
@@ -39,7 +36,7 @@ def is_noise_due(logging: LoggingConfig, step: int) -> bool:
 
 
 def measure_gradient_noise(
-    distiller: Distiller, rollouts: list[Rollout], step: int, accumulate: Accumulate
+    distiller: Distiller, rollouts: list[Rollout], step: int, accumulate: Callable[..., StepResult]
 ) -> dict[str, float]:
     """Signal and noise of the gradient of the update after `step` others, from two passes over half the prompts each.
 
@@ -59,13 +56,25 @@ def measure_gradient_noise(
     halves = [[rollout for group in groups[number::2] for rollout in group] for number in (0, 1)]
     if not halves[1]:
         return {}
-    gradients = []
+    gradients, student = [], distiller.student
     for half in halves:
         accumulate(distiller, distiller.batch(half, objective), whole_gradients=True)
-        gradients.append(whole_gradient(distiller.student))
-    if not distiller.student.role.is_member:
+        gradients.append(whole_gradient(student))
+    if not student.role.is_member:
         return {}
-    return gradient_noise(distiller.student, gradients[0], gradients[1], (len(halves[0]), len(halves[1])))
+    sums = torch.zeros(2, dtype=torch.float64, device=device())
+    for a, b in zip(*gradients, strict=True):
+        sums[0] += torch.dot(a.flatten(), b.flatten()).double()
+        sums[1] += (a - b).square().sum(dtype=torch.float64)
+    dist.all_reduce(sums, group=student.role.member_groups.intra_dist_opt)
+    signal, difference = sums.tolist()
+    first, second = map(len, halves)
+    noise = difference * first * second / (first + second) ** 2
+    return {
+        "actor/gradient_signal": signal,
+        "actor/gradient_noise": noise,
+        **({"actor/gradient_snr": signal / noise} if noise else {}),
+    }
 
 
 def whole_gradient(student: Student) -> list[torch.Tensor]:
@@ -91,26 +100,3 @@ def whole_gradient(student: Student) -> list[torch.Tensor]:
         for p in chunk.parameters()
         if p.requires_grad and param_is_not_shared(p) and counts(p)
     ]
-
-
-def gradient_noise(
-    student: Student, first: list[torch.Tensor], second: list[torch.Tensor], sizes: tuple[int, int]
-) -> dict[str, float]:
-    """Signal, noise and their ratio, the same on every rank of the role. Every rank of the role calls this.
-
-    Args:
-        first, second: `whole_gradient` of the two halves.
-        sizes: numbers of responses in the two halves.
-    """
-    sums = torch.zeros(2, dtype=torch.float64, device=device())
-    for a, b in zip(first, second, strict=True):
-        sums[0] += torch.dot(a.flatten(), b.flatten()).double()
-        sums[1] += (a - b).square().sum(dtype=torch.float64)
-    dist.all_reduce(sums, group=student.role.member_groups.intra_dist_opt)
-    signal, difference = sums.tolist()
-    noise = difference * sizes[0] * sizes[1] / sum(sizes) ** 2
-    return {
-        "actor/gradient_signal": signal,
-        "actor/gradient_noise": noise,
-        **({"actor/gradient_snr": signal / noise} if noise else {}),
-    }

@@ -26,16 +26,19 @@ class RouterMetrics:
     @property
     def nonfinite_reason(self) -> str | None:
         """Which loss is not finite; None if both are."""
-        wrong = [f"{name} is {self.named[name]}" for name in ("moe/aux_loss", "moe/z_loss")]
-        return None if math.isfinite(self.loss) else ", ".join(wrong)
+        if math.isfinite(self.loss):
+            return None
+        return ", ".join(f"{name} is {self.named[name]}" for name in ("moe/aux_loss", "moe/z_loss"))
 
     @staticmethod
-    def from_sums(sums: torch.Tensor, term: RouterTerm) -> RouterMetrics:
-        """From the sums [layers, 2 E + len(RouterLosses.SUMS)] of `RouterLosses.measured` over all ranks.
+    def from_sums(sums: torch.Tensor, term: RouterTerm | None) -> RouterMetrics:
+        """From the sum "routers" of `RouterLosses` over all ranks; empty where no layer with experts is reached.
 
         Raises:
             CaptureError: a router did not see each counted token once, on one rank.
         """
+        if term is None or not term.layers:
+            return RouterMetrics(0.0, {})
         counts, probability, others = sums.split([term.experts, term.experts, len(RouterLosses.SUMS)], dim=1)
         column = dict(zip(RouterLosses.SUMS, others.unbind(1), strict=True))
         tokens = column["tokens"]

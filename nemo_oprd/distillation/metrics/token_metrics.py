@@ -8,7 +8,7 @@ kept responses there is no table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,10 @@ import torch
 from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.batch.types import Rollout
 
-# rows of the table: the representation loss and the cosine, then what a divergence of distributions gives
-REPRESENTATION = ("rep_loss", "cosine")
-OUTPUT = ("kl", "log_ratio")
-NAMES = (*REPRESENTATION, *OUTPUT)
+# rows of the table -> the metric of the update that is measured with them: the representation loss and the cosine, then
+# what a divergence of distributions gives
+REPRESENTATION = {"rep_loss": "rep/loss", "cosine": "rep/cosine_similarity"}
+OUTPUT = {"kl": "output/reverse_kl", "log_ratio": "output/kl_estimate"}
 # metrics of `OutputRows` that OUTPUT needs per row
 OUTPUT_METRICS = ("reverse_kl", "student_logprob", "teacher_logprob")
 
@@ -91,12 +91,13 @@ class LayerTokens:
     count: int
     shares: torch.Tensor
 
-    def zeros(self) -> torch.Tensor:
-        """float64 [2, count + 1] for the values of `REPRESENTATION`; the last column takes rows that are not kept."""
-        return self.shares.new_zeros(2, self.count + 1)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the sums of `REPRESENTATION`, whose last column takes rows that are not kept."""
+        return len(REPRESENTATION), self.count + 1
 
     def add_(self, sums: torch.Tensor, chunk: slice, losses: torch.Tensor, cosine: torch.Tensor) -> None:
-        """Adds the losses and cosines [c] of some rows to `sums`, as `zeros` made them."""
+        """Adds the losses and cosines [c] of some rows to `sums`, float64 of `shape`."""
         sums.index_add_(1, self.slots[chunk], self.shares[:, None] * torch.stack([losses.double(), cosine.double()]))
 
 
@@ -119,23 +120,26 @@ class TokenMetrics:
 
     @staticmethod
     def from_sums(
-        sums: torch.Tensor, slots: TokenSlots, hidden: TokenTable, output: TokenTable | None, measured: set[str]
+        sums: Mapping[str, torch.Tensor],
+        slots: TokenSlots,
+        hidden: TokenTable,
+        output: TokenTable | None,
+        metrics: Mapping[str, float],
     ) -> TokenMetrics:
         """The values from the sums of all ranks.
 
         Args:
-            sums: float64 [len(NAMES), count + 1] on the CPU.
+            sums: on the CPU, "rep_tokens" and "output_tokens", float64 [2, count + 1] each.
             hidden, output: the rows of the batch.
-            measured: the names that the update measured.
+            metrics: the metrics of the update.
         """
-        with_hidden, with_output = slots.covered(hidden), slots.covered(output)
         values: list[dict[str, list[float | None]]] = [{} for _ in slots.responses]
-        for name, row in zip(NAMES, sums.numpy()[:, :-1], strict=True):
-            if name not in measured:
-                continue
-            known = with_hidden if name in REPRESENTATION else with_output
-            for found, part, has in zip(values, slots.per_response(row), slots.per_response(known), strict=True):
-                found[name] = [float(value) if there else None for value, there in zip(part, has, strict=True)]
+        for kind, table, names in (("rep", hidden, REPRESENTATION), ("output", output, OUTPUT)):
+            known = slots.per_response(slots.covered(table))
+            for (name, metric), row in zip(names.items(), sums[f"{kind}_tokens"].numpy()[:, :-1], strict=True):
+                for found, part, has in zip(values, slots.per_response(row), known, strict=True):
+                    if metric in metrics:
+                        found[name] = [float(value) if there else None for value, there in zip(part, has, strict=True)]
         return TokenMetrics(slots.responses, values)
 
 

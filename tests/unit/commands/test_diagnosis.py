@@ -188,9 +188,11 @@ def test_nothing_is_solved() -> None:
     ],
 )
 def test_distance(kl: float, overlap: float, vocabulary: int, verdict: str) -> None:
-    metrics: Any = SimpleNamespace(nonfinite_reason=None, output_means={"reverse_kl": kl, "overlap": overlap})
+    metrics: Any = SimpleNamespace(
+        nonfinite_reason=None, named={"output/reverse_kl": kl, "val-topk/overlap_ratio": overlap}
+    )
     assert distance(metrics, vocabulary, 16).verdict == verdict
-    broken: Any = SimpleNamespace(nonfinite_reason="loss nan at layer 3", output_means={})
+    broken: Any = SimpleNamespace(nonfinite_reason="loss nan at layer 3", named={})
     assert distance(broken, vocabulary, 16).verdict == "wrong"
 
 

@@ -16,8 +16,8 @@ from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config, to_yaml
 from nemo_oprd.config.schema import RolloutConfig
-from nemo_oprd.distillation.metrics.step_metrics import OUTPUT_METRICS, MetricSums, StepMetrics
 from nemo_oprd.distillation.objective import OutputTerm
+from nemo_oprd.distillation.output_head import ROW_METRICS, output_head_metrics
 from nemo_oprd.losses.chunked import TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.correction import Correction
 from nemo_oprd.losses.divergences import OutputLoss, output_rows
@@ -153,14 +153,11 @@ def test_ratios_that_overflow() -> None:
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.5, 2.0, 0.25], [0.0, 0.0, 0.0]])
 def test_effective_sample_size(weights: list[float]) -> None:
-    sums = MetricSums.zeros([], 1, torch.device("cpu"))
+    rows = torch.zeros(len(ROW_METRICS), 2, dtype=torch.float64)
     for name, power in (("correction", 1), ("correction_squared", 2)):
-        at = 2 + 2 * list(OUTPUT_METRICS).index(name)
-        sums.output[at] = sum(weight**power for weight in weights)
-        sums.output[at + 1] = len(weights)
-    metrics = StepMetrics.__new__(StepMetrics)
-    metrics.output_means, metrics.reports_pg_loss, metrics.output_loss = sums.output_means(), True, None
-    named = metrics._output_metrics()
+        total = sum(weight**power for weight in weights)
+        rows[list(ROW_METRICS).index(name)] = torch.tensor([total, len(weights)], dtype=torch.float64)
+    named = output_head_metrics({"output_rows": rows}, None)
     squares = sum(weight**2 for weight in weights)
     share = sum(weights) ** 2 / (len(weights) * squares) if squares else 0.0
     assert named == {

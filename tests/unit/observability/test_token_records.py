@@ -13,7 +13,7 @@ from align_tokenizers import ids_of, load
 
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.distillation.metrics.token_metrics import NAMES, TokenMetrics, TokenSlots
+from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, REPRESENTATION, TokenMetrics, TokenSlots
 from nemo_oprd.observability.token_files import remove_token_files, token_file, token_files
 from nemo_oprd.observability.token_records import prompt_id, token_records, token_texts
 
@@ -78,8 +78,10 @@ def test_lines_are_json_with_null_for_what_is_not_known(tmp_path: Path) -> None:
     slots = TokenSlots.choose(batch, 2)
     assert slots is not None
     table = make_rows(batch, positions="last_k", k=1, position="token", aggregation="token_mean")
-    sums = torch.tensor([[0.0, 1 / 3, 0.0, math.nan, 9.0], [0.0, 0.5, 0.0, math.inf, 9.0]] + [[0.0] * 5] * 2)
-    metrics = TokenMetrics.from_sums(sums.double(), slots, table, None, {"rep_loss", "cosine"})
+    hidden = torch.tensor([[0.0, 1 / 3, 0.0, math.nan, 9.0], [0.0, 0.5, 0.0, math.inf, 9.0]], dtype=torch.float64)
+    sums = {"rep_tokens": hidden, "output_tokens": torch.zeros(2, 5, dtype=torch.float64)}
+    measured = {"rep/loss": 1.0, "rep/cosine_similarity": 0.5}
+    metrics = TokenMetrics.from_sums(sums, slots, table, None, measured)
     lines = list(token_records(7, batch, metrics, None))
     assert [json.loads(json.dumps(line, allow_nan=False)) for line in lines] == lines
     assert lines[0] == {
@@ -88,7 +90,7 @@ def test_lines_are_json_with_null_for_what_is_not_known(tmp_path: Path) -> None:
     }  # fmt: skip
     assert lines[1]["rep_loss"] == [None, None] and lines[1]["cosine"] == [None, None]
     assert prompt_id([1, 2]) != prompt_id([12]) and len(prompt_id([1])) == 12
-    assert len(NAMES) == len(sums)
+    assert len(REPRESENTATION) == len(OUTPUT) == 2
 
 
 def test_texts_and_facts() -> None:
