@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 def chunked(kind: str, vocabulary: int) -> int:
     """Peak bytes of loss and gradients for `ROWS` rows, `CHUNK` at a time, in addition to the gradients themselves."""
     from nemo_oprd.losses.chunked import Teacher, TeacherStates, chunked_output_loss
-    from nemo_oprd.losses.divergences import OutputLoss
+    from nemo_oprd.losses.output_loss import OutputLoss
     from nemo_oprd.losses.vocab_parallel import VocabShard
 
     hidden, head, teacher_hidden, teacher_head, tokens = _problem(vocabulary)

@@ -138,7 +138,7 @@ def _check_self_distillation(config: Config) -> None:
 
 def _check_reading_text(config: Config) -> None:
     """Settings that need a teacher that reads the student's token ids."""
-    if config.loss.output.kind != "none":
+    if not config.loss.output.is_off:
         raise ValueError(
             f"loss.output.kind={config.loss.output.kind} with teacher.reads=text: a probability of the student's token "
             "has no counterpart among the teacher's tokens; expected none: match hidden states, or take a teacher with "
@@ -159,7 +159,7 @@ def _check_reading_text(config: Config) -> None:
 def _check_reuse(config: Config) -> None:
     """The conditions under which a sampled token's loss and its clipped probability ratio are defined."""
     output, updates = config.loss.output, config.train.updates_per_rollout
-    ratio = output.kind == "sampled_token" and updates > 1
+    ratio = output.from_samples and updates > 1
     if output.clip is not None and not ratio:
         raise ValueError(
             f"loss.output.clip={output.clip} with loss.output.kind={output.kind} and train.updates_per_rollout="
@@ -167,7 +167,7 @@ def _check_reuse(config: Config) -> None:
             "to null"
         )
     rollout = config.rollout
-    if output.kind != "sampled_token" or rollout.replay is not None:
+    if not output.from_samples or rollout.replay is not None:
         return
     if output.temperature != rollout.temperature or rollout.top_p != 1:
         raise ValueError(
@@ -180,15 +180,15 @@ def _check_reuse(config: Config) -> None:
 
 def _check_correction(config: Config) -> None:
     """`rollout.correction` has an estimate to correct, and an engine that records its probabilities."""
-    rollout, kind = config.rollout, config.loss.output.kind
+    rollout, output = config.rollout, config.loss.output
     if rollout.correction == "off":
         return
     given = f"rollout.correction={rollout.correction}"
-    if kind != "sampled_token":
+    if not output.from_samples:
         raise ValueError(
-            f"{given} with loss.output.kind={kind}: only sampled_token estimates an expectation by the probability of "
-            "the sampled token, while hidden states and whole distributions are compared on whatever tokens were "
-            "sampled; expected off: set it, or take sampled_token"
+            f"{given} with loss.output.kind={output.kind}: only sampled_token estimates an expectation by the "
+            "probability of the sampled token, while hidden states and whole distributions are compared on whatever "
+            "tokens were sampled; expected off: set it, or take sampled_token"
         )
     if rollout.engine == "megatron" and rollout.replay is None:
         raise ValueError(

@@ -171,13 +171,19 @@ def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
                 merged[role][other] = None
 
 
-def to_yaml(config: Config) -> str:
-    """The complete configuration as YAML; `load_config` reads it back."""
-    import yaml
+def as_plain(config: Config) -> dict[str, Any]:
+    """The complete configuration as YAML holds it: nested dicts, lists and scalars."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: plain(item) for name, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
+    return dict(plain(dataclasses.asdict(config)))
+
+
+def to_yaml(config: Config) -> str:
+    """The complete configuration as YAML; `load_config` reads it back."""
+    import yaml
+
+    return yaml.safe_dump(as_plain(config), sort_keys=False)

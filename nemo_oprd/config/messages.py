@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import re
 import types
@@ -14,12 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from nemo_oprd.config.keys import keys, plain_key, types_of
 from nemo_oprd.config.secret_values import SECRET_KEY
 from nemo_oprd.config.usual_names import USUAL_NAMES
 
 _UNKNOWN = "unexpected_keyword_argument"
-# groups whose keys are the user's
-_OPEN_GROUPS = ("data.validation", "data.chat_template_args", "evaluation.graders", "loss.representation.kind_args")
 # errors that say what a value is not; all others are about values of the right type
 _WRONG_TYPE = re.compile(r"_type$|^literal_error$|^missing$|^too_long$|^int_from_float$")
 
@@ -41,8 +39,9 @@ def build(root: type, value: dict) -> Any:
 
 def check_key(root: type, key: str, where: str) -> None:
     """Raises ValueError unless `key` is one of the schema `root` (list items by number), or one of the user's names."""
-    known = _all_keys(root)
-    if re.sub(r"\.\d+(?=\.)", "", key) not in known and key.rsplit(".", 1)[0] not in _OPEN_GROUPS:
+    known = {each.name: each for each in keys(root)}
+    group = known.get(key.rpartition(".")[0])
+    if plain_key(key) not in known and not (group and group.takes_users_names):
         raise ValueError(_unknown_key(root, key, where))
 
 
@@ -53,8 +52,8 @@ def takes(root: type, key: str) -> tuple[bool, bool, bool]:
         options = _options(hint)
         group = next((option for option in options if dataclasses.is_dataclass(option)), None)
         inner = next((option for option in options if typing.get_origin(option) in (list, dict)), None)
-        if group is not None and name in _fields(typing.cast(type, group)):
-            hint = _fields(typing.cast(type, group))[name]
+        if group is not None and name in types_of(typing.cast(type, group)):
+            hint = types_of(typing.cast(type, group))[name]
         else:  # an item of a list, or a name of the user's own
             hint = typing.get_args(inner)[-1] if inner is not None else Any
     options = _options(hint)
@@ -99,8 +98,8 @@ def _place(root: type, value: Any, error: ErrorDetails) -> _Place:
         if isinstance(part, int):
             items = [typing.get_args(option) for option in options if typing.get_origin(option) in (list, tuple)]
             key, hint, value = f"{key}[{part}]", items[0][part if len(items[0]) > part else 0], value[part]
-        elif group is not None and part in _fields(group):
-            key, hint, value = f"{key}.{part}".removeprefix("."), _fields(group)[part], value[part]
+        elif group is not None and part in types_of(group):
+            key, hint, value = f"{key}.{part}".removeprefix("."), types_of(group)[part], value[part]
             about_a_group = about_a_group or union is not None
         elif isinstance(value, dict) and part in value:
             items = [typing.get_args(option) for option in options if typing.get_origin(option) is dict]
@@ -119,7 +118,7 @@ def _describe_error(error: ErrorDetails, place: _Place) -> str:
     if error["type"] == "finite_number":
         return f"{key}={value}: expected a finite number; choose one"
     if error["type"] == "dataclass_type":
-        first = next(iter(_fields(_options(place.hint)[0])))
+        first = next(iter(types_of(_options(place.hint)[0])))
         return f"{key}={value!r}: expected a group of keys; give one of them, e.g. {key}.{first}"
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         return f"{key}={value!r}: expected {_describe(place.hint)}; give {error['loc'][-1]}"
@@ -138,8 +137,8 @@ def _unknown_key(root: type, key: str, where: str) -> str:
             f"{where}: unknown key {key!r}; expected no secrets in a configuration, because it is saved with the run: "
             "set the environment variable that the program reads (WANDB_API_KEY, HF_TOKEN)"
         )
-    near = " or ".join(map(repr, _meant(key, _all_keys(root))))
-    hint = f"; did you mean {near}?" if near else f"; expected one of {', '.join(_fields(root))}, or a key in them"
+    near = " or ".join(map(repr, _meant(key, [each.name for each in keys(root)])))
+    hint = f"; did you mean {near}?" if near else f"; expected one of {', '.join(types_of(root))}, or a key in them"
     return f"{where}: unknown key {key!r}{hint}"
 
 
@@ -161,24 +160,6 @@ def _meant(key: str, known: list[str]) -> list[str]:
 
 def _refuse_object(value: Any) -> Any:
     raise ValueError(f"configuration: {value!r} is a {type(value).__name__}; expected text, numbers, lists and groups")
-
-
-@functools.cache
-def _fields(group: type) -> dict[str, Any]:
-    """The keys of a group, and their types."""
-    hints = typing.get_type_hints(group, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(group)}
-
-
-def _all_keys(group: type, prefix: str = "") -> list[str]:
-    """The keys below a group; those of the groups in a list without numbers."""
-    keys = []
-    for name, hint in _fields(group).items():
-        keys.append(prefix + name)
-        inner = (*typing.get_args(hint), None)[0] if typing.get_origin(hint) is list else hint
-        if dataclasses.is_dataclass(inner):
-            keys += _all_keys(typing.cast(type, inner), f"{prefix}{name}.")
-    return keys
 
 
 def _options(hint: Any) -> list[Any]:
@@ -207,7 +188,7 @@ def _describe(hint: Any) -> str:
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if dataclasses.is_dataclass(hint):
-        return "{" + ", ".join(_fields(typing.cast(type, hint))) + "}"
+        return "{" + ", ".join(types_of(typing.cast(type, hint))) + "}"
     if origin is tuple:
         return "[" + ", ".join(map(_describe, arguments)) + "]"
     if origin in (list, dict):

@@ -1,4 +1,4 @@
-"""The keys of a model: where it comes from, who builds it, and its layout; those of the student. See `schema.py`."""
+"""The keys of a model: where it comes from, who builds it, and its layout; those of the student and of teachers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_oprd.config.types import STRICT, FilePath, NonNegativeFloat, PositiveInt, Size
+from nemo_oprd.config.types import (
+    STRICT,
+    Decay,
+    FilePath,
+    Free,
+    Learned,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+)
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.import_path import is_import_path
 
@@ -18,15 +28,25 @@ class ParallelConfig:
     """Parallel sizes of one role. The data-parallel size follows from the number of ranks that the role has."""
 
     tensor: Size = 1
+    """tensor-parallel size"""
     sequence: bool = False
+    """sequence parallelism within the tensor-parallel ranks"""
     pipeline: Size = 1
+    """pipeline-parallel size"""
     virtual_pipeline: Size = 1
+    """model chunks per pipeline rank (interleaved schedule); 1 is off"""
     context: Size = 1
+    """context-parallel size"""
     first_stage_layers: Size | None = None
+    """layers of the first pipeline stage; null: as many as the others"""
     last_stage_layers: Size | None = None
+    """layers of the last pipeline stage; null: as many as the others"""
     expert: Size = 1
+    """expert-parallel size: the experts of a layer are split over so many ranks of a stage"""
     expert_tensor: Size = 1
+    """tensor-parallel size of each expert, instead of parallel.tensor"""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
+    """how tokens travel to the ranks of their experts"""
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
@@ -78,16 +98,18 @@ class ParallelConfig:
 
 @dataclass(config=STRICT)
 class ModelSource:
-    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint.
+    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint."""
 
-    With both, `hf_path` has the checkpoint's config.json and tokenizer only. `provider` says who builds the model (see
-    docs/nemo.md): `own` this project, `bridge` Megatron-Bridge, which has families that this project does not have, and
-    MODULE:FUNCTION a recipe of Megatron-Bridge, or a function of yours that returns one or its model provider.
+    hf_path: Learned[FilePath | None] = None
+    """directory of a Hugging Face model; beside `checkpoint`, only its config.json and tokenizer"""
+    checkpoint: Learned[FilePath | None] = None
+    """Megatron checkpoint of `checkpoint_tools/hf_to_megatron.py`, a run, or Megatron-Bridge"""
+    provider: Learned[str] = "own"
+    """who builds the model: own, bridge (Megatron-Bridge), or MODULE:FUNCTION of a recipe
+
+    Megatron-Bridge has families that this project does not have. The function is a recipe of Megatron-Bridge, or one of
+    yours that returns a recipe or its model provider (docs/nemo.md).
     """
-
-    hf_path: FilePath | None = None
-    checkpoint: FilePath | None = None
-    provider: str = "own"
 
     @field_validator("provider")
     @classmethod
@@ -109,26 +131,27 @@ class ModelSource:
 class ModelConfig(ModelSource):
     """A model and its layout."""
 
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: Free[ParallelConfig] = field(default_factory=ParallelConfig)
 
 
 @dataclass(config=STRICT)
 class StudentConfig(ModelConfig):
-    """The trained model.
+    """The trained model. The keys of routers are for a student with experts (docs/experts.md)."""
 
-    The other keys are for a student with experts (docs/experts.md). `router_aux_loss` and `router_z_loss` are the
-    weights of two losses of its routers, the load-balancing loss and the z-loss, in the total loss. With `router_dtype:
-    fp32` its routers compute in float32 beside weights in bf16, in training and in the in-process engine. With
-    `router_replay` its tokens visit in training the experts that they visited while they were sampled.
-    """
-
-    recompute: Literal["none", "selective", "full"] = "none"
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    recompute_num_layers: PositiveInt = 1
-    router_aux_loss: NonNegativeFloat = 0.0
-    router_z_loss: NonNegativeFloat = 0.0
-    router_dtype: Literal["fp32"] | None = None
-    router_replay: bool = False
+    recompute: Free[Literal["none", "selective", "full"]] = "none"
+    """which activations are computed again in the backward pass"""
+    recompute_method: Free[Literal["uniform", "block"]] = "uniform"
+    """Megatron's distribution of full recomputation over layers"""
+    recompute_num_layers: Free[PositiveInt] = 1
+    """layers per recomputed group (uniform), or recomputed layers per stage (block)"""
+    router_aux_loss: Learned[NonNegativeFloat] = 0.0
+    """weight of the routers' load-balancing loss, for a student with experts"""
+    router_z_loss: Learned[NonNegativeFloat] = 0.0
+    """weight of the routers' z-loss"""
+    router_dtype: Learned[Literal["fp32"] | None] = None
+    """fp32: the routers compute in float32; null: in `precision`"""
+    router_replay: Learned[bool] = False
+    """tokens visit in training the experts that they visited while they were sampled"""
 
     @model_validator(mode="after")
     def _check(self) -> StudentConfig:
@@ -138,3 +161,72 @@ class StudentConfig(ModelConfig):
                 f"{self.recompute_method} are for student.recompute=full, but it is {self.recompute}; leave them out"
             )
         return self
+
+
+@dataclass(config=STRICT)
+class TeacherConfig(ModelConfig):
+    """The model that the student learns from; its other keys hold for all of several teachers."""
+
+    placement: Free[Literal["colocated", "dedicated"]] = "colocated"
+    """on the student's ranks, or on the last ranks of the job"""
+    ranks: Free[Size | None] = None
+    """ranks of a dedicated teacher; null: tensor * pipeline * context"""
+    reads: Learned[Literal["ids", "text"]] = "ids"
+    """the student's token ids, or the text in the teacher's own tokens and chat template
+
+    Where the tokenizers differ, `text` is the only choice (see `AlignmentConfig`).
+    """
+    prompt: Learned[str | None] = None
+    """template of the prompt that the teacher reads: {prompt}, {answer}, {hint}; null: the student's
+
+    The template replaces the last message, for which {prompt} stands; {answer} and {hint} are fields of the prompt
+    file.
+    """
+    weights: Learned[Literal["own", "student", "ema", "initial"]] = "own"
+    """its own, or the student's: current, moving average, or before training
+
+    With others than its own the student is its own teacher (self-distillation). `student` makes no second copy. `ema`
+    averages over the updates. With these two the teacher has the student's layout; `initial` weights are frozen.
+    """
+    ema_decay: Learned[Decay] = 0.999
+    """decay of the moving average with `weights: ema`"""
+    resident_microbatches: Free[Literal["auto"] | PositiveInt | None] = None
+    """microbatches with targets in memory at a time; null: all; auto: what fits
+
+    Microbatches of the student, of a step; `distillation/target_budget.py` says what fits.
+    """
+    offload: Free[bool] = False
+    """keep the weights in host memory while the teacher computes nothing
+
+    Of several teachers one at a time is then in device memory; without it all of them are.
+    """
+
+    @model_validator(mode="after")
+    def _check(self) -> TeacherConfig:
+        if self.prompt is not None and "{prompt}" not in self.prompt:
+            raise ValueError(
+                f"teacher.prompt={self.prompt!r}: expected a text with {{prompt}}, which stands for what the student "
+                "reads; put it in"
+            )
+        if self.placement == "colocated" and self.ranks is not None:
+            raise ValueError(f"teacher.ranks={self.ranks} is for teacher.placement=dedicated; set it to null")
+        return self
+
+
+@dataclass(config=STRICT)
+class TeacherSource(ModelSource):
+    """One of several teachers: its model, and the responses that it teaches."""
+
+    data_sources: Learned[list[str] | None] = None
+    """data sources whose responses it teaches; null: all that no other teacher has"""
+    weight: Learned[PositiveFloat] = 1.0
+    """multiplies the loss of its responses"""
+    bridge: Learned[FilePath | None] = None
+    """directory of its bridge; null: it has the student's shape"""
+    name: Free[str | None] = None
+    """its name in metrics; null: its data sources"""
+
+    @property
+    def label(self) -> str:
+        """The teacher's name in metrics and messages."""
+        return self.name or "+".join(self.data_sources or ["others"])

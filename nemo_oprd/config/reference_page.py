@@ -5,42 +5,24 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from nemo_oprd.config.key_meanings import MEANINGS
+from nemo_oprd.config.keys import Key, keys
 from nemo_oprd.config.loading import default_config_dir
 from nemo_oprd.config.schema import Config
 
 HEADER = """# Configuration keys
 
 Every key of a configuration: its type, its default, its meaning, and the files in `conf/` that set it. This page is
-made from the schema (`nemo_oprd/config/schema.py`) by `python -m nemo_oprd.config.reference_page`, and a test compares
+made from the schema (`nemo_oprd/config/*schema.py`) by `python -m nemo_oprd.config.reference_page`, and a test compares
 the two. A key is set in a YAML file or on the command line (`train.lr=1e-4`), where a key of text takes any text as it
 stands, and lists and groups follow Hydra's syntax (`"data.train=['a b.jsonl',c.jsonl]"`). In paths, `~` is the user's
-home directory. Rules between keys are in the class
-docstrings of the schema; a violated one is an error that names the keys ([errors.md](errors.md))."""
-
-
-def keys_of_schema(group: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(Key, type, default) of every key that holds a value, in the order of the schema.
-
-    The default is `dataclasses.MISSING` for the keys of the groups in a list.
-    """
-    hints = typing.get_type_hints(group, include_extras=True)
-    for field in dataclasses.fields(group):
-        hint, key = hints[field.name], prefix + field.name
-        if dataclasses.is_dataclass(hint):
-            yield from keys_of_schema(typing.cast(type, hint), f"{key}.")
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        yield key, hint, default
-        inner = typing.get_args(hint)[:1] if typing.get_origin(hint) is list else ()
-        if inner and dataclasses.is_dataclass(inner[0]):
-            yield from keys_of_schema(typing.cast(type, inner[0]), f"{key}.")
+home directory. A violated rule between keys is an error that names the keys ([errors.md](errors.md)). What else is to
+be known about a key stands below its field in the schema."""
 
 
 def type_name(hint: Any) -> str:
@@ -70,10 +52,10 @@ def value_name(value: Any) -> str:
     return f"`{text.removesuffix('...').strip()}`"
 
 
-def meaning(key: str) -> str:
-    """What a key means. Raises KeyError for a key without a meaning."""
-    role, _, rest = key.partition(".")
-    return MEANINGS[key] if key in MEANINGS else MEANINGS[f"{{role}}.{rest}" if role in ("student", "teacher") else key]
+def meaning(key: Key, known: Collection[str]) -> str:
+    """What a key means; those of several teachers are mostly those of one teacher."""
+    same = key.name.replace("teachers.", "teacher.")
+    return f"as `{same}`" if key.name.startswith("teachers.") and same in known else key.meaning
 
 
 def set_in(directory: Path) -> dict[str, list[str]]:
@@ -98,13 +80,15 @@ def set_in(directory: Path) -> dict[str, list[str]]:
 def page() -> str:
     """The page."""
     lines, setters, group = [HEADER], set_in(default_config_dir()), None
-    for key, hint, default in keys_of_schema():
-        head = key.split(".")[0] if "." in key or key == "teachers" else "run"
+    every = [key for key in keys(Config) if not key.is_group]
+    known = {key.name for key in every}
+    for key in every:
+        head = key.name.split(".")[0] if "." in key.name or key.name == "teachers" else "run"
         if head != group:
             group = head
             lines.append(f"\n## {group}\n\n| key | type | default | meaning | set in |\n|---|---|---|---|---|")
-        files = ", ".join(f"`{name}`" for name in setters.get(key, []))
-        cells = (f"`{key}`", type_name(hint), value_name(default), meaning(key), files)
+        files = ", ".join(f"`{name}`" for name in setters.get(key.name, []))
+        cells = (f"`{key.name}`", type_name(key.hint), value_name(key.default), meaning(key, known), files)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,9 +1,8 @@
 """Which keys a run may change when it is started again, and what differs between two configurations.
 
-Every key of the schema is in one of three lists: `FREE` keys change nothing that is learned (layout, logging, saving,
-evaluation, memory), `LEARNED` keys do and need leave (`train.allow_changes`), and no checkpoint can be continued with
-other values of the `FIXED` keys. Two of the `LEARNED` keys need leave only where something depends on them, see
-`_matters`. Compares configurations only: that a model is the same in another place is found out in `setup/resume.py`.
+Every key has its rule at its field in the schema: `Free`, `Learned` or `Fixed` (`types.py`). Two of the learned keys
+need leave only where something depends on them, see `_matters`. Compares configurations only: that a model is the same
+in another place is found out in `setup/resume.py`.
 """
 
 from __future__ import annotations
@@ -11,55 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
+from nemo_oprd.config.keys import Key, keys, plain_key
+from nemo_oprd.config.loading import as_plain
 from nemo_oprd.config.schema import Config, TeacherSource
+from nemo_oprd.config.types import Rule
 
-Rule = Literal["free", "learned", "fixed"]
-
-# `{role}` stands for student and teacher, `.*` for all keys of a group
-FIXED = ("seed", "precision", "train.distributed_optimizer")
-FREE = (
-    *("output", "{role}.parallel.*", "logging.*", "evaluation.*"),
-    *("student.recompute", "student.recompute_method", "student.recompute_num_layers"),
-    *("teacher.placement", "teacher.ranks", "teacher.resident_microbatches", "teacher.offload", "teachers.name"),
-    # of fit-bridge alone
-    *("bridge.rank", "bridge.fit", "bridge.center_student", "bridge.held_out", "bridge.prompts", "bridge.baselines"),
-    *("alignment.min_coverage", "loss.output.chunk_tokens"),
-    *("rollout.save", "rollout.tensor", "rollout.expert", "rollout.max_batch", "rollout.max_cache_tokens"),
-    *("rollout.vllm.python", "rollout.vllm.endpoints", "rollout.vllm.placement", "rollout.vllm.replicas"),
-    *("rollout.vllm.tensor", "rollout.vllm.gpu_memory_utilization", "rollout.vllm.transport"),
-    *("rollout.vllm.check_tokens", "rollout.vllm.start_timeout", "rollout.vllm.request_timeout"),
-    *("rollout.vllm.max_restarts", "rollout.vllm.repeat"),
-    *("train.tokens_per_microbatch", "train.save_every", "train.save_minutes", "train.keep_checkpoints"),
-    *("train.keep_best", "train.stop_after_skipped", "train.export_hf", "train.allow_changes"),
-)
-LEARNED = (
-    *("{role}.hf_path", "{role}.checkpoint", "{role}.provider"),
-    *("student.router_aux_loss", "student.router_z_loss", "student.router_dtype", "student.router_replay"),
-    *("teacher.reads", "teacher.prompt", "teacher.weights", "teacher.ema_decay"),
-    *("teachers.hf_path", "teachers.checkpoint", "teachers.provider", "teachers.data_sources", "teachers.weight"),
-    *("teachers", "teachers.bridge", "bridge.path", "bridge.train", "alignment.exact"),
-    "loss.representation.*",
-    *("loss.output.weight", "loss.output.kind", "loss.output.k", "loss.output.aggregation", "loss.output.temperature"),
-    *("loss.output.support", "loss.output.normalizer", "loss.output.support_weight", "loss.output.jsd_beta"),
-    "loss.output.clip",
-    *("rollout.engine", "rollout.temperature", "rollout.top_p", "rollout.max_new_tokens", "rollout.per_prompt"),
-    *("rollout.replay", "rollout.correction", "rollout.correction_range", "rollout.vllm.flags"),
-    "data.*",
-    *("train.steps", "train.prompts_per_step", "train.updates_per_rollout", "train.lr", "train.min_lr"),
-    *("train.schedule", "train.warmup_fraction", "train.weight_decay", "train.betas", "train.adam_eps"),
-    "train.clip_grad",
-)
-# keys whose texts are paths: another way to write the same path is no change
-_PATHS = re.compile(
-    r"output|(student|teacher|teachers)\.(hf_path|checkpoint)|teachers\.bridge|bridge\.path|rollout\.replay|"
-    r"data\.(train|validation|chat_template)"
-)
 _SHOWN = 100  # characters of a value in a message
 
 
@@ -83,11 +43,11 @@ class Change:
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of a key of the schema. Raises KeyError for a key that is in no list, or in two."""
-    found = [name for name, keys in _LISTS.items() if any(_covers(pattern, key) for pattern in keys)]
-    if len(found) != 1:
-        raise KeyError(f"{key} is in {len(found)} lists of resume_rules.py, expected one")
-    return found[0]
+    """The rule of a key of the schema. Raises KeyError for a key that has none."""
+    rule = _schema()[key].rule
+    if rule is None:
+        raise KeyError(f"{key} has no rule in the schema, expected Free, Learned or Fixed around its type")
+    return rule
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str = "") -> list[Change]:
@@ -100,7 +60,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str
         started_in: the working directory to which relative paths of `before` belong; "": the present one.
     """
     found: list[Change] = []
-    for key in schema_keys():
+    for key in _schema():
         if key == "train.allow_changes" or key.startswith("teachers."):
             continue
         old, new = _value(before, key), _value(after, key)
@@ -126,17 +86,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def plain_key(key: str) -> str:
-    """Example: teachers.0.weight -> teachers.weight."""
-    return re.sub(r"\.\d+(?=\.)", "", key)
-
-
 @cache
-def schema_keys() -> tuple[str, ...]:
-    """Every key that holds a value, in the order of the schema; those of one of several teachers without a number."""
-    from nemo_oprd.config.reference_page import keys_of_schema
-
-    return tuple(key for key, _, _ in keys_of_schema())
+def _schema() -> dict[str, Key]:
+    """Every key that holds a value, in the order of the schema."""
+    return {key.name: key for key in keys(Config) if not key.is_group}
 
 
 def _change(
@@ -145,7 +98,7 @@ def _change(
     plain = plain_key(key)
     if plain == "data.train":  # one file may stand without its list
         old, new = ([value] if isinstance(value, str) else value for value in (old, new))
-    if old == new or (_PATHS.fullmatch(plain) and _real(old, started_in) == _real(new)):
+    if old == new or (_schema()[plain].names_files and _real(old, started_in) == _real(new)):
         return []
     rule = rule_of(plain)
     if rule == "learned" and not _matters(plain, before, after):
@@ -177,11 +130,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 @cache
 def _defaults() -> Mapping[str, Any]:
-    import yaml
-
-    from nemo_oprd.config.loading import to_yaml
-
-    return yaml.safe_load(to_yaml(Config()))
+    return as_plain(Config())
 
 
 @cache
@@ -196,11 +145,3 @@ def _real(value: Any, started_in: str = "") -> Any:
     if isinstance(value, list):
         return [_real(item, started_in) for item in value]
     return os.path.realpath(os.path.join(started_in, value)) if isinstance(value, str) else value
-
-
-def _covers(pattern: str, key: str) -> bool:
-    patterns = [pattern.replace("{role}", role) for role in ("student", "teacher")]
-    return any(key == each or (each.endswith(".*") and key.startswith(each[:-1])) for each in patterns)
-
-
-_LISTS: dict[Rule, tuple[str, ...]] = {"free": FREE, "learned": LEARNED, "fixed": FIXED}

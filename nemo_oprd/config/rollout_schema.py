@@ -12,6 +12,9 @@ from nemo_oprd.config.types import (
     STRICT,
     CorrectionMode,
     FilePath,
+    Free,
+    Interpreter,
+    Learned,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -20,39 +23,54 @@ from nemo_oprd.config.types import (
     Share,
     Size,
 )
+from nemo_oprd.losses.correction import Correction, check_range
 
 
 @dataclass(config=STRICT)
 class VllmConfig:
-    """The servers of `rollout.engine=vllm` (docs/vllm.md).
+    """The servers of `rollout.engine=vllm` (docs/vllm.md)."""
 
-    `python` is the interpreter of vLLM's environment (null: that of scripts/setup_vllm.sh). `endpoints` are addresses
-    of servers that somebody else runs; without any, the run starts `replicas` servers of `tensor` workers each. With
-    `placement: colocated` they are on the student's machines and GPUs (null replicas: all of the student's GPUs, one
-    server without GPUs); with `dedicated` the last replicas * tensor ranks of the job hold servers and nothing else
-    (null: one server). `gpu_memory_utilization` is the fraction of a GPU's memory that a server takes. `flags` are
-    further arguments of the server.
+    python: Free[Interpreter | None] = None
+    """interpreter of vLLM's environment; null: the project's `.venv-vllm`"""
+    endpoints: Free[list[str]] = field(default_factory=list)
+    """addresses of servers that somebody else runs
 
-    `transport` is how weights reach a server: by files in shared memory, a process group, or GPU memory of the same GPU
-    (auto: what the placement allows). `check_tokens` response tokens per step are compared with the trainer's own
-    log-probabilities (0: none). `start_timeout` and `request_timeout` are in seconds. A server of this run may be
-    restarted `max_restarts` times. After a server died, `repeat: responses` samples its unfinished responses again, and
-    `repeat: step` all responses of the step, so that nothing of a batch depends on when the server died.
+    Without any, the run starts `replicas` servers of `tensor` workers each.
     """
+    placement: Free[Literal["colocated", "dedicated"]] = "colocated"
+    """servers on the student's machines and GPUs, or on the last ranks of the job
 
-    python: FilePath | None = None
-    endpoints: list[str] = field(default_factory=list)
-    placement: Literal["colocated", "dedicated"] = "colocated"
-    replicas: Size | None = None
-    tensor: Size = 1
-    gpu_memory_utilization: Share = 0.4
-    flags: list[str | int | float] = field(default_factory=list)
-    transport: Literal["auto", "file", "group", "ipc"] = "auto"
-    check_tokens: NonNegativeInt = 1024
-    start_timeout: PositiveFloat = 900.0
-    request_timeout: PositiveFloat = 7200.0
-    max_restarts: NonNegativeInt = 10
-    repeat: Literal["responses", "step"] = "responses"
+    These last replicas * tensor ranks hold servers and nothing else.
+    """
+    replicas: Free[Size | None] = None
+    """number of servers; null: all of the student's GPUs, or one
+
+    One without GPUs, and with `placement: dedicated`.
+    """
+    tensor: Free[Size] = 1
+    """workers (tensor-parallel ranks) of a server"""
+    gpu_memory_utilization: Free[Share] = 0.4
+    """fraction of a GPU's memory that a server takes"""
+    flags: Learned[list[str | int | float]] = field(default_factory=list)
+    """further arguments of a server"""
+    transport: Free[Literal["auto", "file", "group", "ipc"]] = "auto"
+    """how weights reach a server
+
+    By files in shared memory, a process group, or GPU memory of the same GPU; auto: what the placement allows.
+    """
+    check_tokens: Free[NonNegativeInt] = 1024
+    """sampled tokens per step whose log-probabilities are compared; 0: none"""
+    start_timeout: Free[PositiveFloat] = 900.0
+    """seconds until a server must be ready"""
+    request_timeout: Free[PositiveFloat] = 7200.0
+    """seconds until a response must be complete"""
+    max_restarts: Free[NonNegativeInt] = 10
+    """restarts of one server before the run ends"""
+    repeat: Free[Literal["responses", "step"]] = "responses"
+    """what is sampled again after a server died: its responses, or the whole step
+
+    With the whole step nothing of a batch depends on when the server died.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> VllmConfig:
@@ -67,33 +85,44 @@ class VllmConfig:
 
 @dataclass(config=STRICT)
 class RolloutConfig:
-    """How the student samples.
+    """How the student samples."""
 
-    `tensor` is the tensor-parallel size of the in-process engine. `expert` divides it: the experts of a layer are split
-    over so many of the same ranks, which decode the same responses. `max_batch` and `max_cache_tokens` are the largest
-    number of sequences, and of tokens in the KV cache, that one data-parallel rank of the engine holds at a time.
-    `max_batch` is also the number of responses that one vLLM server works on at a time. `max_cache_tokens: auto` takes
-    what memory allows (`nemo_oprd/rollout/in_process/cache_budget.py`).
+    engine: Learned[Literal["megatron", "vllm"]] = "megatron"
+    """in-process decoder, or vLLM servers (docs/vllm.md)"""
+    temperature: Learned[NonNegativeFloat] = 1.0
+    """of sampling; 0 is greedy"""
+    top_p: Learned[ProbabilityMass] = 1.0
+    """probability mass from which is sampled"""
+    max_new_tokens: Learned[PositiveInt] = 1024
+    """most tokens of a response"""
+    per_prompt: Learned[PositiveInt] = 1
+    """responses per prompt"""
+    replay: Learned[FilePath | None] = None
+    """file of recorded rollouts to use instead of sampling"""
+    save: Free[bool] = False
+    """write the rollouts of every step to OUTPUT/rollouts"""
+    tensor: Free[PositiveInt] = 1
+    """tensor-parallel size of the in-process engine"""
+    expert: Free[PositiveInt] = 1
+    """expert-parallel size of the in-process engine, a divisor of rollout.tensor"""
+    max_batch: Free[PositiveInt] = 256
+    """responses that one data-parallel rank, or one vLLM server, works on at a time"""
+    max_cache_tokens: Free[Literal["auto"] | PositiveInt] = 524288
+    """tokens in the in-process engine's KV cache, per data-parallel rank; auto: what fits"""
+    correction: Learned[CorrectionMode] = "off"
+    """weigh the tokens of sampled_token by the ratio of the trainer's to the engine's probability
 
-    `correction` belongs to sampled_token and to an engine that computes slightly other probabilities than the trainer.
-    It weighs every token by the ratio of the trainer's probability to the engine's (docs/losses.md): `truncate` moves a
-    ratio outside `correction_range` to the nearer bound, `mask` gives such a token the weight 0, `off` weighs nothing.
+    For an engine that computes slightly other probabilities than the trainer (docs/losses.md). `truncate` moves a ratio
+    outside `correction_range` to the nearer bound, `mask` gives such a token the weight 0.
     """
-
-    engine: Literal["megatron", "vllm"] = "megatron"
-    temperature: NonNegativeFloat = 1.0
-    top_p: ProbabilityMass = 1.0
-    max_new_tokens: PositiveInt = 1024
-    per_prompt: PositiveInt = 1
-    replay: FilePath | None = None
-    save: bool = False
-    tensor: PositiveInt = 1
-    expert: PositiveInt = 1
-    max_batch: PositiveInt = 256
-    max_cache_tokens: Literal["auto"] | PositiveInt = 524288
-    correction: CorrectionMode = "off"
-    correction_range: tuple[float, float] = (0.0, 2.0)
+    correction_range: Learned[tuple[float, float]] = (0.0, 2.0)
+    """bounds [low, high] of that ratio"""
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def token_correction(self) -> Correction | None:
+        """How the tokens' ratios become weights; None: every token has the weight 1."""
+        return None if self.correction == "off" else Correction(self.correction, *self.correction_range)
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
@@ -102,10 +131,5 @@ class RolloutConfig:
                 f"rollout.expert={self.expert} does not divide rollout.tensor={self.tensor}; expected a divisor, "
                 "because only ranks that decode the same responses can share experts: choose another size"
             )
-        low, high = self.correction_range
-        if not (0 <= low <= 1 <= high and low < high):
-            raise ValueError(
-                f"rollout.correction_range=[{low}, {high}]: expected [low, high] with 0 <= low <= 1 <= high and low "
-                "below high; choose e.g. [0, 2]"
-            )
+        check_range(*self.correction_range)
         return self

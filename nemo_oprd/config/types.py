@@ -1,4 +1,4 @@
-"""Types of configuration values: pydantic's checks, and the words in which a message says what a value has to be.
+"""Types of configuration values: pydantic's checks, the words of their messages, and what a resumed run may change.
 
 The `description` of a type completes "KEY=VALUE: expected ..."; `config/messages.py` puts the two together.
 """
@@ -6,9 +6,28 @@ The `description` of a type completes "KEY=VALUE: expected ..."; `config/message
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+
+Rule = Literal["free", "learned", "fixed"]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """On a key, or on a group for those of its keys that have none: how a run that goes on may change it."""
+
+    rule: Rule
+
+
+T = TypeVar("T")
+# changes nothing that is learned (layout, logging, saving, evaluation, memory): a run may change it at any start
+Free = Annotated[T, Resume("free")]
+# changes what is learned: needs leave (`train.allow_changes`)
+Learned = Annotated[T, Resume("learned")]
+# no checkpoint can be continued with another value
+Fixed = Annotated[T, Resume("fixed")]
 
 # No unknown keys; no "1" for 1 and no true for 1, but an integer for a number; neither NaN nor infinity.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -28,8 +47,12 @@ def _as_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
+# marks texts of which another one may name the same file, which is no change of the key
+NAMES_A_FILE = "names a file"
 # of a file or a directory; `~` is the user's home directory, as in a shell, which does not replace it within a word
-FilePath = Annotated[str, AfterValidator(_as_path)]
+FilePath = Annotated[str, AfterValidator(_as_path), NAMES_A_FILE]
+# the interpreter of an environment: those of different environments may be links to the same file
+Interpreter = Annotated[str, AfterValidator(_as_path)]
 
 # ranks, stages and layers of a parallel layout
 Size = Annotated[int, Field(ge=1, description="at least 1; choose 1 or more")]
@@ -44,10 +67,6 @@ Fraction = Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]; c
 HeldOut = Annotated[float, Field(gt=0, lt=0.5, description="a number in (0, 0.5); choose e.g. 0.1")]
 # a part of the training prompts that becomes a validation set
 SetAside = Annotated[float, Field(ge=0, lt=0.5, description="a number in [0, 0.5); choose e.g. 0.02, or 0 for none")]
-# between two divergences, which it excludes
-JsdBeta = Annotated[
-    float, Field(gt=0, lt=1, description="a number in (0, 1); choose one, or kind forward_kl or full_vocab")
-]
 # `rollout.correction`; YAML reads a bare `off` as false
 CorrectionMode = Annotated[
     Literal["off", "truncate", "mask"], BeforeValidator(lambda value: "off" if value is False else value)

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from megatron.core.utils import make_viewless_tensor
 
+from nemo_oprd.losses.chunk_sizes import ROW_CHUNK
+
 # (float32 [m, D]: some rows of the hidden state; their slice of the n rows) -> the weighted loss of the rows, a scalar
 RowsToLoss = Callable[[torch.Tensor, slice], torch.Tensor]
 Parameters = Sequence[torch.nn.Parameter]
-
-# Rows converted to float32 at a time. This bounds the transient memory of a value and of its gradient, for width 4096
-# to 8192 x 4096 x 4 B = 128 MiB each.
-ROW_CHUNK = 8192
 
 
 def row_chunks(n: int) -> Iterator[slice]:

@@ -24,9 +24,8 @@ from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 from nemo_oprd.config.schema import Config, OutputLossConfig, RolloutConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
-from nemo_oprd.losses.correction import Correction
-from nemo_oprd.losses.divergences import OutputLoss
 from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, supervised_layers, weights_of_layers
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.models import ModelSpec, check_same_width
@@ -55,22 +54,12 @@ class OutputTerm:
     @staticmethod
     def build(config: OutputLossConfig, rollout: RolloutConfig) -> OutputTerm | None:
         """The configured output loss at its largest weight; None if the configuration has none."""
-        if config.kind == "none":
+        if config.is_off:
             return None
-        correction = None if rollout.correction == "off" else Correction(rollout.correction, *rollout.correction_range)
-        loss = OutputLoss(
-            config.kind,
-            config.k,
-            config.temperature,
-            config.support,
-            config.normalizer,
-            config.support_weight,
-            config.jsd_beta,
-            config.clip,
-            correction,
+        loss = OutputLoss.of(config, rollout.token_correction)
+        return OutputTerm(
+            loss, largest(config.weight), config.aggregation, config.chunk_tokens, sends_states=loss.needs_distribution
         )
-        sends_states = config.kind != "sampled_token"
-        return OutputTerm(loss, largest(config.weight), config.aggregation, config.chunk_tokens, sends_states)
 
     @property
     def only_watched(self) -> bool:

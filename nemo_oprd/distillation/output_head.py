@@ -20,7 +20,7 @@ from nemo_oprd.batch.plan import LocalRows
 from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, OUTPUT_METRICS, output_values
 from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
-from nemo_oprd.losses.divergences import OutputLoss
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.optimizer import main_gradient
@@ -213,7 +213,7 @@ def output_head_metrics(sums: Mapping[str, torch.Tensor], term: OutputTerm | Non
     if {"student_logprob", "teacher_logprob"} <= set(means):
         estimate = means["student_logprob"] - means["teacher_logprob"]
         named["output/kl_estimate"] = estimate
-        if term is not None and (term.loss.kind == "sampled_token" or term.only_watched):
+        if term is not None and (term.loss.from_samples or term.only_watched):
             named["actor/pg_loss"] = named.get("output/loss", estimate)
     if "correction" in means:
         square = means["correction_squared"]

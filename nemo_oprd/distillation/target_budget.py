@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.plan import StepPlan
+from nemo_oprd.config.memory_bounds import TARGET_SHARE
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.models.megatron.device_memory import free_bytes
 from nemo_oprd.models.megatron.parallel import Role, device
-
-# The share of a GPU's free memory that targets may take, twice while they are sent; the rest is for activations and
-# logits.
-CUDA_SHARE = 0.25
 
 
 def resident_microbatches(
@@ -30,7 +27,7 @@ def resident_microbatches(
     if setting != "auto":
         return setting
     largest = bytes_per_microbatch(plan, objective, student, dtype)
-    own = free_bytes(device(), CUDA_SHARE) // max(1, largest)
+    own = free_bytes(device(), TARGET_SHARE) // max(1, largest)
     smallest = torch.tensor([min(own, 1 << 30)], dtype=torch.int64, device=device())
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return max(1, int(smallest.item()))

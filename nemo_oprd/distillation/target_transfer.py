@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.plan import BatchPlan
+from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
 from nemo_oprd.layout import Coordinates
 from nemo_oprd.models.megatron.parallel import Role, device
 
@@ -128,11 +129,6 @@ class _Message:
     transfer: Transfer
     picked: torch.Tensor | None
     placed: torch.Tensor | None
-
-
-# Bytes of all rows of the layers that are exchanged at the same time. Every rank knows this number, so that all of them
-# make the same messages; more layers to a message means fewer messages.
-LAYERS_AT_A_TIME_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)

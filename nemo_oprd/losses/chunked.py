@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 import torch
 
-from nemo_oprd.losses.divergences import OutputLoss, OutputRows, output_rows
+from nemo_oprd.losses.divergences import OutputRows, output_rows
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import (
     VocabShard,
     compute_dtype,

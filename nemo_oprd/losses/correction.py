@@ -9,10 +9,21 @@ E_trainer[f]. docs/losses.md says when this matters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 CORRECTIONS = ("truncate", "mask")
+
+
+def check_range(low: float, high: float) -> None:
+    """Raises ValueError for a range of ratios that does not hold 1 or is a single number."""
+    if not (0 <= low <= 1 <= high and low < high):
+        raise ValueError(
+            f"rollout.correction_range=[{low}, {high}]: expected [low, high] with 0 <= low <= 1 <= high and low below "
+            "high; choose e.g. [0, 2]"
+        )
 
 
 @dataclass(frozen=True)
@@ -33,10 +44,7 @@ class Correction:
     def __post_init__(self) -> None:
         if self.mode not in CORRECTIONS:
             raise ValueError(f"correction {self.mode!r}: expected one of {', '.join(CORRECTIONS)}")
-        if not (0 <= self.low <= 1 <= self.high and self.low < self.high):
-            raise ValueError(
-                f"correction range [{self.low}, {self.high}]: expected 0 <= low <= 1 <= high, low below high"
-            )
+        check_range(self.low, self.high)
 
     def weights(
         self, trainer_logprob_C: torch.Tensor, engine_logprob_C: torch.Tensor

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_oprd.losses.correction import Correction
-from nemo_oprd.losses.registry import DIVERGENCES, resolve_divergence
+from nemo_oprd.losses.output_loss import OutputLoss
+from nemo_oprd.losses.registry import resolve_divergence
 from nemo_oprd.losses.vocab_parallel import (
     VocabShard,
     add_at_ids_,
@@ -41,82 +41,6 @@ from nemo_oprd.losses.vocab_parallel import (
     slabs,
     top_k_ids,
 )
-
-SUPPORTS = ("student", "teacher", "union", "intersection")
-
-
-@dataclass(frozen=True)
-class OutputLoss:
-    """Which divergence, a kind of `DIVERGENCES`, and its options.
-
-    `k` is the size of each model's set of most probable ids (top set). `top_k` needs it for its support; for the other
-    kinds it only asks for the metrics of the support and may be None, which saves the search.
-
-    `support`: the student's k most probable ids, the teacher's, or the union or intersection of the two sets.
-    `support_weight`: whose probabilities weigh the log ratio on the support; "student" is the reverse KL, "teacher" the
-    forward KL (log q - log p). `normalizer`: "renormalized" compares the distributions conditioned on the support,
-    "full" takes the support's terms of the sum over the whole vocabulary.
-
-    `clip` is PPO's epsilon, or how far the ratio may fall below 1 and rise above it; the clipping acts where
-    log-probabilities of the sampling policy are given.
-
-    `correction` weighs a token by the ratio of the student's probability to that of the engine that sampled the token.
-    Only `sampled_token` has it; None: every token has the weight 1.
-
-    Raises:
-        ValueError: an unknown kind, or an option out of range.
-    """
-
-    kind: str
-    k: int | None = None
-    temperature: float = 1.0
-    support: str = "student"
-    normalizer: str = "renormalized"
-    support_weight: str = "student"
-    jsd_beta: float = 0.5
-    clip: float | tuple[float, float] | None = None
-    correction: Correction | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, legal in (
-            ("kind", self.kind, DIVERGENCES),
-            ("support", self.support, SUPPORTS),
-            ("normalizer", self.normalizer, ("renormalized", "full")),
-            ("support_weight", self.support_weight, ("student", "teacher")),
-        ):
-            if value not in legal:
-                raise ValueError(f"output loss {name}={value!r}: expected one of {', '.join(legal)}")
-        if not self.temperature > 0:
-            raise ValueError(f"output loss temperature={self.temperature}: expected a number above 0")
-        if self.clip is not None and not min(self.ratio_range[1] - 1, 1 - self.ratio_range[0]) > 0:
-            raise ValueError(f"output loss clip={self.clip}: expected numbers above 0, or none for no clipping")
-        if self.correction is not None and self.kind != "sampled_token":
-            raise ValueError(f"output loss kind={self.kind} with a correction: expected sampled_token, or none")
-        if not 0 < self.jsd_beta < 1:
-            raise ValueError(
-                f"output loss jsd_beta={self.jsd_beta}: expected a number between 0 and 1, both excluded; "
-                "divided by it, or by 1 - it, the limits are the kinds forward_kl and full_vocab"
-            )
-        if (self.k is None and DIVERGENCES[self.kind].needs_support) or (self.k is not None and self.k < 1):
-            raise ValueError(f"output loss k={self.k} with kind {self.kind}: expected a whole number of at least 1")
-        if self.kind == "top_k" and self.k == 1 and self.normalizer == "renormalized" and self.support != "union":
-            raise ValueError(
-                f"output loss kind=top_k with k=1 and support {self.support} is identically zero: a distribution "
-                "renormalised on one id is 1. Choose k of 2 or more, or kind=sampled_token (the paper's top-1)"
-            )
-
-    @property
-    def needs_distribution(self) -> bool:
-        """Whether the teacher's logits are needed; log-probabilities of the sampled tokens suffice otherwise."""
-        return DIVERGENCES[self.kind].needs_distribution
-
-    @property
-    def ratio_range(self) -> tuple[float, float]:
-        """The smallest and the largest ratio to the sampling policy that clipping leaves as they are."""
-        if self.clip is None:
-            return 0.0, math.inf
-        low, high = self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
-        return 1 - low, 1 + high
 
 
 @dataclass(frozen=True)

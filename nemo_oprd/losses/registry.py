@@ -34,13 +34,17 @@ class RowLossEntry:
 class DivergenceEntry:
     """A built-in divergence between next-token distributions: where its function is, and what the function needs.
 
-    `needs_distribution`: the teacher's logits; without it the teacher's log-probabilities of the sampled tokens
-    suffice. `needs_support`: the top sets of `OutputLoss.k` ids.
+    `from_samples`: it estimates an expectation from the sampled tokens, so that the teacher's log-probabilities of
+    these suffice, the tokens must be the student's, and their weights can be corrected and clipped; otherwise it needs
+    the teacher's logits. `needs_support`: the top sets of `OutputLoss.k` ids. `live_tensors`: tensors [c, V] of a chunk
+    that are alive at a time, slabs of `SLAB` columns beside them, and how many whole tensors the slabs of a narrow
+    vocabulary make at most (`python -m benchmarks.live_bytes` counts them, for `plan`).
     """
 
     path: str
-    needs_distribution: bool = True
+    from_samples: bool = False
     needs_support: bool = False
+    live_tensors: tuple[int, int, int] = (3, 1, 1)
 
 
 ROW_LOSSES: dict[str, RowLossEntry] = {
@@ -49,11 +53,13 @@ ROW_LOSSES: dict[str, RowLossEntry] = {
     "cosine": RowLossEntry("nemo_oprd.losses.representation:cosine"),
 }
 DIVERGENCES: dict[str, DivergenceEntry] = {
-    "sampled_token": DivergenceEntry("nemo_oprd.losses.divergences:sampled_token", needs_distribution=False),
+    "sampled_token": DivergenceEntry(
+        "nemo_oprd.losses.divergences:sampled_token", from_samples=True, live_tensors=(1, 2, 1)
+    ),
     "top_k": DivergenceEntry("nemo_oprd.losses.divergences:top_k", needs_support=True),
     "full_vocab": DivergenceEntry("nemo_oprd.losses.divergences:full_vocab"),
     "forward_kl": DivergenceEntry("nemo_oprd.losses.divergences:forward_kl"),
-    "jsd": DivergenceEntry("nemo_oprd.losses.divergences:jsd"),
+    "jsd": DivergenceEntry("nemo_oprd.losses.divergences:jsd", live_tensors=(3, 3, 2)),
 }
 
 # rows of the trial: one would hide a result that has lost its row dimension

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-# Columns per step of an operation that would otherwise need one more [c, V] tensor; wide enough for an efficient GEMM.
-SLAB = 16384
+from nemo_oprd.losses.chunk_sizes import SLAB
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def with_weights(data: Any, loss: LossConfig, batch_size: int) -> Any:
             "choose policy.train_global_batch_size that divides num_prompts_per_step * num_generations_per_prompt"
         )
     terms = {HIDDEN_WEIGHT: loss.representation}
-    if loss.output.kind != "none":
+    if not loss.output.is_off:
         terms[OUTPUT_WEIGHT] = rows_of_output(loss.output)
     updates = [rollouts[first : first + batch_size] for first in range(0, len(rollouts), batch_size)]
     for name, term in terms.items():

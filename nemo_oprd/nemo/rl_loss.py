@@ -20,7 +20,8 @@ import torch.distributed as dist
 from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 
 from nemo_oprd.config.loss_schema import OutputLossConfig
-from nemo_oprd.losses.divergences import OutputLoss, output_rows
+from nemo_oprd.losses.divergences import output_rows
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
 from nemo_oprd.nemo.rl_batch import OUTPUT_WEIGHT
 
@@ -48,19 +49,9 @@ class OPRDOutputLoss:
         """
         if isinstance(output.weight, list):
             raise ValueError("output.weight is a schedule; expected a number: use nemo-oprd train for stages")
-        self.needs_teacher = output.kind != "none"
+        self.needs_teacher = not output.is_off
         self._weight, self._chunk, self._vocab_size = float(output.weight), output.chunk_tokens, vocab_size
-        self._loss = None
-        if self.needs_teacher:
-            self._loss = OutputLoss(
-                output.kind,
-                output.k,
-                output.temperature,
-                output.support,
-                output.normalizer,
-                output.support_weight,
-                output.jsd_beta,
-            )
+        self._loss = None if output.is_off else OutputLoss.of(output)
         self._teacher: torch.Tensor | None = None
         self._groups: Any = None
         self._read = 0

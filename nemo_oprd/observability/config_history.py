@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.config.loading import to_yaml
+from nemo_oprd.config.loading import as_plain, to_yaml
 from nemo_oprd.config.resume_rules import changes
 from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
@@ -74,13 +74,6 @@ def read_config(file: Path) -> dict[str, Any]:
     if not (config and isinstance(config, dict)):
         raise ValueError(f"{file}: holds {config!r:.80}, expected a mapping; restore the file that the run wrote")
     return config
-
-
-def as_plain(config: Config) -> dict[str, Any]:
-    """`config` as `read_config` returns it."""
-    import yaml
-
-    return yaml.safe_load(to_yaml(config))
 
 
 def record_config(directory: Path, config: Config) -> str:

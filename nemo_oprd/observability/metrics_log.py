@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
-from nemo_oprd.config.loading import to_yaml
+from nemo_oprd.config.loading import as_plain
 from nemo_oprd.config.schema import Config
 from nemo_oprd.observability.config_history import record_config
 from nemo_oprd.runtime.disk import naming
@@ -80,7 +79,7 @@ class MetricsLog:
             self._wandb = wandb.init(
                 project=config.logging.wandb,
                 name=self.directory.name,
-                config=yaml.safe_load(to_yaml(config)),
+                config=as_plain(config),
                 dir=str(self.directory),
                 id=id_file.read_text(),
                 resume="allow",

@@ -1,7 +1,7 @@
 """What a run that is started again in its directory may change: checked before models are built.
 
 The settings of a start are compared with those under which the last kept step ran (`observability/config_history.py`).
-Keys that change what is learned need leave (`config/resume_rules.py` has the lists). A model in another place is the
+Keys that change what is learned need leave (the schema has each key's rule). A model in another place is the
 same model if its fingerprint is: every start records the fingerprints of its models in environment.json.
 """
 
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.checkpointing.directory import find_checkpoint
+from nemo_oprd.config.loading import as_plain
 from nemo_oprd.config.resume_rules import Change, allowed, changes, shown
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models.fingerprint import fingerprint
-from nemo_oprd.observability.config_history import as_plain, config_at, current_config, read_config, starts
+from nemo_oprd.observability.config_history import config_at, current_config, read_config, starts
 
 
 @dataclass(frozen=True)

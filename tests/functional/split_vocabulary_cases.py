@@ -12,7 +12,7 @@ from nemo_oprd.losses.chunked import (
     chunked_output_loss,
     output_metrics,
 )
-from nemo_oprd.losses.divergences import OutputLoss
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard, head_logits, top_k_ids
 
 REAL, WIDTH, TEACHER_WIDTH, CHUNK = 61, 6, 9, 4

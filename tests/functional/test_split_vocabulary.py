@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pool import Pools
 
-from nemo_oprd.losses.divergences import OutputLoss
+from nemo_oprd.losses.output_loss import OutputLoss
 
 LOSSES = [
     OutputLoss("sampled_token", temperature=0.7),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.losses.divergences import OutputLoss
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
 
 ROWS, REAL, PADDED = 9, 61, 64

@@ -192,7 +192,7 @@ def _losses(config: Config, num_layers: int) -> Iterator[Finding]:
         text += f"{'equal' if output.temperature > high else 'one-hot'}; expected {low:g} to {high:g}; fix: 1.0"
         yield _say("warning", "output-temperature-unusual", text, temperature=output.temperature)
     weights = {"loss.representation.weight": states.weight} if states.layers != "none" else {}
-    weights |= {"loss.output.weight": output.weight} if output.kind != "none" else {}
+    weights |= {"loss.output.weight": output.weight} if not output.is_off else {}
     positive = {key: value for key, weight in weights.items() for value in _positive(weight)}
     least, most = WEIGHTS
     for key, value in positive.items():

@@ -1,8 +1,9 @@
 """A distillation recipe of NeMo-RL as this project's configuration, and the list of what has no counterpart.
 
-The batch, the models and layouts, the sampling, the optimizer, the loss, and the schedules of validation and
-checkpoints are translated. Everything else of the recipe is listed with a reason (`_WITHOUT_COUNTERPART`), or as
-unknown.
+Tables of (key of the recipe, key here, how its value is read) hold what is translated key by key; functions hold what
+depends on several keys, and what is not the same here and is said in a note. The batch, the models and layouts, the
+sampling, the optimizer, the loss, and the schedules of validation and checkpoints are translated. Everything else of
+the recipe is listed with a reason (`_WITHOUT_COUNTERPART`), or as unknown.
 """
 
 from __future__ import annotations
@@ -10,10 +11,47 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_oprd.commands.from_nemo_rl.optimizer import translate_optimizer
-from nemo_oprd.commands.from_nemo_rl.recipe import Recipe, Translated, wrong
+from nemo_oprd.commands.from_nemo_rl.recipe import Recipe, Row, Translated, wrong
 from nemo_oprd.config.schema import EvaluationConfig, TrainConfig
 from nemo_oprd.config.secret_values import SECRET_KEY
 
+
+def _one_or_more(recipe: Recipe, key: str) -> int:
+    return int(recipe.count(key, 1))
+
+
+def _size(recipe: Recipe, key: str) -> int | None:
+    """A parallel size; None for 1, the default here."""
+    size = _one_or_more(recipe, key)
+    return size if size > 1 else None
+
+
+# below a model's megatron_cfg or dtensor_cfg -> below `student` or `teacher`
+_LAYOUT: tuple[Row, ...] = (
+    ("context_parallel_size", "parallel.context", _size),
+    ("pipeline_model_parallel_size", "parallel.pipeline", _size),
+    ("virtual_pipeline_model_parallel_size", "parallel.virtual_pipeline", _size),
+    ("expert_model_parallel_size", "parallel.expert", _size),
+    ("expert_tensor_parallel_size", "parallel.expert_tensor", _size),
+    ("num_layers_in_first_pipeline_stage", "parallel.first_stage_layers", Recipe.count),
+    ("num_layers_in_last_pipeline_stage", "parallel.last_stage_layers", Recipe.count),
+    ("sequence_parallel", "parallel.sequence", lambda recipe, key: recipe.flag(key) or None),
+)
+_STEP: tuple[Row, ...] = (
+    ("distillation.num_prompts_per_step", "train.prompts_per_step", Recipe.count),
+    ("distillation.num_generations_per_prompt", "rollout.per_prompt", _one_or_more),
+    ("distillation.max_num_steps", "train.steps", Recipe.count),
+    ("policy.generation.temperature", "rollout.temperature", Recipe.not_negative),
+    ("policy.generation.top_p", "rollout.top_p", Recipe.not_negative),
+)
+_SERVERS: tuple[Row, ...] = (
+    ("policy.generation.vllm_cfg.tensor_parallel_size", "rollout.vllm.tensor", _one_or_more),
+    ("policy.generation.vllm_cfg.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization", Recipe.not_negative),
+)
+_TOKENIZER: tuple[Row, ...] = (
+    ("policy.tokenizer.chat_template_kwargs", "data.chat_template_args", Recipe.get),
+    ("policy.tokenizer.chat_template", "data.chat_template", Recipe.text),
+)
 # groups of more keys are counted, not listed
 _SHOWN = 12
 # prefix of keys -> why they have no counterpart; the longest one counts
@@ -101,17 +139,12 @@ def translate(values: dict[str, Any], name: str, models: str) -> Translated:
 
 
 def _models(recipe: Recipe, made: Translated, models: str) -> None:
-    precision = recipe.text("policy.precision", "bfloat16")
-    made.set("precision", {"bfloat16": "bf16", "float32": "fp32"}.get(precision, "bf16"))
-    if precision not in ("bfloat16", "float32"):
-        made.note(f"policy.precision={precision}: bf16 is taken")
+    made.choose(recipe, "policy.precision", "precision", {"bfloat16": "bf16", "float32": "fp32"})
     teacher = "teacher" if recipe.has("teacher.model_name") else "teachers.0"
     for role, prefix in (("student", "policy"), ("teacher", teacher)):
-        model = recipe.text(f"{prefix}.model_name")
-        if model is None:  # the teacher has one, the first of several may not
-            raise wrong(f"{prefix}.model_name", model, "the name of a model")
+        model = _model_name(recipe, prefix)
         made.set(f"{role}.hf_path", f"{models}/{model.rstrip('/').rpartition('/')[2]}")
-        made.note(f"{prefix}.model_name={model}: put this model into {made.config[role]['hf_path']}")
+        made.note(f"{prefix}.model_name={model}: put this model into {made.get(f'{role}.hf_path')}")
         _layout(recipe, made, role, prefix)
     if teacher != "teachers.0":
         return
@@ -120,17 +153,22 @@ def _models(recipe: Recipe, made: Translated, models: str) -> None:
         "teachers: another tokenizer is read as text and aligned by bytes (docs/tokenizers.md), and there is no "
         "projection between vocabularies; responses are sampled by the student, not read from data"
     )
-    number = 1
-    while recipe.has(f"teachers.{number}"):
-        model = recipe.text(f"teachers.{number}.model_name")
-        if model is None:
-            raise wrong(f"teachers.{number}.model_name", model, "the name of a model")
-        recipe.get(f"teachers.{number}")
+    i = 1
+    while recipe.has(f"teachers.{i}"):
+        model = _model_name(recipe, f"teachers.{i}")
+        recipe.get(f"teachers.{i}")
         made.note(
-            f"teachers.{number}={model}: left out, because a response has one teacher; data_sources may choose among "
+            f"teachers.{i}={model}: left out, because a response has one teacher; data_sources may choose among "
             "several (docs/teachers.md)"
         )
-        number += 1
+        i += 1
+
+
+def _model_name(recipe: Recipe, prefix: str) -> str:
+    model: str | None = recipe.text(f"{prefix}.model_name")
+    if model is None:  # one of several teachers may have none
+        raise wrong(f"{prefix}.model_name", model, "the name of a model")
+    return model
 
 
 def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
@@ -141,22 +179,8 @@ def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
     for inactive in ("optimizer", "scheduler") if megatron else ():
         recipe.get(f"{prefix}.{inactive}")
     recipe.flag(f"{prefix}.{group}.enabled")
-    model = "_model" if megatron else ""
-    names = {
-        "tensor": f"tensor{model}_parallel_size",
-        "context": "context_parallel_size",
-        "pipeline": "pipeline_model_parallel_size",
-        "virtual_pipeline": "virtual_pipeline_model_parallel_size",
-        "expert": "expert_model_parallel_size",
-        "expert_tensor": "expert_tensor_parallel_size",
-    }
-    for ours, theirs in names.items():
-        size = recipe.number(f"{prefix}.{group}.{theirs}", 1, whole=True, low=1)
-        made.set(f"{role}.parallel.{ours}", size if size > 1 else None)  # 1 is the default
-    for stage in ("first", "last"):
-        layers = recipe.number(f"{prefix}.{group}.num_layers_in_{stage}_pipeline_stage", whole=True, low=1)
-        made.set(f"{role}.parallel.{stage}_stage_layers", layers)
-    made.set(f"{role}.parallel.sequence", recipe.flag(f"{prefix}.{group}.sequence_parallel") or None)
+    tensor = "tensor_model_parallel_size" if megatron else "tensor_parallel_size"
+    made.take(recipe, ((tensor, "parallel.tensor", _size), *_LAYOUT), f"{prefix}.{group}.", f"{role}.")
     if megatron:
         _dispatcher(recipe, made, role, f"{prefix}.{group}")
     if role == "student" and recipe.flag(f"{prefix}.{group}.activation_checkpointing"):
@@ -182,12 +206,9 @@ def _dispatcher(recipe: Recipe, made: Translated, role: str, group: str) -> None
 
 
 def _batch(recipe: Recipe, made: Translated) -> None:
-    prompts = recipe.number("distillation.num_prompts_per_step", whole=True, low=1)
-    per_prompt = recipe.number("distillation.num_generations_per_prompt", 1, whole=True, low=1)
-    made.set("train.prompts_per_step", prompts)
-    made.set("rollout.per_prompt", per_prompt)
-    made.set("train.steps", recipe.number("distillation.max_num_steps", whole=True, low=1))
-    size = recipe.number("policy.train_global_batch_size", whole=True, low=1)
+    made.take(recipe, _STEP)
+    prompts, per_prompt = made.get("train.prompts_per_step"), made.get("rollout.per_prompt")
+    size = recipe.count("policy.train_global_batch_size")
     if prompts and size and size != prompts * per_prompt:
         made.note(
             f"policy.train_global_batch_size={size}: NeMo-RL makes an update of every {size} of the "
@@ -197,11 +218,9 @@ def _batch(recipe: Recipe, made: Translated) -> None:
 
 def _sampling(recipe: Recipe, made: Translated) -> None:
     key = "policy.generation"
-    made.set("rollout.temperature", recipe.number(f"{key}.temperature", low=0))
-    made.set("rollout.top_p", recipe.number(f"{key}.top_p", low=0))
-    total = recipe.number("policy.max_total_sequence_length", whole=True, low=1)
-    new = recipe.number(f"{key}.max_new_tokens", total, whole=True, low=1)
-    prompt = recipe.number("data.max_input_seq_length", total, whole=True, low=1)
+    total = recipe.count("policy.max_total_sequence_length")
+    new = recipe.count(f"{key}.max_new_tokens", total)
+    prompt = recipe.count("data.max_input_seq_length", total)
     made.set("rollout.max_new_tokens", new)
     made.set("data.max_prompt_tokens", prompt)
     if new and prompt:
@@ -212,11 +231,7 @@ def _sampling(recipe: Recipe, made: Translated) -> None:
                 f"data.max_prompt_tokens={prompt} and rollout.max_new_tokens={new} are limits of their own, and a "
                 "microbatch must hold their sum: lower both to what your data need"
             )
-    backend = recipe.text(f"{key}.backend", "vllm")
-    made.set("rollout.engine", "megatron" if backend == "megatron" else "vllm")
-    if backend not in ("megatron", "vllm"):
-        made.note(f"{key}.backend={backend}: vllm is taken")
-    if backend != "megatron":
+    if made.choose(recipe, f"{key}.backend", "rollout.engine", {"vllm": "vllm", "megatron": "megatron"}) == "vllm":
         _servers(recipe, made, key)
         return
     recipe.get(f"{key}.vllm_cfg")
@@ -227,24 +242,18 @@ def _sampling(recipe: Recipe, made: Translated) -> None:
 
 def _servers(recipe: Recipe, made: Translated, key: str) -> None:
     """vLLM's servers: their sizes, and their GPUs."""
-    tensor = recipe.number(f"{key}.vllm_cfg.tensor_parallel_size", 1, whole=True, low=1)
-    made.set("rollout.vllm.tensor", tensor)
-    share = recipe.number(f"{key}.vllm_cfg.gpu_memory_utilization", low=0)
-    made.set("rollout.vllm.gpu_memory_utilization", share)
+    made.take(recipe, _SERVERS)
     if not recipe.flag(f"{key}.colocated.enabled", default=True):
-        gpus, nodes = (
-            recipe.number(f"{key}.colocated.resources.{name}", 1, whole=True, low=1)
-            for name in ("gpus_per_node", "num_nodes")
-        )
+        gpus = _gpus(recipe, f"{key}.colocated.resources")
         made.set("rollout.vllm.placement", "dedicated")
-        made.set("rollout.vllm.replicas", max(1, gpus * nodes // tensor))
+        made.set("rollout.vllm.replicas", max(1, gpus // made.get("rollout.vllm.tensor")))
     if recipe.flag(f"{key}.vllm_cfg.enforce_eager"):
         made.set("rollout.vllm.flags", ["--enforce-eager"])
 
 
 def _loss(recipe: Recipe, made: Translated) -> None:
     """NeMo-RL's KL on the teacher's most probable ids, averaged over the tokens of an update."""
-    if made.config["teacher"].get("reads") == "text":
+    if made.get("teacher.reads") == "text":
         made.set("loss", {"representation": {}})
         made.note(
             "loss_fn: a divergence of next-token distributions needs one vocabulary; the hidden states are compared "
@@ -255,13 +264,13 @@ def _loss(recipe: Recipe, made: Translated) -> None:
     if kind not in ("forward", "reverse", "mixed"):
         raise wrong("loss_fn.kl_type", kind, "forward, reverse or mixed")
     outside = recipe.flag("loss_fn.zero_outside_topk")
-    mixed = recipe.number("loss_fn.mixed_kl_weight", 0.5, low=0)
+    mixed = recipe.not_negative("loss_fn.mixed_kl_weight", 0.5)
     made.set("loss.representation", {"layers": "none", "weight": 0.0})
     made.set(
         "loss.output",
         {
             "kind": "top_k",
-            "k": recipe.number("distillation.topk_logits_k", 64, whole=True, low=1),
+            "k": recipe.count("distillation.topk_logits_k", 64),
             "weight": 1.0,
             "support": "teacher",
             "support_weight": "teacher" if kind == "forward" else "student",
@@ -286,7 +295,7 @@ def _loss(recipe: Recipe, made: Translated) -> None:
 
 def _loss_temperature(recipe: Recipe, made: Translated) -> None:
     """NeMo-RL divides the logits of each model by the temperature of that model's `generation`."""
-    student = made.config["rollout"].get("temperature", 1.0)
+    student = made.get("rollout.temperature", 1.0)
     if student == 0:
         made.note(
             "policy.generation.temperature=0: NeMo-RL divides logits by it; the loss has temperature 1 instead, and "
@@ -294,7 +303,7 @@ def _loss_temperature(recipe: Recipe, made: Translated) -> None:
         )
         return
     made.set("loss.output.temperature", student)
-    teacher = recipe.number("teacher.generation.temperature", 1.0, low=0)
+    teacher = recipe.not_negative("teacher.generation.temperature", 1.0)
     if teacher != student:
         made.note(
             f"teacher.generation.temperature={teacher}: NeMo-RL divides the teacher's logits by it; here "
@@ -327,16 +336,15 @@ def _data(recipe: Recipe, made: Translated) -> None:
         _evaluation(recipe, made, prefix)
     if recipe.names("data.shuffle") and not recipe.flag("data.shuffle"):
         made.note("data.shuffle=false: the order of prompts is a permutation that the seed determines")
-    made.set("data.chat_template_args", recipe.get("policy.tokenizer.chat_template_kwargs"))
-    made.set("data.chat_template", recipe.text("policy.tokenizer.chat_template"))
+    made.take(recipe, _TOKENIZER)
     if recipe.peek("policy.tokenizer.name") == recipe.peek("policy.model_name"):
         recipe.get("policy.tokenizer.name")
 
 
 def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
     """Validation of a set; here the first and the last step are always evaluated, or none is."""
-    repeat = recipe.number(f"{prefix}.repeat", whole=True, low=1)
-    limit = recipe.number("distillation.max_val_samples", whole=True, low=1)
+    repeat = recipe.count(f"{prefix}.repeat")
+    limit = recipe.count("distillation.max_val_samples")
     made.set("evaluation.samples", repeat)
     made.set("evaluation.limit", limit)
     if limit and repeat and repeat > 1:
@@ -345,10 +353,10 @@ def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
             "evaluation.limit counts problems"
         )
     for name in ("temperature", "top_p", "max_new_tokens"):
-        made.set(f"evaluation.{name}", made.config["rollout"].get(name))
+        made.set(f"evaluation.{name}", made.get(f"rollout.{name}"))
     period = max(0, recipe.number("distillation.val_period", 0, whole=True))
     first, last = (recipe.flag(f"distillation.val_at_{name}") for name in ("start", "end"))
-    steps = made.config.get("train", {}).get("steps", TrainConfig().steps)
+    steps = made.get("train.steps", TrainConfig().steps)
     # without a period, a period of the whole run leaves the first and the last step
     every = period or (steps if first or last else 0)
     made.set("evaluation.every", every)
@@ -363,7 +371,7 @@ def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
 
 def _services(recipe: Recipe, made: Translated) -> None:
     if recipe.flag("checkpointing.enabled"):
-        made.set("train.save_every", recipe.number("checkpointing.save_period", whole=True, low=1))
+        made.set("train.save_every", recipe.count("checkpointing.save_period"))
         _kept_checkpoints(recipe, made)
     else:
         recipe.get("checkpointing")
@@ -382,14 +390,14 @@ def _services(recipe: Recipe, made: Translated) -> None:
 
 def _kept_checkpoints(recipe: Recipe, made: Translated) -> None:
     """NeMo-RL keeps the best checkpoints by a metric, or all; here the newest are kept, and one best."""
-    kept = recipe.number("checkpointing.keep_top_k", whole=True, low=1)
+    kept = recipe.count("checkpointing.keep_top_k")
     made.set("train.keep_checkpoints", kept or 0)  # 0 keeps all
     metric = recipe.text("checkpointing.metric_name")
     if kept is None or metric is None:
         return
     higher = str(recipe.flag("checkpointing.higher_is_better", default=True)).lower()
-    sets, samples = made.config.get("data", {}).get("validation"), made.config.get("evaluation", {}).get("samples")
-    example = f", e.g. val/{next(iter(sets))}/avg@{samples or EvaluationConfig().samples}" if sets else ""
+    sets, samples = made.get("data.validation"), made.get("evaluation.samples", EvaluationConfig().samples)
+    example = f", e.g. val/{next(iter(sets))}/avg@{samples}" if sets else ""
     made.note(
         f"checkpointing.keep_top_k={kept}: NeMo-RL keeps the best by metric_name={metric}, higher_is_better={higher}; "
         f"train.keep_checkpoints={kept} keeps the newest, and train.keep_best, which is not set, names a metric whose "
@@ -403,8 +411,11 @@ def ranks(values: dict[str, Any]) -> int:
     Raises:
         ValueError: their number is none.
     """
-    recipe = Recipe(values)
-    gpus, nodes = (recipe.number(f"cluster.{name}", 1, whole=True, low=1) for name in ("gpus_per_node", "num_nodes"))
+    return _gpus(Recipe(values), "cluster")
+
+
+def _gpus(recipe: Recipe, group: str) -> int:
+    gpus, nodes = (_one_or_more(recipe, f"{group}.{name}") for name in ("gpus_per_node", "num_nodes"))
     return int(gpus * nodes)
 
 

@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
-from nemo_oprd.commands.from_nemo_rl.recipe import Recipe, Translated, wrong
+from collections.abc import Callable
+from typing import Any
+
+from nemo_oprd.commands.from_nemo_rl.recipe import Reader, Recipe, Row, Translated, wrong
 from nemo_oprd.config.schema import TrainConfig
 
 # torch's own values, which hold where a recipe names none
 _LINEAR_START, _LINEAR_END, _LINEAR_STEPS, _CONSTANT_FACTOR = 1 / 3, 1.0, 5, 1 / 3
+
+
+def _if_there(read: Callable[..., Any], default: Any) -> Reader:
+    """Reads a key that is there, with `default` for null; None, which leaves our default, for one that is not."""
+    return lambda recipe, key: read(recipe, key, default=default) if recipe.names(key) else None
+
+
+def _adam_betas(recipe: Recipe, key: str) -> list[float] | None:
+    """Megatron's two keys; the default here stands for one that is missing."""
+    betas = [recipe.number(f"{key}{number}") for number in (1, 2)]
+    given = [default if beta is None else beta for beta, default in zip(betas, TrainConfig().betas, strict=True)]
+    return None if betas == [None, None] else given
+
+
+def _list_of_betas(recipe: Recipe, key: str) -> list[float] | None:
+    betas = recipe.get(key)
+    if betas is None:
+        return None
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise wrong(key, betas, "a list of two numbers")
+    return [recipe.number(f"{key}.{number}") for number in (0, 1)]
+
+
+_NO_CLIPPING_FOR_NULL = _if_there(Recipe.not_negative, default=0.0)
+_MEGATRON_OPTIMIZER: tuple[Row, ...] = (
+    *((name, f"train.{name}", Recipe.number) for name in ("lr", "min_lr", "weight_decay", "adam_eps")),
+    ("adam_beta", "train.betas", _adam_betas),
+    ("use_distributed_optimizer", "train.distributed_optimizer", _if_there(Recipe.flag, default=False)),
+    # Megatron clips at its own key; without it, at 1, which is the default here, too
+    ("clip_grad", "train.clip_grad", _NO_CLIPPING_FOR_NULL),
+)
+_TORCH_OPTIMIZER: tuple[Row, ...] = (
+    ("policy.optimizer.kwargs.lr", "train.lr", Recipe.number),
+    ("policy.optimizer.kwargs.weight_decay", "train.weight_decay", Recipe.number),
+    ("policy.optimizer.kwargs.eps", "train.adam_eps", Recipe.number),
+    ("policy.optimizer.kwargs.betas", "train.betas", _list_of_betas),
+    ("policy.max_grad_norm", "train.clip_grad", _NO_CLIPPING_FOR_NULL),
+)
 
 
 def translate_optimizer(recipe: Recipe, made: Translated) -> None:
@@ -20,7 +61,7 @@ def translate_optimizer(recipe: Recipe, made: Translated) -> None:
     made.set("train.schedule", style if style in ("constant", "cosine") else "constant")
     if style not in ("constant", "cosine"):
         made.note(f"the schedule {style} of the learning rate: constant is taken")
-    steps = made.config.get("train", {}).get("steps", TrainConfig().steps)
+    steps = made.get("train.steps", TrainConfig().steps)
     made.set("train.warmup_fraction", round(min(1.0, warmup / steps), 6))
     if warmup > steps:
         made.note(
@@ -32,45 +73,25 @@ def translate_optimizer(recipe: Recipe, made: Translated) -> None:
 def _megatron(recipe: Recipe, made: Translated) -> tuple[str, int]:
     """Megatron's optimizer; returns the name of the schedule and the steps of warm-up."""
     key, schedule = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
-    _adam(made, f"{key}.optimizer", recipe.text(f"{key}.optimizer", "adam"), "adam")
-    for name in ("lr", "min_lr", "weight_decay", "adam_eps"):
-        made.set(f"train.{name}", recipe.number(f"{key}.{name}"))
-    betas = [recipe.number(f"{key}.adam_beta{number}") for number in (1, 2)]
-    if betas != [None, None]:
-        defaults = TrainConfig().betas
-        made.set("train.betas", [default if b is None else b for b, default in zip(betas, defaults, strict=True)])
-    if recipe.names(f"{key}.use_distributed_optimizer"):
-        made.set("train.distributed_optimizer", recipe.flag(f"{key}.use_distributed_optimizer"))
-    # Megatron clips at its own key; without it, at 1, which is the default here, too
-    if recipe.names(f"{key}.clip_grad"):
-        made.set("train.clip_grad", recipe.number(f"{key}.clip_grad", 0.0, low=0))
-    taken = made.config.get("train", {}).get("clip_grad", TrainConfig().clip_grad)
-    unused = recipe.number("policy.max_grad_norm", low=0)
+    _adam(recipe, made, f"{key}.optimizer", "adam")
+    made.take(recipe, _MEGATRON_OPTIMIZER, f"{key}.")
+    taken, unused = made.get("train.clip_grad", TrainConfig().clip_grad), recipe.not_negative("policy.max_grad_norm")
     if unused is not None and unused != taken:
         made.note(f"policy.max_grad_norm={unused}: Megatron clips at {key}.clip_grad, here train.clip_grad={taken}")
     style = recipe.text(f"{schedule}.lr_decay_style", "constant")
-    return style, recipe.number(f"{schedule}.lr_warmup_iters", 0, whole=True, low=0)
+    return style, recipe.not_negative(f"{schedule}.lr_warmup_iters", 0, whole=True)
 
 
 def _torch(recipe: Recipe, made: Translated) -> tuple[str, int]:
     """torch's optimizer; returns the name of the schedule and the steps of warm-up."""
-    key = "policy.optimizer.kwargs"
-    name = recipe.text("policy.optimizer.name", "AdamW")
-    _adam(made, "policy.optimizer.name", name, "AdamW")
-    for ours, theirs in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_eps", "eps")):
-        made.set(f"train.{ours}", recipe.number(f"{key}.{theirs}"))
-    betas = recipe.get(f"{key}.betas")
-    if betas is not None:
-        if not isinstance(betas, list) or len(betas) != 2:
-            raise wrong(f"{key}.betas", betas, "a list of two numbers")
-        made.set("train.betas", [recipe.number(f"{key}.betas.{number}") for number in (0, 1)])
-    if recipe.names("policy.max_grad_norm"):
-        made.set("train.clip_grad", recipe.number("policy.max_grad_norm", 0.0, low=0))  # null: no clipping, 0 here
+    _adam(recipe, made, "policy.optimizer.name", "AdamW")
+    made.take(recipe, _TORCH_OPTIMIZER)
     return _torch_schedule(recipe, made)
 
 
-def _adam(made: Translated, key: str, name: str, adam: str) -> None:
+def _adam(recipe: Recipe, made: Translated, key: str, adam: str) -> None:
     """Notes an optimizer other than AdamW, whose name is `adam` in this backend."""
+    name = recipe.text(key, adam)
     if name.rpartition(".")[2] != adam:
         made.note(f"{key}={name}: AdamW is taken, the one optimizer here")
 
@@ -88,7 +109,7 @@ def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
             warmup += _linear(recipe, made, key, first=key == keys[0])
         elif name == "CosineAnnealingLR":
             style = "cosine"
-            made.set("train.min_lr", recipe.number(f"{key}.kwargs.eta_min", low=0))
+            made.set("train.min_lr", recipe.not_negative(f"{key}.kwargs.eta_min"))
         elif name == "ConstantLR":
             factor = recipe.number(f"{key}.kwargs.factor", _CONSTANT_FACTOR)
             recipe.get(f"{key}.kwargs")
@@ -106,7 +127,7 @@ def _linear(recipe: Recipe, made: Translated, key: str, *, first: bool) -> int:
     kwargs = f"{key}.kwargs"
     start = recipe.number(f"{kwargs}.start_factor", _LINEAR_START)
     end = recipe.number(f"{kwargs}.end_factor", _LINEAR_END)
-    steps = recipe.number(f"{kwargs}.total_iters", _LINEAR_STEPS, whole=True, low=0)
+    steps = recipe.not_negative(f"{kwargs}.total_iters", _LINEAR_STEPS, whole=True)
     what = f"{key}=LinearLR from start_factor={start:.6g} to end_factor={end:.6g} in total_iters={steps}"
     if not first or not start < end or end != 1:
         made.note(f"{what}: not taken; a linear schedule is a warm-up to train.lr at the start only")

@@ -8,10 +8,11 @@ compute (`${mul:2, 3}`). What was not asked for is left over: `Recipe.unread` na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from nemo_oprd.runtime.files import why_no_file
 
@@ -105,6 +106,27 @@ class Translated:
             place = place.setdefault(group, {})
         place[last] = value
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """What was set, or `default`."""
+        place: Any = self.config
+        for name in key.split("."):
+            place = place.get(name) if isinstance(place, dict) else None
+        return default if place is None else place
+
+    def take(self, recipe: Recipe, rows: Iterable[Row], theirs: str = "", ours: str = "") -> None:
+        """Sets what a table names, in its order; the texts stand before all keys of the recipe, and before all here."""
+        for key, here, read in rows:
+            self.set(ours + here, read(recipe, theirs + key))
+
+    def choose(self, recipe: Recipe, theirs: str, ours: str, values: dict[str, str]) -> str:
+        """Sets and returns the counterpart of a text: the first one, with a note, for a text that has none."""
+        default, fallback = next(iter(values.items()))
+        given = recipe.text(theirs, default)
+        self.set(ours, values.get(given, fallback))
+        if given not in values:
+            self.note(f"{theirs}={given}: {fallback} is taken")
+        return values.get(given, fallback)
+
     def note(self, text: str) -> None:
         """Adds a note, as one line of printable characters whatever the recipe's values hold."""
         line = " ".join(text.split())
@@ -130,29 +152,28 @@ class Recipe:
         Raises:
             ValueError: the value is none. A number in quotes is a text, as for NeMo-RL.
         """
-        value = self.get(key)
-        if value is None:
-            return default
+        value = self.get(key, default)
+        if not self.has(key):
+            return value
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not good or (whole and value != int(value)) or (low is not None and value < low):
             least = "" if low is None else f" of at least {low}"
             raise wrong(key, value, f"a {'whole ' if whole else ''}number{least}, without quotes")
         return int(value) if whole else value
 
-    def text(self, key: str, default: Any = None) -> Any:
+    count = partialmethod(number, whole=True, low=1)
+    not_negative = partialmethod(number, low=0)
+
+    def text(self, key: str, default: str | None = None) -> Any:
         """As `get`, for a text that is not empty. Raises ValueError for another value."""
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str) or not value.strip():
+        value = self.get(key, default)
+        if self.has(key) and not (isinstance(value, str) and value.strip()):
             raise wrong(key, value, "a text")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """As `get`, for true or false. Raises ValueError for another value."""
-        value = self.get(key)
-        if value is None:
-            return default
+        value = self.get(key, default)
         if not isinstance(value, bool):
             raise wrong(key, value, "true or false, without quotes")
         return value
@@ -200,3 +221,9 @@ class Recipe:
                 yield key, value
 
         return dict(leaves("", self._values))
+
+
+# (a recipe, a key) -> the value to set; None leaves the default
+Reader: TypeAlias = Callable[[Recipe, str], Any]
+# (key of a recipe, key here, how its value is read)
+Row: TypeAlias = tuple[str, str, Reader]

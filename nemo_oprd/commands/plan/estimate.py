@@ -20,6 +20,7 @@ from nemo_oprd.commands.plan.operations import StepBytes, StepFlops, step_bytes,
 from nemo_oprd.commands.plan.rollout_cost import Demand, Sampling, in_process, rollout_copy, with_servers
 from nemo_oprd.commands.plan.seconds import bubble, training_seconds
 from nemo_oprd.commands.plan.workload import Workload, make_workload
+from nemo_oprd.config.memory_bounds import TARGET_SHARE
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.setup.checks import check_layouts
@@ -105,8 +106,6 @@ class Works:
 
 
 UNKNOWN = Lengths()
-# `target_budget.CUDA_SHARE`
-TARGET_SHARE = 0.25
 
 
 def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Estimate:

@@ -13,18 +13,16 @@ from nemo_oprd.commands.plan.activations import (
 )
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import TeacherWork, Workload
+from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
 from nemo_oprd.layout import Layout
+from nemo_oprd.losses.chunk_sizes import ROW_CHUNK, SLAB
+from nemo_oprd.losses.registry import DIVERGENCES
 from nemo_oprd.models import ModelSpec
 
-# Rows of a chunk in which the representation loss is computed in float32 (`gradient_injection.ROW_CHUNK`), and the
-# tensors [rows, D] of a chunk that are alive at a time.
-ROW_CHUNK, ROW_TENSORS = 8192, 5
-# `target_transfer.LAYERS_AT_A_TIME_BYTES`.
-LAYERS_AT_A_TIME_BYTES = 1 << 28
-# Tensors [chunk, vocabulary] of the output loss that are alive at a time, and slabs of SLAB columns of such a tensor
-# (`python -m benchmarks.live_bytes` counts them; `vocab_parallel.SLAB`).
-SLAB = 16384
-LOGIT_TENSORS = {"sampled_token": (1, 2), "watched": (2, 1), "jsd": (3, 3), "others": (3, 1)}
+# tensors [rows, D] that are alive at a time in a chunk of rows in which the representation loss is computed in float32
+ROW_TENSORS = 5
+# `DivergenceEntry.live_tensors` of a divergence that is only measured
+WATCHED_TENSORS = (2, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,9 @@ def logits_chunk(work: Workload, layout: Layout) -> float:
     rows = work.on(layout).per_pack * work.output_rows / layout.context
     columns = work.student.padded_vocab(layout.tensor) / layout.tensor
     chunk = min(work.config.loss.output.chunk_tokens, rows)
-    whole, slabs = LOGIT_TENSORS.get(work.output_kind, LOGIT_TENSORS["others"])
-    tensors = whole + min(2.0 if work.output_kind == "jsd" else 1.0, slabs * SLAB / columns)
+    watched = work.output_kind == "watched"
+    whole, slabs, most = WATCHED_TENSORS if watched else DIVERGENCES[work.output_kind].live_tensors
+    tensors = whole + min(most, slabs * SLAB / columns)
     return tensors * 4.0 * chunk * columns + rows * work.student.hidden_size * 2 * (4.0 + work.value_bytes)
 
 
@@ -231,8 +230,3 @@ def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
     q, kv = (heads * spec.head_dim / layout.tensor for heads in (spec.num_heads, spec.num_kv_heads))
     attention = 2 * d + 5 * q + 6 * kv
     return value_bytes * max(3 * d + feed_forward_values(spec, layout), attention)
-
-
-def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
-    """Bytes of the keys and values of one token on one tensor rank of the in-process engine."""
-    return spec.num_layers * (spec.num_kv_heads // tensor) * spec.head_dim * 2 * value_bytes

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
-from nemo_oprd.commands.plan.memory import cache_bytes_per_token, forward_bytes
+from nemo_oprd.commands.plan.memory import forward_bytes
 from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
 from nemo_oprd.commands.plan.seconds import sampling_seconds, waves
 from nemo_oprd.commands.plan.workload import Workload
+from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
 from nemo_oprd.layout import Layout
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 
-# The share of the memory that is left for `rollout.max_cache_tokens=auto` (`rollout/in_process/cache_budget.py`).
-AUTO_SHARE = 0.7
 # Bytes per id and response while a token is drawn: logits in float32, and probabilities in float64 and their sums.
 DRAW_BYTES = 4 + 3 * 8
 
@@ -66,7 +65,7 @@ def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float
     length = min(work.prompt + demand.longest, spec.max_positions)
     per_token = cache_bytes_per_token(spec, rollout.tensor, work.value_bytes)
     budget = rollout.max_cache_tokens
-    tokens = int(AUTO_SHARE * max(0.0, left) / per_token) if budget == "auto" else int(budget)
+    tokens = int(CACHE_SHARE * max(0.0, left) / per_token) if budget == "auto" else int(budget)
     batch = max(1, min(each, rollout.max_batch, tokens // length))
     parts = {
         "KV cache": float(batch * length * per_token),

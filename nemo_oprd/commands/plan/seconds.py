@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
-from nemo_oprd.commands.plan.memory import cache_bytes_per_token
 from nemo_oprd.commands.plan.operations import step_bytes, step_flops
 from nemo_oprd.commands.plan.parameters import model_parameters
 from nemo_oprd.commands.plan.workload import Workload
+from nemo_oprd.config.memory_bounds import cache_bytes_per_token
 from nemo_oprd.layout import Layout
 
 # Operations of the in-process engine per token and layer; counted at 28 layers (`benchmarks.decode_cost`).

@@ -139,16 +139,16 @@ def make_workload(
     loss, output = config.loss.representation, config.loss.output
     layers = tuple(sorted(models.layer_weights))
     rows = 0 if not layers else response if loss.positions == "all" else min(loss.k, response)
-    kind = output.kind if largest(output.weight) > 0 else "none"
-    watched = output.kind == "none" and config.logging.output_metrics_every > 0
+    trained = largest(output.weight) > 0
+    watched = output.is_off and config.logging.output_metrics_every > 0
     responses = config.train.prompts_per_step * config.rollout.per_prompt
-    output_rows = response if kind != "none" else 0
+    output_rows = response if trained else 0
     if watched:
         output_rows = min(response, -(-config.logging.output_metrics_rows // responses))
-    only_first = loss.positions == "first_k" and kind == "none" and not watched
+    only_first = loss.positions == "first_k" and not trained and not watched
     value_bytes = 2 if config.precision == "bf16" else 4
     teachers = tuple(
-        _teacher(config, student, teacher, kind, watched=watched, value_bytes=value_bytes)
+        _teacher(config, student, teacher, trained=trained, watched=watched, value_bytes=value_bytes)
         for teacher in models.teachers
     )
     return Workload(
@@ -163,8 +163,8 @@ def make_workload(
         output_rows,
         layers,
         value_bytes,
-        student.num_layers if kind != "none" else max(layers, default=0),
-        kind if kind != "none" else "watched" if watched else "none",
+        student.num_layers if trained else max(layers, default=0),
+        output.kind if trained else "watched" if watched else "none",
     )
 
 
@@ -172,15 +172,16 @@ def _teacher(
     config: Config,
     student: ModelSpec,
     teacher: ResolvedTeacher,
-    kind: str,
     *,
+    trained: bool,
     watched: bool,
     value_bytes: int,
 ) -> TeacherWork:
     source, spec, pairs = teacher.source, teacher.spec, teacher.pairs
-    sampled_watched = kind == "sampled_token" and config.logging.output_metrics_every > 0
-    sends_states = kind not in ("none", "sampled_token") or watched or sampled_watched
-    whole = kind != "none" or watched
+    output = config.loss.output
+    from_samples = trained and output.from_samples
+    measured = from_samples and config.logging.output_metrics_every > 0
+    sends_states = (trained and output.needs_distribution) or watched or measured
     width, bytes_each = spec.hidden_size, value_bytes
     if source.bridge is not None and source.bridge != "full_width":
         width, bytes_each = _bridge_rank(config, source.bridge, student, spec), 4
@@ -189,8 +190,8 @@ def _teacher(
         pairs,
         width,
         bytes_each,
-        spec.num_layers if whole else max(pairs.values(), default=0),
-        kind == "sampled_token",
+        spec.num_layers if trained or watched else max(pairs.values(), default=0),
+        from_samples,
         sends_states,
     )
 

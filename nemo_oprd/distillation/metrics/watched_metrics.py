@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from nemo_oprd.config.schema import LoggingConfig, OutputLossConfig
 from nemo_oprd.distillation.objective import Objective, OutputTerm, StepObjective
-from nemo_oprd.losses.divergences import OutputLoss
+from nemo_oprd.losses.output_loss import OutputLoss
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class WatchedMetrics:
     @staticmethod
     def build(config: OutputLossConfig, logging: LoggingConfig, seed: int) -> WatchedMetrics | None:
         """None if nothing is watched, or if the output loss measures whole distributions in every update."""
-        if not logging.output_metrics_every or config.kind not in ("none", "sampled_token"):
+        if not logging.output_metrics_every or config.needs_distribution:
             return None
         drawn = None
-        if config.kind == "none":
+        if config.is_off:
             loss = OutputLoss("full_vocab", config.k, config.temperature)
             rows = logging.output_metrics_rows
             drawn = OutputTerm(loss, 0.0, "token_mean", config.chunk_tokens, True, drawn_rows=rows, draw_key=(seed,))

@@ -108,7 +108,7 @@ def _routers(
     lengths = []
     for rollout in rollouts:
         last = [t - shift for t in _tokens(rollout, loss)]
-        last += [t - 1 for t in _predicted_tokens(rollout) if config.loss.output.kind != "none"]
+        last += [t - 1 for t in _predicted_tokens(rollout) if not config.loss.output.is_off]
         lengths.append(len(rollout.prompt_ids) + max(last) + 1 if last else 0)
     layers = range(1, 1 + model.config.num_hidden_layers) if weight_of_output else supervised
     return RouterReference(student, model, rollouts, layers, lengths)
@@ -203,7 +203,7 @@ class _OutputLoss:
 
     def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
         self.config, self.rollout = config.loss.output, config.rollout
-        self.loss: float | None = None if self.config.kind == "none" else 0.0
+        self.loss: float | None = None if self.config.is_off else 0.0
         counts = [len(_predicted_tokens(rollout)) for rollout in rollouts]
         self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
 

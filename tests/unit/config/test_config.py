@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemo_oprd.config.keys import keys
 from nemo_oprd.config.loading import default_config_dir, load_config, to_yaml
-from nemo_oprd.config.messages import _all_keys
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.usual_names import USUAL_NAMES
 
@@ -268,5 +268,5 @@ def test_nothing_is_suggested_for_a_key_like_no_other() -> None:
 
 
 def test_other_programs_names_lead_to_keys() -> None:
-    assert set(USUAL_NAMES.values()) <= set(_all_keys(Config))
-    assert not set(USUAL_NAMES) & set(_all_keys(Config))
+    known = {key.name for key in keys(Config)}
+    assert set(USUAL_NAMES.values()) <= known and not set(USUAL_NAMES) & known

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from nemo_oprd.config import reference_page
-from nemo_oprd.config.key_meanings import MEANINGS
+from nemo_oprd.config.keys import keys
+from nemo_oprd.config.schema import Config
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+@dataclass
+class Group:
+    documented: int = 0
+    """a number"""
+    bare: int = 0
 
 
 def test_the_page_is_up_to_date() -> None:
     made = reference_page.page()
     assert PAGE.read_text() == made, "run: python -m nemo_oprd.config.reference_page > docs/configuration.md"
-    assert made.count("\n| `") == len(list(reference_page.keys_of_schema())) > 130
+    assert made.count("\n| `") == sum(not key.is_group for key in keys(Config)) > 130
 
 
-def test_every_meaning_belongs_to_a_key() -> None:
-    known = {key for key, _, _ in reference_page.keys_of_schema()}
-    for key in MEANINGS:
-        assert any(key.replace("{role}", role) in known for role in ("student", "teacher")), key
+def test_a_keys_meaning_is_the_first_paragraph_below_its_field() -> None:
+    described = {key.name: key.meaning for key in keys(Config) if not key.is_group}
+    assert all(described.values())
+    assert described["train.save_every"] == "steps between checkpoints; 0: none"
+    assert described["teacher.offload"] == "keep the weights in host memory while the teacher computes nothing"
+    assert described["loss.output.temperature"] == "of both distributions"  # inherited
+    assert described["loss.output.k"] == "size of the top sets"  # declared again, with the meaning of its base
+
+
+def test_a_key_without_a_meaning_is_refused() -> None:
+    first, second = keys(Group)
+    assert first.meaning == "a number"
+    with pytest.raises(KeyError, match="bare"):
+        _ = second.meaning
 
 
 def test_types_and_values_are_in_a_users_words() -> None:

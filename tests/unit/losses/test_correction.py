@@ -20,7 +20,8 @@ from nemo_oprd.distillation.objective import OutputTerm
 from nemo_oprd.distillation.output_head import ROW_METRICS, output_head_metrics
 from nemo_oprd.losses.chunked import TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.correction import Correction
-from nemo_oprd.losses.divergences import OutputLoss, output_rows
+from nemo_oprd.losses.divergences import output_rows
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
@@ -218,7 +219,7 @@ def test_off_in_a_file_and_on_the_command_line(tmp_path: Path, written: str) -> 
 @pytest.mark.parametrize("bounds", [(0.5, 0.9), (1.1, 2.0), (-0.1, 2.0), (1.0, 1.0)])
 def test_ranges_without_1_are_refused(bounds: tuple[float, float]) -> None:
     low, high = bounds
-    with pytest.raises(ValueError, match="expected 0 <= low <= 1 <= high"):
+    with pytest.raises(ValueError, match="with 0 <= low <= 1 <= high and low below high"):
         Correction("mask", low, high)
     with pytest.raises(ValueError, match="with 0 <= low <= 1 <= high"):
         load_config("verify", [*MODELS, f"rollout.correction_range=[{low},{high}]"])

@@ -39,7 +39,8 @@ from nemo_oprd.losses.chunked import (
     chunked_output_loss,
     output_metrics,
 )
-from nemo_oprd.losses.divergences import OutputLoss, output_rows
+from nemo_oprd.losses.divergences import output_rows
+from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard, top_k_ids
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -1,0 +1,117 @@
+"""The keys of the schema, each with what stands at its field: type, default, meaning, and rule for resumed runs.
+
+A field's docstring is its key's meaning: the first paragraph for docs/configuration.md, the others for readers of the
+schema. `Free`, `Learned` and `Fixed` (`types.py`) around its type, or around that of its group, say whether a run that
+goes on may change it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any
+
+from nemo_oprd.config.types import NAMES_A_FILE, Resume, Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key, or a group of keys.
+
+    Attributes:
+        name: dotted, without the numbers of list items. Example: "teachers.weight".
+        hint: its type, without the rule.
+        default: `dataclasses.MISSING` where a value must be given.
+        rule: None where neither the key nor a group around it has one.
+        owner: the class whose field it is.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    rule: Rule | None
+    owner: type
+
+    @property
+    def is_group(self) -> bool:
+        """Whether it holds keys and no value of its own."""
+        return dataclasses.is_dataclass(self.hint)
+
+    @property
+    def takes_users_names(self) -> bool:
+        """Whether its value is a group whose names are the user's."""
+        return typing.get_origin(self.hint) is dict
+
+    @property
+    def names_files(self) -> bool:
+        """Whether its texts are paths, of which another one may name the same file."""
+        return NAMES_A_FILE in _parts(self.hint)
+
+    @property
+    def meaning(self) -> str:
+        """The first paragraph of the field's docstring, in one line. Raises KeyError for a field without one."""
+        return " ".join(_docstrings(self.owner)[self.name.rpartition(".")[2]].split("\n\n")[0].split())
+
+
+def keys(root: type, prefix: str = "", rule: Rule | None = None) -> Iterator[Key]:
+    """Every key of a schema, groups and the keys of groups in a list included, in its order."""
+    for field in dataclasses.fields(root):
+        hint, own = _hints(root)[field.name]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        key = Key(prefix + field.name, hint, default, own or rule, root)
+        yield key
+        inner = (*typing.get_args(hint), None)[0] if typing.get_origin(hint) is list else hint
+        if dataclasses.is_dataclass(inner):
+            yield from keys(typing.cast(type, inner), f"{key.name}.", key.rule)
+
+
+def plain_key(key: str) -> str:
+    """Example: teachers.0.weight -> teachers.weight."""
+    return re.sub(r"\.\d+(?=\.)", "", key)
+
+
+def types_of(group: type) -> dict[str, Any]:
+    """The keys of a group, and their types."""
+    return {name: hint for name, (hint, _) in _hints(group).items()}
+
+
+@cache
+def _hints(group: type) -> dict[str, tuple[Any, Rule | None]]:
+    """Field -> its type, and the rule that stood around it."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    return {field.name: _without_rule(hints[field.name]) for field in dataclasses.fields(group)}
+
+
+def _without_rule(hint: Any) -> tuple[Any, Rule | None]:
+    plain, *metadata = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    rule = next((each.rule for each in metadata if isinstance(each, Resume)), None)
+    others = [each for each in metadata if not isinstance(each, Resume)]
+    return (Annotated[(plain, *others)] if others else plain), rule
+
+
+def _parts(hint: Any) -> list[Any]:
+    """A type's arguments, and theirs."""
+    arguments = typing.get_args(hint)
+    return [*arguments, *(part for each in arguments for part in _parts(each))]
+
+
+@cache
+def _docstrings(group: type) -> dict[str, str]:
+    """Field -> the string below it; a field that a subclass declares again has that of its base.
+
+    Pydantic's `use_attribute_docstrings` gives no docstrings of inherited fields.
+    """
+    found: dict[str, str] = {}
+    for owner in filter(dataclasses.is_dataclass, reversed(group.__mro__)):
+        (node,) = ast.parse(inspect.getsource(owner)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, text in pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))
+    return found
