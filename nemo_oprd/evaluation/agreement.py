@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +156,10 @@ def summarize(parts: Sequence[PromptAgreement]) -> dict[str, float]:
     if not tokens:
         raise ValueError("there are no response tokens to compare models on; expected prompts: give a file of them")
 
-    def mean(name: str) -> float:
-        return math.fsum(getattr(part, name) for part in parts) / tokens
-
-    return {
-        "tokens": tokens,
-        "reverse_kl": mean("reverse_kl"),
-        "forward_kl": mean("forward_kl"),
-        "greedy_agreement": mean("same_greedy"),
-        "student_entropy": mean("student_entropy"),
-        "teacher_entropy": mean("teacher_entropy"),
-        "teacher_perplexity": math.exp(mean("teacher_nll")),
-    }
+    names = {"same_greedy": "greedy_agreement", "teacher_nll": "teacher_perplexity"}
+    sums = [field.name for field in fields(PromptAgreement) if field.name != "tokens"]
+    means = {names.get(name, name): math.fsum(getattr(part, name) for part in parts) / tokens for name in sums}
+    return {"tokens": tokens, **means, "teacher_perplexity": math.exp(means["teacher_perplexity"])}
 
 
 def describe_text(responses: Sequence[Response]) -> dict[str, float]:

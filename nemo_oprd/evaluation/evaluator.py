@@ -15,12 +15,13 @@ from nemo_oprd.data.preparation import DataReport, say_suffix
 from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
 from nemo_oprd.data.text import with_suffix
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.evaluation.files import FACTS
 from nemo_oprd.evaluation.generations import Generations, SetKey, digest
 from nemo_oprd.evaluation.grading.grade_sets import GradedSet, finish, grade_set
 from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.evaluation.intervals import scalars
 from nemo_oprd.evaluation.progress import Progress
-from nemo_oprd.evaluation.responses import Response
+from nemo_oprd.evaluation.responses import response_of
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ class Evaluator:
                 texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
                 if sampled or place.has_parts(name) or not place.is_current(of):
                     place.finish(of, rollouts, texts)
-                graded.append(grade_set(place.directory, name, self._to_grade(of, rollouts, texts), self.graders))
+                records = map(of.record, range(len(texts)), rollouts, texts)
+                graded.append(grade_set(place.directory, name, list(map(response_of, records)), self.graders))
                 summary = [scalars(graded[-1].metrics())]
             dist.broadcast_object_list(summary, src=0)
             assert summary[0] is not None
@@ -191,37 +193,8 @@ class Evaluator:
     def _facts(self, name: str) -> list[dict[str, str]]:
         """What the lines of a set say of each problem, so that `nemo-oprd grade` needs neither data nor a model."""
         grader = self.config.evaluation.graders.get(name)
-        return [
-            {
-                field: value
-                for field, value in (
-                    ("answer", problem.answer),
-                    ("data_source", problem.data_source),
-                    ("subject", problem.subject),
-                    ("level", problem.level),
-                    ("grader", grader),
-                )
-                if value is not None
-            }
-            for problem in self.sets[name]
-        ]
-
-    def _to_grade(self, of: SetKey, rollouts: list[Rollout], texts: list[str]) -> list[Response]:
-        problems = self.sets[of.name]
-        return [
-            Response(
-                problem=i // of.samples,
-                sample=i % of.samples,
-                text=text,
-                tokens=len(rollout.response_ids),
-                truncated=rollout.finish_reason == "length",
-                answer=problems[i // of.samples].answer or "",
-                data_source=problems[i // of.samples].data_source,
-                subject=problems[i // of.samples].subject,
-                level=problems[i // of.samples].level,
-            )
-            for i, (text, rollout) in enumerate(zip(texts, rollouts, strict=True))
-        ]
+        facts = ({**{fact: getattr(each, fact) for fact in FACTS}, "grader": grader} for each in self.sets[name])
+        return [{fact: value for fact, value in each.items() if value is not None} for each in facts]
 
     @property
     def _max_new_tokens(self) -> int:

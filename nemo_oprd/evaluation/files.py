@@ -25,6 +25,8 @@ GENERATIONS, GRADES, DISAGREEMENTS, ABOUT, METRICS, DIFFERENCES = (
     "evaluation.json",
     "differences.json",
 )
+# fields of a response's line that come from the problem, not from sampling
+FACTS = ("answer", "data_source", "subject", "level")
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -23,15 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.evaluation.files import ABOUT, DIFFERENCES, DISAGREEMENTS, GENERATIONS, GRADES, METRICS, write_lines
+from nemo_oprd.evaluation.files import (
+    ABOUT,
+    DIFFERENCES,
+    DISAGREEMENTS,
+    FACTS,
+    GENERATIONS,
+    GRADES,
+    METRICS,
+    write_lines,
+)
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import read_json, write_atomically
 
 # of about.json and the lines of SET.jsonl
 FORMAT = 1
-# fields of a line that come from the data, not from sampling
-FACTS = ("answer", "data_source", "subject", "level", "grader")
 _FIX = "remove that directory, or choose another output"
 _SHOWN = 120  # characters of a value in a message
 
@@ -202,7 +209,7 @@ class Generations:
             for line in file:
                 record = json.loads(line)
                 now = dict(of.facts[int(record["problem"])]) if of.facts else {}
-                if {name: record[name] for name in FACTS if name in record} != now:
+                if {name: record[name] for name in (*FACTS, "grader") if name in record} != now:
                     return False
         return True
 
@@ -247,16 +254,8 @@ def _read(path: Path, of: SetKey, requests: Sequence[Request]) -> Iterable[tuple
                     continue
             except (ValueError, TypeError, KeyError, IndexError):  # damaged; its response is sampled again
                 continue
-            yield (
-                index,
-                Rollout(
-                    prompt_ids=request.prompt_ids,
-                    response_ids=ids,
-                    answer=request.answer,
-                    finish_reason=finish,
-                    logprobs=record.get("logprobs"),
-                ),
-            )
+            fields = {"answer": request.answer, "finish_reason": finish, "logprobs": record.get("logprobs")}
+            yield index, Rollout(prompt_ids=request.prompt_ids, response_ids=ids, **fields)
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

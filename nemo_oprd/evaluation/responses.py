@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_oprd.data.prompts import Prompt
-from nemo_oprd.evaluation.files import read_lines
+from nemo_oprd.evaluation.files import FACTS, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -52,40 +53,38 @@ def read_responses(
         for key, kind in (("problem", int), ("sample", int), ("response", str), ("response_ids", list)):
             if not isinstance(record.get(key), kind):
                 raise ValueError(f"{where}: {key} is {record.get(key)!r}, expected {kind.__name__}; {FIX}")
-        number, facts = record["problem"], record
+        named = named or record.get("grader")
         if problems is not None:
+            number = record["problem"]
             if not 0 <= number < len(problems):
                 raise ValueError(
                     f"{where}: problem {number}, but {data} has {len(problems)} problems, expected the set that was "
                     "sampled; give its file with --data"
                 )
-            problem = problems[number]
-            facts = {name: getattr(problem, name) for name in ("answer", "data_source", "subject", "level")}
-            if record.get("answer") not in (None, problem.answer):
+            if record.get("answer") not in (None, problems[number].answer):
                 changed.add(number)
-        answer = facts.get("answer")
-        if not isinstance(answer, str):
+            record |= {name: getattr(problems[number], name) for name in FACTS}
+        if not isinstance(record.get("answer"), str):
             raise ValueError(
                 f"{where}: no reference answer, expected a text in the field answer; give the set's file with --data "
                 f"{file.stem}=FILE"
             )
-        named = named or record.get("grader")
-        finish_reason = record.get("finish_reason")
-        responses.append(
-            Response(
-                problem=number,
-                sample=record["sample"],
-                text=record["response"],
-                tokens=len(record["response_ids"]),
-                truncated=None if finish_reason is None else finish_reason == "length",
-                answer=answer,
-                data_source=facts.get("data_source"),
-                subject=facts.get("subject"),
-                level=facts.get("level"),
-            )
-        )
+        responses.append(response_of(record))
     if changed:
         logger.info(
             f"{file}: {len(changed)} problems have another answer in {data}, which is used; first: {min(changed)}"
         )
     return responses, named
+
+
+def response_of(record: Mapping[str, Any]) -> Response:
+    """The response in a line of a file SET.jsonl, whose fields must be there and of the right kinds."""
+    finish_reason = record.get("finish_reason")
+    return Response(
+        problem=record["problem"],
+        sample=record["sample"],
+        text=record["response"],
+        tokens=len(record["response_ids"]),
+        truncated=None if finish_reason is None else finish_reason == "length",
+        **{name: record.get(name) for name in FACTS},
+    )

@@ -86,8 +86,8 @@ def summarize(samples: Sequence[Sample], k: int, diversity: Sequence[float] | No
     if diversity is None:
         diversity = [ratio for group in groups if (ratio := distinct_ratio(s.response for s in group)) is not None]
     metrics = {
-        f"avg@{k}": sum(s.correct for s in samples)
-        / len(samples),  # k samples per problem: also the mean over problems
+        # k samples per problem: also the mean over problems
+        f"avg@{k}": sum(s.correct for s in samples) / len(samples),
         f"best@{k}": sum(any(s.correct for s in group) for group in groups) / len(groups),
     }
     if diversity:

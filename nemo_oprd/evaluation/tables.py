@@ -28,8 +28,7 @@ def before_and_after(metrics_file: Path) -> dict[str, dict[str, Any]]:
     Args:
         metrics_file: the run's metrics.jsonl; the intervals come from `evaluations/` beside it.
     """
-    lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    evaluated = [line for line in lines if any(name.startswith("val/") for name in line)]
+    evaluated = _evaluations(metrics_file)
     first, last = evaluated[0], evaluated[-1]
 
     def validation(line: dict[str, Any], place: str) -> dict[str, Any]:
@@ -73,17 +72,18 @@ def final_report(metrics_file: Path) -> str:
 
 def _comparison(metrics_file: Path) -> str:
     """The differences of the last and the first evaluation; "" if there are not two."""
-    steps = sorted((metrics_file.parent / EVALUATIONS).glob("step_*"))
-    kept = [metrics_file.parent / EVALUATIONS / step_directory(step) for step in _evaluated_steps(metrics_file)]
-    if len(kept) < 2 or not {kept[0], kept[-1]} <= set(steps):
+    steps = {line["step"] for line in _evaluations(metrics_file)}
+    first, last = (metrics_file.parent / EVALUATIONS / step_directory(end(steps)) for end in (min, max))
+    if first == last or not (first.exists() and last.exists()):
         return ""
-    found = compare(read_graded(kept[-1]).values(), read_graded(kept[0]).values())
+    found = compare(read_graded(last).values(), read_graded(first).values())
     return differences(found, "student after", "before")
 
 
-def _evaluated_steps(metrics_file: Path) -> list[int]:
+def _evaluations(metrics_file: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log that hold metrics of validation sets, at least one."""
     lines = map(json.loads, metrics_file.read_text().splitlines())
-    return sorted({line["step"] for line in lines if any(name.startswith("val/") for name in line)})
+    return [line for line in lines if any(name.startswith("val/") for name in line)]
 
 
 def table(rows: Rows) -> str:
@@ -133,8 +133,8 @@ def differences(found: Mapping[str, Mapping[str, Difference]], after: str, befor
         same = {"pass@1", *(each.replace("best", "pass") for each in metrics if each.startswith("best@"))}
         for metric in [each for each in metrics if each.startswith(_COMPARED) and each not in same]:
             gap = metrics[metric]
-            scale, digits, unit = (1, 1, "tokens") if metric == "avg_len" else (100, 1, "points")
-            value = f"{scale * gap.value:+.{digits}f} [{scale * gap.low:+.{digits}f}, {scale * gap.high:+.{digits}f}]"
+            scale, unit = (1, "tokens") if metric == "avg_len" else (100, "points")
+            value = f"{scale * gap.value:+.1f} [{scale * gap.low:+.1f}, {scale * gap.high:+.1f}]"
             verdict = "real: the interval excludes 0" if gap.real else "not shown: the interval contains 0"
             lines.append([f"{name}  {after} - {before}", metric, f"{value} {unit}", verdict])
     return _aligned(lines)

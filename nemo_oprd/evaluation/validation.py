@@ -147,9 +147,8 @@ class Validation:
         place = self._place(evaluator, step_directory(done), named)
         metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
         best = self._if_best(done, metrics)
-        if (
-            best is not None
-        ):  # marked before the evaluation is logged: if the run is killed in between, it evaluates again
+        if best is not None:
+            # marked before the evaluation is logged: if the run is killed in between, it evaluates again
             mark_best(self._checkpoints, best)
             prune(self._checkpoints, self._config.train.keep_checkpoints, done)
         self._write(done, metrics)

@@ -40,10 +40,8 @@ def config_values(
     if not found:
         kin = "of one origin by their shape" if is_kin(student.spec, teacher.spec) else "of different shapes"
         text = f"the two config.json ({kin}) have no value that is likely to be a mistake: rope_theta "
-        text += (
-            f"{student.spec.rope.theta:g} and {teacher.spec.rope.theta:g}, rms_norm_eps {student.spec.norm_eps:g} and"
-        )
-        yield Finding(CHECK, "ok", f"{text} {teacher.spec.norm_eps:g}")
+        text += f"{student.spec.rope.theta:g} and {teacher.spec.rope.theta:g}, rms_norm_eps {student.spec.norm_eps:g} "
+        yield Finding(CHECK, "ok", f"{text}and {teacher.spec.norm_eps:g}")
 
 
 def is_kin(student: ModelSpec, teacher: ModelSpec) -> bool:
@@ -53,10 +51,8 @@ def is_kin(student: ModelSpec, teacher: ModelSpec) -> bool:
 
 def _differ(code: str, key: str, ours: Any, theirs: Any, why: str) -> Finding:
     shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in (ours, theirs)]
-    text = (
-        f"{key} is {shown[0]} in the student's config.json and {shown[1]} in the teacher's: {why}; expected the same "
-    )
-    text += "for two models of one origin; fix: correct the one that differs from its model's source"
+    text = f"{key} is {shown[0]} in the student's config.json and {shown[1]} in the teacher's: {why}; expected the "
+    text += "same for two models of one origin; fix: correct the one that differs from its model's source"
     return Finding(CHECK, "warning", text, {"student": ours, "teacher": theirs}, code=code)
 
 

@@ -139,10 +139,8 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
             return Finding(check, "wrong", text, code="tokenizer-beyond-model")
     sizes = {"student_rows": student.spec.vocab_size, "teacher_rows": teacher.spec.vocab_size}
     sizes |= {"student_tokens": student.tokenizer.vocab_size, "teacher_tokens": teacher.tokenizer.vocab_size}
-    padding = (
-        f"{sizes['student_rows']} rows for {sizes['student_tokens']} tokens (student), {sizes['teacher_rows']} for "
-    )
-    padding += f"{sizes['teacher_tokens']} (teacher)"
+    padding = f"{sizes['student_rows']} rows for {sizes['student_tokens']} tokens (student), {sizes['teacher_rows']} "
+    padding += f"for {sizes['teacher_tokens']} (teacher)"
     if reads == "text":
         return Finding(check, "ok", f"the teacher reads text, no ids are shared: {padding}", sizes)
     ours, theirs = _tokens(student.tokenizer), _tokens(teacher.tokenizer)
@@ -176,10 +174,8 @@ def rope(student: ModelSpec, teacher: ModelSpec) -> Finding:
         reach = spec.rope.reach
         if spec.rope.kind == "yarn" and reach is not None and reach != spec.max_positions:
             text = f"the {role}'s YaRN is made for {reach:g} tokens (factor * original_max_position_embeddings), its "
-            text += (
-                f"max_position_embeddings is {spec.max_positions}; expected the same number; fix: correct either in "
-            )
-            return Finding("RoPE", "warning", f"{text}the {role}'s config.json", numbers, code="yarn-length")
+            text += f"max_position_embeddings is {spec.max_positions}; expected the same number; fix: correct either "
+            return Finding("RoPE", "warning", f"{text}in the {role}'s config.json", numbers, code="yarn-length")
     alike = student.model_type == teacher.model_type and student.rope.theta == teacher.rope.theta
     if alike and (student.rope.kind, student.rope.settings) != (teacher.rope.kind, teacher.rope.settings):
         text = f"the models' positions are scaled differently: {', '.join(said)}; expected the same for two models of "

@@ -111,11 +111,9 @@ def origins(cosines_ST: np.ndarray, layers: LayerMap) -> Finding:
         return Finding("layer map", "ok", f"{shown}; their weights do not come from this teacher's layers")
     numbers = {"compared": list(inner.values()), "origins": list(known.values())}
     if (np.diff(list(known.values())) <= 0).any():
-        text = (
-            f"the student's layers {list(known)} have the weights of the teacher's layers {list(known.values())}, in "
-        )
-        text += "another order; expected the same order; fix: correct the names of the tensors in one of the two models"
-        return Finding("layer map", "wrong", text, numbers, code="layers-permuted")
+        text = f"the student's layers {list(known)} have the weights of the teacher's layers {list(known.values())}, "
+        text += "in another order; expected the same order; fix: correct the names of the tensors in one of the two "
+        return Finding("layer map", "wrong", f"{text}models", numbers, code="layers-permuted")
     if known == inner:
         return Finding("layer map", "ok", "every layer is compared with the one whose weights it has", numbers)
     code = "layer-map-shifted" if _is_shift(layers, known) else "layer-map-poor"
@@ -198,10 +196,8 @@ def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, ro
     code = "layer-map-shifted" if _is_shift(layers, better) else "layer-map-poor"
     if len(inner) > 1 and (np.diff(list(inner.values())) < 0).all():
         code = "layer-map-reversed"
-    text = (
-        f"{said}, and {best.mean():.2f} with another map: it compares {'; '.join(listed[:SHOWN])}; expected the most "
-    )
-    return Finding(check, "warning", f"{text}similar ones; {layers.fix(better)}", numbers, code=code)
+    text = f"{said}, and {best.mean():.2f} with another map: it compares {'; '.join(listed[:SHOWN])}; expected the "
+    return Finding(check, "warning", f"{text}most similar ones; {layers.fix(better)}", numbers, code=code)
 
 
 def rounds(layers: Sequence[int], candidates: Sequence[int], *, at_once: bool) -> Iterator[dict[int, int]]:

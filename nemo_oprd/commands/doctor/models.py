@@ -71,10 +71,8 @@ def positions(
     mean = {shift: float(score(shift, 1.0)[0].mean()) for shift in (-1, 0, 1)}
     numbers = {"tokens": len(rows), "agree": share, "first_tokens_agree": first}
     numbers |= {"logprob": mean[0], "logprob_one_before": mean[-1], "logprob_one_after": mean[1]}
-    said = (
-        f"{share:.1%} of the engine's {len(rows)} greedy tokens are the trainer's likeliest ones, and {first:.0%} of "
-    )
-    said += f"the {len(sequences)} first tokens"
+    said = f"{share:.1%} of the engine's {len(rows)} greedy tokens are the trainer's likeliest ones, and {first:.0%} "
+    said += f"of the {len(sequences)} first tokens"
     if share >= AGREES and first >= FIRST_TOKENS_AGREE:
         return Finding(check, "ok", said, numbers)
     best, code = max(mean, key=mean.__getitem__), "sampling-differs"

@@ -69,12 +69,9 @@ def _counted(config: Config, content: dict[str, Any]) -> Iterator[Finding]:
     share = repeated["prompts"] / max(repeated["of"], 1)
     unique = repeated["of"] - repeated["prompts"]
     if share >= DUPLICATES and not config.data.deduplicate:
-        text = (
-            f"data.train: {repeated['prompts']:,} of {repeated['of']:,} prompts repeat an earlier one, {unique:,} are "
-        )
-        yield _say(
-            "warning", "duplicate-prompts", f"{text}left; expected each once; fix: data.deduplicate=true", **repeated
-        )
+        text = f"data.train: {repeated['prompts']:,} of {repeated['of']:,} prompts repeat an earlier one, {unique:,} "
+        text += "are left; "
+        yield _say("warning", "duplicate-prompts", f"{text}expected each once; fix: data.deduplicate=true", **repeated)
     if repeated["with_another_answer"] >= max(2, CONTRADICTING * repeated["of"]):
         text = f"data.train: {repeated['with_another_answer']:,} prompts repeat an earlier one with another answer; "
         yield _say("warning", "contradicting-answers", f"{text}expected one answer; fix: correct the file", **repeated)
@@ -131,10 +128,8 @@ def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
         yield _say("warning", "role-unusual", f"{text}expected the user's; fix: remove what follows the user's message")
     told = _told(prompts)
     if told:
-        text = (
-            f"{source}: {told:,} of {count:,} prompts hold their own answer; expected none; fix: remove it, or move it "
-        )
-        yield _say("warning", "answer-in-prompt", f"{text}into a field that teacher.prompt names", prompts=told)
+        text = f"{source}: {told:,} of {count:,} prompts hold their own answer; expected none; fix: remove it, or move "
+        yield _say("warning", "answer-in-prompt", f"{text}it into a field that teacher.prompt names", prompts=told)
     answers = Counter(prompt.answer for prompt in prompts if prompt.answer is not None)
     (answer, same), *_ = answers.most_common(1) or [("", 0)]
     if answers.total() >= ENOUGH and same >= ALIKE * answers.total():
@@ -171,22 +166,16 @@ def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Itera
     """What is wrong with a validation set; `graded`: whether the run evaluates."""
     count = len(problems)
     if 0 < count < PROBLEMS:
-        text = (
-            f"{source}: {count} problems show no difference between two models; expected {PROBLEMS} and more; fix: a "
-        )
-        yield _say("warning", "few-problems", f"{text}larger set", problems=count)
+        text = f"{source}: {count} problems show no difference between two models; expected {PROBLEMS} and more; fix: "
+        yield _say("warning", "few-problems", f"{text}a larger set", problems=count)
     missing = sum(problem.answer is None for problem in problems)
     if graded and missing >= max(1, UNANSWERED * count):
-        text = (
-            f"{source}: {missing:,} of {count:,} problems have no answer, so no response to them is correct; expected "
-        )
-        yield _say("warning", "answers-missing", f"{text}an answer; fix: add a field answer", problems=missing)
+        text = f"{source}: {missing:,} of {count:,} problems have no answer, so no response to them is correct; "
+        yield _say("warning", "answers-missing", f"{text}expected an answer; fix: add a field answer", problems=missing)
     repeated = count - len({" ".join(p.messages[-1]["content"].split()) for p in problems})
     if repeated >= max(2, DUPLICATES * count):
-        text = (
-            f"{source}: {repeated:,} of {count:,} problems repeat an earlier one; expected each once; fix: remove them"
-        )
-        yield _say("warning", "duplicate-problems", text, problems=repeated)
+        text = f"{source}: {repeated:,} of {count:,} problems repeat an earlier one; expected each once; fix: remove "
+        yield _say("warning", "duplicate-problems", f"{text}them", problems=repeated)
 
 
 def tokenized(

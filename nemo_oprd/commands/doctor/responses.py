@@ -128,8 +128,7 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
     said += f"{100 * (accuracies[1] - accuracies[0]):+.1f} +- {100 * NORMAL_95 * error:.1f} points"
     if losses > wins and _chance(losses, wins) < SIGNIFICANCE:
         text = f"{said}: the student is better ({_both(student, teacher, limit)}); expected a better teacher; fix: "
-        text += "another teacher, or exchange the paths"
-        return Finding(check, "wrong", text, numbers, code="teacher-worse")
+        return Finding(check, "wrong", f"{text}another teacher, or exchange the paths", numbers, code="teacher-worse")
     if not any(teacher.solved):
         text = f"{said}: of the teacher's responses {teacher.describe(limit)}, of the student's "
         text += f"{student.describe(limit)}; expected a teacher that solves some; fix: "
@@ -143,11 +142,10 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
     if wins > losses and _chance(wins, losses) < SIGNIFICANCE:
         return Finding(check, "ok", said, numbers)
     text = f"{said}: no more than the student beyond chance ({_both(student, teacher, limit)}); expected a better "
-    text += "teacher; fix: another teacher, or "
     return Finding(
         check,
         "warning",
-        f"{text}--problems above {count} to see a small difference",
+        f"{text}teacher; fix: another teacher, or --problems above {count} to see a small difference",
         numbers,
         code="teacher-not-better",
     )

@@ -60,11 +60,9 @@ def _optimizer(config: Config, hidden_size: int) -> Iterator[Finding]:
         text += f" expected at most {high:g} for a width of {hidden_size}; fix: lower it (the paper has 1e-5)"
         yield _say("wrong" if train.lr >= RATE_WRONG else "warning", "learning-rate-high", text, lr=train.lr)
     elif moved < MOVES_LITTLE:
-        text = (
-            f"train.lr={train.lr:g} moves no weight by more than {moved:.1e} in {train.steps} steps, and weights are "
-        )
-        text += f"about 0.02; expected {MOVES_LITTLE:g} and more; fix: raise train.lr (the paper has 1e-5) or the steps"
-        yield _say("wrong" if moved < MOVES_NOTHING else "warning", "learning-rate-low", text, moved=moved)
+        text = f"train.lr={train.lr:g} moves no weight by more than {moved:.1e} in {train.steps} steps, and weights "
+        text += f"are about 0.02; expected {MOVES_LITTLE:g} and more; fix: raise train.lr (the paper has 1e-5) or the "
+        yield _say("wrong" if moved < MOVES_NOTHING else "warning", "learning-rate-low", f"{text}steps", moved=moved)
     if 0 < train.clip_grad < CLIP_WARNING:
         text = f"train.clip_grad={train.clip_grad:g} cuts every gradient to next to nothing, where train.adam_eps="
         text += f"{train.adam_eps:g} decides; expected 0 (no clipping) or about 1; fix: correct it"
@@ -79,10 +77,8 @@ def _optimizer(config: Config, hidden_size: int) -> Iterator[Finding]:
     first, second = train.betas
     if first > second or first > 0.99 or not 0.8 <= second < 0.99999 or train.adam_eps > 1e-4:
         text = f"train.betas=[{first:g}, {second:g}] and train.adam_eps={train.adam_eps:g}: Adam averages over "
-        text += (
-            f"{1 / (1 - first):.3g} and {1 / (1 - second):.3g} steps; expected about [0.9, 0.95] to [0.9, 0.999] and"
-        )
-        yield _say("warning", "adam-unusual", f"{text} 1e-8; fix: leave them out", first=first, second=second)
+        text += f"{1 / (1 - first):.3g} and {1 / (1 - second):.3g} steps; expected about [0.9, 0.95] to [0.9, 0.999] "
+        yield _say("warning", "adam-unusual", f"{text}and 1e-8; fix: leave them out", first=first, second=second)
 
 
 def _updates(config: Config) -> Iterator[Finding]:
@@ -93,10 +89,8 @@ def _updates(config: Config) -> Iterator[Finding]:
         verdict: Verdict = "wrong" if train.warmup_fraction >= WARMUP_WRONG else "warning"
         yield _say(verdict, "warmup-whole-run", text, warmup_fraction=train.warmup_fraction)
     if train.steps < UPDATES:
-        text = (
-            f"train.steps={train.steps}: no schedule takes place; expected {UPDATES} and more; fix: raise it, unless "
-        )
-        yield _say("warning", "few-updates", f"{text}this run is a trial", steps=train.steps)
+        text = f"train.steps={train.steps}: no schedule takes place; expected {UPDATES} and more; fix: raise it, "
+        yield _say("warning", "few-updates", f"{text}unless this run is a trial", steps=train.steps)
     if train.prompts_per_step * rollout.per_prompt == 1 and rollout.replay is None:
         text = "train.prompts_per_step=1 with rollout.per_prompt=1: each update follows one response; expected 8 and "
         yield _say("warning", "batch-of-one", f"{text}more; fix: raise train.prompts_per_step")
@@ -106,21 +100,17 @@ def _updates(config: Config) -> Iterator[Finding]:
     ):
         begins = [0, *(stage.until or 0 for stage in weight[:-1])] if isinstance(weight, list) else []
         if begins and begins[-1] >= train.steps:
-            text = (
-                f"{key}: its last stage begins after update {begins[-1]}, and train.steps={train.steps} ends before; "
-            )
-            yield _say(
-                "warning", "stage-never-reached", f"{text}expected all stages within the run; fix: correct until"
-            )
+            text = f"{key}: its last stage begins after update {begins[-1]}, and train.steps={train.steps} ends "
+            text += "before; expected "
+            yield _say("warning", "stage-never-reached", f"{text}all stages within the run; fix: correct until")
     teacher = config.teacher
     if teacher.weights == "ema":
         decay = teacher.ema_decay
         moved = -math.expm1(train.steps * math.log(decay)) if decay else 1.0
         if moved < EMA_MOVES or decay < EMA_LASTS:
             text = f"teacher.ema_decay={decay:g}: over {train.steps} steps {moved:.0%} of the teacher become the "
-            text += "student's later weights, and of one step "
-            text += f"{1 - decay:.2g}; expected a decay between 0.5 and {1 - 0.1 / train.steps:.5g}; fix: correct it"
-            yield _say("warning", "ema-still", text, moved=moved)
+            text += f"student's later weights, and of one step {1 - decay:.2g}; expected a decay between 0.5 and "
+            yield _say("warning", "ema-still", f"{text}{1 - 0.1 / train.steps:.5g}; fix: correct it", moved=moved)
     yield from _output_directory(config)
 
 
@@ -151,10 +141,8 @@ def _sampling(config: Config) -> Iterator[Finding]:
         text += f"expected {low} to {high}; fix: 1.0"
         yield _say("warning", "temperature-unusual", text, temperature=rollout.temperature)
     if rollout.top_p < TOP_P:
-        text = (
-            f"rollout.top_p={rollout.top_p:g}: training sees the few likeliest tokens only; expected 1, or {TOP_P} at "
-        )
-        yield _say("warning", "top-p-narrow", f"{text}least; fix: remove it", top_p=rollout.top_p)
+        text = f"rollout.top_p={rollout.top_p:g}: training sees the few likeliest tokens only; expected 1, or {TOP_P} "
+        yield _say("warning", "top-p-narrow", f"{text}at least; fix: remove it", top_p=rollout.top_p)
     limits = {"rollout.max_new_tokens": rollout.max_new_tokens}
     if config.evaluation.every and config.evaluation.max_new_tokens is not None:
         limits["evaluation.max_new_tokens"] = config.evaluation.max_new_tokens
@@ -164,14 +152,11 @@ def _sampling(config: Config) -> Iterator[Finding]:
             yield _say("warning", "response-limit-short", text, limit=limit)
     evaluation = config.evaluation
     if evaluation.every and evaluation.temperature > high:
-        text = (
-            f"evaluation.temperature={evaluation.temperature:g}: no model answers well; expected at most {high}; fix: "
-        )
-        yield _say("warning", "temperature-unusual", f"{text}0.7", temperature=evaluation.temperature)
+        text = f"evaluation.temperature={evaluation.temperature:g}: no model answers well; expected at most {high}; "
+        yield _say("warning", "temperature-unusual", f"{text}fix: 0.7", temperature=evaluation.temperature)
     if evaluation.every and evaluation.top_p < 0.3:
-        text = (
-            f"evaluation.top_p={evaluation.top_p:g}: hardly more than greedy sampling; expected 0.9 to 1; fix: raise it"
-        )
+        text = f"evaluation.top_p={evaluation.top_p:g}: hardly more than greedy sampling; expected 0.9 to 1; fix: "
+        text += "raise it"
         yield _say("warning", "top-p-narrow", f"{text}, or set evaluation.temperature=0", top_p=evaluation.top_p)
 
 
@@ -206,10 +191,8 @@ def _losses(config: Config, num_layers: int) -> Iterator[Finding]:
     if compares and states.layer_weights is not None:
         shares = weights_of_layers(states.layer_weights, states.layers, num_layers)
         if max(shares.values()) > UNEVEN * min(shares.values()):
-            text = (
-                f"loss.representation.layer_weights: from {min(shares.values()):g} to {max(shares.values()):g}, so some"
-            )
-            text += f" layers count for nothing; expected a ratio below {UNEVEN:g}; fix: leave these layers out of "
+            text = f"loss.representation.layer_weights: from {min(shares.values()):g} to {max(shares.values()):g}, so "
+            text += f"some layers count for nothing; expected a ratio below {UNEVEN:g}; fix: leave these layers out of "
             yield _say("warning", "layer-weights-uneven", f"{text}loss.representation.layers")
 
 

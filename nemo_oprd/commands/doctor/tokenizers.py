@@ -35,10 +35,9 @@ def own_files(role: str, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> 
     header = whole.partition(QUESTION)[2].partition(RESPONSE)[0]
     tail = prompt.partition(QUESTION)[2]
     if prompt == plain and len(header.strip()) > len(tail.strip()) and RESPONSE in whole:
-        text = (
-            f"the {role}'s chat template ends a prompt with {tail!r}, and a response begins after {header!r}; expected "
-        )
-        text += "that at the end of a prompt, where add_generation_prompt asks for it; fix: the model's own template"
+        text = f"the {role}'s chat template ends a prompt with {tail!r}, and a response begins after {header!r}; "
+        text += "expected that at the end of a prompt, where add_generation_prompt asks for it; fix: the model's own "
+        text += "template"
         yield Finding("templates", "warning", text, {"rendered": prompt}, code="template-without-generation-prompt")
     unused = sorted(name for name in variables if name not in str(tokenizer.hf.chat_template))
     if unused:
@@ -53,17 +52,13 @@ def _stop_ids(role: str, tokenizer: Tokenizer) -> Iterator[Finding]:
     name = f"{tokenizer.path}/generation_config.json"
     if ordinary:
         token = tokenizer.hf.convert_ids_to_tokens(ordinary[0])
-        text = (
-            f"the {role} stops at {ordinary[0]}, which is the ordinary token {token!r}; expected a special token; fix: "
-        )
-        yield Finding("stop ids", "wrong", f"{text}eos_token_id in {name}", code="stop-id-ordinary")
+        text = f"the {role} stops at {ordinary[0]}, which is the ordinary token {token!r}; expected a special token; "
+        yield Finding("stop ids", "wrong", f"{text}fix: eos_token_id in {name}", code="stop-id-ordinary")
     elif own is not None and own not in tokenizer.eos_ids:
-        text = (
-            f"the {role} stops at {list(tokenizer.eos_ids)}, and its tokenizer's end of a sequence is {own}; expected "
-        )
+        text = f"the {role} stops at {list(tokenizer.eos_ids)}, and its tokenizer's end of a sequence is {own}; "
         yield Finding(
             "stop ids",
             "warning",
-            f"{text}{own} among them; fix: eos_token_id in {name}",
+            f"{text}expected {own} among them; fix: eos_token_id in {name}",
             code="stop-ids-of-files-differ",
         )

@@ -133,10 +133,8 @@ def same_weights(student: ModelFiles, teacher: ModelFiles, dtype: torch.dtype, *
     if reads_more:
         text = "student and teacher are the same model, but the teacher reads more than the student (teacher.prompt)"
         return Finding(check, "ok", text, numbers)
-    text = (
-        f"{student.weights_directory} and {teacher.weights_directory} hold the same weights in all {len(one)} tensors,"
-    )
-    text += " so the loss is 0 and nothing is learned; expected another model; fix: correct teacher.hf_path or "
+    text = f"{student.weights_directory} and {teacher.weights_directory} hold the same weights in all {len(one)} "
+    text += "tensors, so the loss is 0 and nothing is learned; expected another model; fix: correct teacher.hf_path or "
     text += "student.hf_path, or give the teacher privileged information with teacher.prompt"
     return Finding(check, "wrong", text, numbers, code="same-weights")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -111,8 +112,7 @@ def grade(options: GradeOptions) -> None:
             raise ValueError(
                 f"--output {options.output} with {len(evaluations)} evaluations, expected one; omit it, or name one"
             )
-        same = options.output.resolve() == evaluations[0].directory.resolve()
-        if not same:
+        if options.output.resolve() != evaluations[0].directory.resolve():
             check_directory(options.output, "grade", "--output")
         evaluations = [replace(evaluations[0], directory=options.output)]
     for each in evaluations if options.output is None else ():
@@ -123,15 +123,14 @@ def grade(options: GradeOptions) -> None:
         raise ValueError(
             f"--against {options.against} holds {len(other)} evaluations, expected one; name e.g. {other[-1].directory}"
         )
-    known = {name for each in (*evaluations, *other) for name in each.files}
-    for key, given in (("--data", options.data), ("--grader", options.graders)):
-        strange = sorted(set(given) - known - {""})
-        if strange:
-            raise ValueError(
-                f"{key} {strange[0]}={given[strange[0]]}: there is no such set, expected one of "
-                f"{', '.join(sorted(known))}; correct the name"
-            )
     every = [*evaluations, *other]
+    known = {name for each in every for name in each.files}
+    for key, given in (("--data", options.data), ("--grader", options.graders)):
+        for name in sorted(set(given) - known - {""}):
+            raise ValueError(
+                f"{key} {name}={given[name]}: there is no such set, expected one of {', '.join(sorted(known))}; "
+                "correct the name"
+            )
     loaded = [_load(each, options) for each in every]
     for number in range(len(evaluations)) if other else ():
         _check_comparable(every[number], loaded[number], every[-1], loaded[-1])
@@ -264,20 +263,12 @@ def _load(each: Evaluation, options: GradeOptions) -> Loaded:
 
 def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list[GradedSet]]], others: int) -> None:
     """Prints and writes paired differences: against the other evaluation, or of the last and first step of a run."""
-    pairs: list[tuple[int, int]] = []
-    if others:
-        pairs = [(number, len(graded) - 1) for number in range(len(evaluations))]
-    else:
-        for number, each in enumerate(evaluations):
-            steps = [
-                index
-                for index, other in enumerate(evaluations)
-                if other.directory.parent == each.directory.parent
-                and other.directory.parent.name == EVALUATIONS
-                and other.directory.name.startswith("step_")
-            ]
-            if len(steps) > 1 and number == steps[-1]:
-                pairs.append((number, steps[0]))
+    pairs = [(number, len(graded) - 1) for number in range(len(evaluations) if others else 0)]
+    runs = defaultdict[Path, list[int]](list)  # directory of a run's evaluations -> its steps, first to last
+    for number, each in enumerate(() if others else evaluations):
+        if each.directory.parent.name == EVALUATIONS and each.directory.name.startswith("step_"):
+            runs[each.directory.parent].append(number)
+    pairs += sorted((steps[-1], steps[0]) for steps in runs.values() if len(steps) > 1)
     for after, before in pairs:
         try:
             found = compare(graded[after][1], graded[before][1])

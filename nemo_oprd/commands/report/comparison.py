@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.runtime.files import parse_json, read_json
+from nemo_oprd.evaluation.files import read_lines
+from nemo_oprd.runtime.files import read_json
 
 DIRECTORY = "compare"
 TEACHER = "teacher"
@@ -96,9 +97,5 @@ def _responses(file: Path) -> list[tuple[str, str]]:
     """(Prompt, response) of every line."""
     if not file.is_file():
         return []
-    found = []
-    # not splitlines(), which also ends lines at separators that a response may contain
-    for number, line in enumerate(filter(None, file.read_text(encoding="utf-8").split("\n")), 1):
-        row = parse_json(line, f"{file}, line {number}", "an object with prompt and response", _FIX)
-        found.append((str(row["prompt"]), str(row["response"])))
-    return found
+    lines = read_lines(file, "an object with prompt and response", _FIX)
+    return [(str(row["prompt"]), str(row["response"])) for _, row in lines]

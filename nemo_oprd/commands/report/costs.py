@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from nemo_oprd.commands.report.figures import Key, run_key
@@ -48,9 +49,9 @@ def _cost(index: int, run: Run) -> Cost:
     if rest:
         parts.append(Part("between steps", "phase-rest", duration(rest), rest / whole))
     facts = [
-        ("Peak memory", _largest(run, "perf/peak_memory_gb", "GB")),
-        ("Teacher states held at a time", _largest(run, "perf/targets_gb", "GB")),
-        ("Throughput, mean over steps", _mean(run, "perf/tokens_per_s", "tokens/s")),
+        ("Peak memory", _value(run, max, "perf/peak_memory_gb", "GB")),
+        ("Teacher states held at a time", _value(run, max, "perf/targets_gb", "GB")),
+        ("Throughput, mean over steps", _value(run, _mean, "perf/tokens_per_s", "tokens/s")),
     ]
     return Cost(run_key(index, run), duration(whole), parts, [(name, text) for name, text in facts if text])
 
@@ -59,11 +60,10 @@ def _time(seconds: float, steps: int) -> str:
     return f"{duration(seconds)}, {seconds / steps:.3g} s per step"
 
 
-def _largest(run: Run, metric: str, unit: str) -> str:
+def _value(run: Run, of: Callable[[Collection[float]], float], metric: str, unit: str) -> str:
     values = run.metrics.get(metric, {}).values()
-    return f"{number(metric, max(values))} {unit}" if values else ""
+    return f"{number(metric, of(values))} {unit}" if values else ""
 
 
-def _mean(run: Run, metric: str, unit: str) -> str:
-    values = run.metrics.get(metric, {}).values()
-    return f"{number(metric, sum(values) / len(values))} {unit}" if values else ""
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values)

@@ -12,12 +12,14 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nemo_oprd.commands.report.figures import COLORS, SMOOTH_FROM, Draw, Key, Panel, last, line, run_key, smooth
+from nemo_oprd.commands.report.figures import COLORS, SMOOTH_FROM, Draw, Key, Panel, line, run_key, smooth
 from nemo_oprd.observability.run_reader import Run
 
 CURVES = (  # metric, title, note, logarithmic
@@ -65,53 +67,67 @@ def validation_names(runs: list[Run]) -> list[tuple[str, str]]:
 
 
 def _curve(runs: list[Run], metric: str, title: str, note: str, logarithmic: bool) -> Panel:
-    curves = [(run_key(i, run), run.metrics[metric]) for i, run in enumerate(runs) if metric in run.metrics]
+    curves = _curves(runs, metric)
     logarithmic = logarithmic and not any(value <= 0 for _, series in curves for value in series.values())
     smoothed = any(len(series) >= SMOOTH_FROM for _, series in curves)
-
-    def draw(axes: Any) -> None:
-        for key, series in curves:
-            line(axes, key, series)
-        if logarithmic:
-            from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-
     if not logarithmic:
         note = note.replace(", log scale", "").replace("log scale", "")
     if smoothed:
         note = f"{note}; bold: moving average".lstrip("; ")
-    return Panel(title, note, [key for key, _ in curves], [("", draw)] if curves else [])
+    return _lines(title, note, curves, _logarithmic if logarithmic else None)
 
 
-def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
-    """Students as curves over the steps, teachers as horizontal lines."""
-    student = f"val/{name}/{metric}"
-    curves = [(run_key(i, run), run.metrics[student]) for i, run in enumerate(runs) if student in run.metrics]
-    teachers = _teachers(runs, f"val/{name}/teacher/{metric}")
-    values = [value for _, series in curves for value in series.values()]
+Curves = list[tuple[Key, dict[int, float]]]
+
+
+def _curves(runs: list[Run], metric: str) -> Curves:
+    """A metric of the runs that have it."""
+    return [(run_key(i, run), run.metrics[metric]) for i, run in enumerate(runs) if metric in run.metrics]
+
+
+def _lines(title: str, note: str, curves: Curves, axes_too: Draw | None = None, more: Sequence[Key] = ()) -> Panel:
+    """A figure of one plot, which holds all curves, and of none without curves.
+
+    Args:
+        axes_too: what else is drawn, after the curves.
+        more: legend entries behind those of the curves.
+    """
 
     def draw(axes: Any) -> None:
         for key, series in curves:
             line(axes, key, series)
-        _draw_shares(axes, values, teachers)
+        if axes_too is not None:
+            axes_too(axes)
 
-    keys = [key for key, _ in curves] + [key for key, _ in teachers]
-    return Panel(f"Accuracy on {name}", f"{metric} on validation", keys, [("", draw)] if curves else [])
+    return Panel(title, note, [*(key for key, _ in curves), *more], [("", draw)] if curves else [])
+
+
+def _logarithmic(axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
+    """Students as curves over the steps, teachers as horizontal lines."""
+    curves = _curves(runs, f"val/{name}/{metric}")
+    teachers = _teachers(runs, f"val/{name}/teacher/{metric}")
+    shares = partial(_draw_shares, [value for _, series in curves for value in series.values()], teachers)
+    return _lines(f"Accuracy on {name}", f"{metric} on validation", curves, shares, [key for key, _ in teachers])
 
 
 def _teachers(runs: list[Run], metric: str) -> list[tuple[Key, float]]:
     """The teachers' values: one neutral entry if all runs have the same one."""
-    levels = [(run_key(i, run), last(run, metric)) for i, run in enumerate(runs) if metric in run.metrics]
+    levels = [(key, list(series.values())[-1]) for key, series in _curves(runs, metric)]
     if len({value for _, value in levels}) == 1:
         return [(Key("teacher", "ink", "dashed"), levels[0][1])]
     return [(Key(f"teacher of {key.label}", key.color, "dashed"), value) for key, value in levels]
 
 
-def _draw_shares(axes: Any, values: list[float], teachers: list[tuple[Key, float]]) -> None:
+def _draw_shares(values: list[float], teachers: list[tuple[Key, float]], axes: Any) -> None:
     """Teachers as horizontal lines, and a vertical axis in percent on which differences stay visible near 100 %."""
     from matplotlib.ticker import FuncFormatter
 
@@ -166,7 +182,7 @@ def _accuracy_over_time(runs: list[Run], name: str, metric: str) -> Panel:
             axes.plot(times, values, color=color, linestyle=key.style, linewidth=1.8, marker="o", markersize=3.5)
             if bubbles and math.isfinite(memory):
                 axes.scatter(times[-1:], values[-1:], s=600 * memory / largest, color=color, alpha=0.3, linewidths=0)
-        _draw_shares(axes, [value for _, points, _ in curves for value in points.values()], teachers)
+        _draw_shares([value for _, points, _ in curves for value in points.values()], teachers, axes)
         axes.set_xlabel("minutes of training")
 
     memories = ", ".join(f"{memory:.3g} GB" for *_, memory in curves)
@@ -184,12 +200,7 @@ def _entropies(runs: list[Run]) -> Panel:
         for metric, role, style in (("actor", "student", key.style), ("teacher", "teacher", "dashed")):
             if f"{metric}/entropy" in run.metrics:
                 curves.append((Key(f"{prefix}{role}", key.color, style), run.metrics[f"{metric}/entropy"]))
-
-    def draw(axes: Any) -> None:
-        for key, series in curves:
-            line(axes, key, series)
-
-    return Panel("Entropies", "nats per response token", [key for key, _ in curves], [("", draw)] if curves else [])
+    return _lines("Entropies", "nats per response token", curves)
 
 
 def _layers(runs: list[Run]) -> Panel:
@@ -205,21 +216,18 @@ def _layers(runs: list[Run]) -> Panel:
     finite = [value for *_, values in maps for value in values[np.isfinite(values)].tolist()]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
 
-    def draw_map(steps: list[int], layers: list[int], values: np.ndarray) -> Draw:
-        def draw(axes: Any) -> None:
-            middles = (np.array(steps[:-1]) + np.array(steps[1:])) / 2
-            edges = np.concatenate(([steps[0] - 0.5], middles, [steps[-1] + 0.5]))
-            rows = np.arange(len(layers) + 1) - 0.5
-            mesh = axes.pcolormesh(edges, rows, values, vmin=low, vmax=high, cmap="viridis", rasterized=True)
-            shown = range(0, len(layers), math.ceil(len(layers) / 10))
-            axes.set_yticks(list(shown), [str(layers[i]) for i in shown])
-            axes.set_ylabel("layer")
-            axes.grid(False)
-            axes.figure.colorbar(mesh, ax=axes, pad=0.02).outline.set_visible(False)
+    def draw(steps: list[int], layers: list[int], values: np.ndarray, axes: Any) -> None:
+        middles = (np.array(steps[:-1]) + np.array(steps[1:])) / 2
+        edges = np.concatenate(([steps[0] - 0.5], middles, [steps[-1] + 0.5]))
+        rows = np.arange(len(layers) + 1) - 0.5
+        mesh = axes.pcolormesh(edges, rows, values, vmin=low, vmax=high, cmap="viridis", rasterized=True)
+        shown = range(0, len(layers), math.ceil(len(layers) / 10))
+        axes.set_yticks(list(shown), [str(layers[i]) for i in shown])
+        axes.set_ylabel("layer")
+        axes.grid(False)
+        axes.figure.colorbar(mesh, ax=axes, pad=0.02).outline.set_visible(False)
 
-        return draw
-
-    plots = [(name if len(runs) > 1 else "", draw_map(steps, layers, values)) for name, steps, layers, values in maps]
+    plots = [(name if len(runs) > 1 else "", partial(draw, *one)) for name, *one in maps]
     return Panel("Cosine similarity by layer", "student layer over steps; brighter is closer", [], plots)
 
 
@@ -232,15 +240,12 @@ def _positions(runs: list[Run]) -> Panel:
         ("last", 1): Key("last k, end", "series-1"),
     }
 
-    def draw_curves(curves: dict[tuple[str, int], dict[int, float]]) -> Draw:
-        def draw(axes: Any) -> None:
-            for which, curve in sorted(curves.items()):
-                line(axes, keys[which], dict(sorted(curve.items())))
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("k")
-            axes.set_ylim(*limits)
-
-        return draw
+    def draw(curves: dict[tuple[str, int], dict[int, float]], axes: Any) -> None:
+        for which, curve in sorted(curves.items()):
+            line(axes, keys[which], dict(sorted(curve.items())))
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("k")
+        axes.set_ylim(*limits)
 
     limits = _position_limits(runs)
     plots, drawn = [], set()
@@ -251,7 +256,7 @@ def _positions(runs: list[Run]) -> Panel:
                 for end, step in enumerate((min(series), max(series))):
                     curves.setdefault((match[1], end), {})[int(match[2])] = series[step]
         if curves:
-            plots.append((run.name if len(runs) > 1 else "", draw_curves(curves)))
+            plots.append((run.name if len(runs) > 1 else "", partial(draw, curves)))
             drawn |= set(curves)
     shown = [key for which, key in keys.items() if which in drawn]
     return Panel("Cosine similarity by position", "deepest layer, first or last k response tokens", shown, plots)
@@ -261,27 +266,22 @@ def _phases(runs: list[Run]) -> Panel:
     """Seconds per step, stacked by phase, one plot per run, all on one scale. A phase without a value counts as 0."""
     measured = [phase for phase in PHASES if any(phase in phase_seconds(run) for run in runs)]
     keys = [Key(phase.replace("_", " "), f"phase-{PHASES.index(phase)}") for phase in measured]
-    stacks: list[tuple[str, list[int], np.ndarray]] = []
+    stacks: list[tuple[str, list[float], np.ndarray]] = []
     for run in runs:
         series = [run.metrics.get(f"timing/{phase}_s", {}) for phase in measured]
         steps = sorted(set().union(*series))
         if steps:
             stack = np.array([smooth(np.array([one.get(step, 0.0) for step in steps])) for one in series])
-            stacks.append((run.name, steps, stack))
+            stacks.append((run.name, [float(step) for step in steps], stack))
     top = max((float(stack.sum(axis=0).max()) for _, _, stack in stacks), default=1.0)
 
-    def draw_stack(steps: list[int], stack: np.ndarray) -> Draw:
-        def draw(axes: Any) -> None:
-            if len(steps) == 1:  # an area needs two points
-                steps_, stack_ = [steps[0] - 0.4, steps[0] + 0.4], stack.repeat(2, axis=1)
-            else:
-                steps_, stack_ = [float(step) for step in steps], stack
-            axes.stackplot(steps_, stack_, colors=[COLORS[key.color][0] for key in keys], linewidth=0)
-            axes.set_ylim(0, 1.08 * top)
+    def draw(steps: list[float], stack: np.ndarray, axes: Any) -> None:
+        if len(steps) == 1:  # an area needs two points
+            steps, stack = [steps[0] - 0.4, steps[0] + 0.4], stack.repeat(2, axis=1)
+        axes.stackplot(steps, stack, colors=[COLORS[key.color][0] for key in keys], linewidth=0)
+        axes.set_ylim(0, 1.08 * top)
 
-        return draw
-
-    plots = [(name if len(runs) > 1 else "", draw_stack(steps, stack)) for name, steps, stack in stacks]
+    plots = [(name if len(runs) > 1 else "", partial(draw, steps, stack)) for name, steps, stack in stacks]
     return Panel("Time per step", "seconds, by phase", keys, plots)
 
 
@@ -295,14 +295,12 @@ def _bridge_ranks(runs: list[Run]) -> Panel:
             style = key.style if name == "bridge" else "dashed"
             curves.append((Key(f"{key.label}, {label}" if len(runs) > 1 else label, key.color, style), series))
 
-    def draw(axes: Any) -> None:
-        for key, series in curves:
-            line(axes, key, series)
+    def over_ranks(axes: Any) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("rank of the bridge")
 
     note = "held-out states of both models after projection, mean over layer pairs"
-    return Panel("Cosine similarity by rank", note, [key for key, _ in curves], [("", draw)] if curves else [])
+    return _lines("Cosine similarity by rank", note, curves, over_ranks)
 
 
 def _rank_curves(file: Path) -> dict[str, dict[int, float]]:

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +31,13 @@ from nemo_oprd.runtime.files import read_json, write_atomically
 logger = logging.getLogger(__name__)
 
 EVERY_S = 15.0
-# of a line of the grades, and what it holds
+# of a line of the grades: the type of what it holds, and its name in messages
 _FIELDS = {
-    "problem": "a whole number",
-    "sample": "a whole number",
-    "extracted": "a text or null",
-    "correct": "true or false",
-    "grader": "a name",
+    "problem": (int, "a whole number"),
+    "sample": (int, "a whole number"),
+    "extracted": (str | None, "a text or null"),
+    "correct": (bool, "true or false"),
+    "grader": (str, "a name"),
 }
 
 
@@ -203,16 +203,12 @@ def compare(after: Iterable[GradedSet], before: Iterable[GradedSet]) -> dict[str
         ValueError: as `check_comparable`.
     """
     others = {each.name: each for each in before}
-    found = {}
-    for each in after:
-        other = others.get(each.name)
-        if other is None:
-            continue
+    shared = [(each, others[each.name]) for each in after if each.name in others]
+    for each, other in shared:
         check_comparable(
             each.name, (each.place, each.answers, set(each.graders)), (other.place, other.answers, set(other.graders))
         )
-        found[each.name] = intervals.paired_differences(each.values(), other.values())
-    return found
+    return {each.name: intervals.paired_differences(each.values(), other.values()) for each, other in shared}
 
 
 def read_graded(directory: Path) -> dict[str, GradedSet]:
@@ -229,7 +225,7 @@ def read_graded(directory: Path) -> dict[str, GradedSet]:
         for where, record in read_lines(file, "a grade", fix):
             wrong = _wrong_field(record)
             if wrong is not None:
-                raise ValueError(f"{where}: {wrong} is {record.get(wrong)!r}, expected {_FIELDS[wrong]}; {fix}")
+                raise ValueError(f"{where}: {wrong} is {record.get(wrong)!r}, expected {_FIELDS[wrong][1]}; {fix}")
             records.append(record)
         if [(r.problem, r.sample) for r in responses] != [(r["problem"], r["sample"]) for r in records]:
             raise ValueError(f"{file}: not the grades of {GENERATIONS}/{file.name}, expected one for each line; {fix}")
@@ -239,8 +235,7 @@ def read_graded(directory: Path) -> dict[str, GradedSet]:
 
 def _wrong_field(record: Mapping[str, Any]) -> str | None:
     """The first field of a grade that is missing or holds another kind of value; None if the grade is whole."""
-    kinds = {"problem": int, "sample": int, "extracted": str | None, "correct": bool, "grader": str}
-    return next((key for key, kind in kinds.items() if key not in record or not isinstance(record[key], kind)), None)
+    return next((k for k, (kind, _) in _FIELDS.items() if k not in record or not isinstance(record[k], kind)), None)
 
 
 def check_answers(name: str, responses: Sequence[Response], graders: Sequence[Grader]) -> None:
@@ -304,10 +299,8 @@ def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> lis
     records = list[dict[str, Any]]()
     for line, response in zip(lines, responses, strict=False):
         record = _object(line)
-        if _wrong_field(record) is not None or (record["problem"], record["sample"]) != (
-            response.problem,
-            response.sample,
-        ):
+        place = response.problem, response.sample
+        if _wrong_field(record) is not None or (record["problem"], record["sample"]) != place:
             break
         records.append(record)
     if records:
@@ -339,40 +332,26 @@ def _log_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> No
 
 def _record(response: Response, grader: Grader, grade: Grade) -> dict[str, Any]:
     """A line of the part: that of the grades, and how the answer was compared if math-verify was asked."""
-    record = {
-        "problem": response.problem,
-        "sample": response.sample,
-        "extracted": grade.extracted,
-        "correct": grade.correct,
-        "grader": grader.name,
-    }
+    values = response.problem, response.sample, grade.extracted, grade.correct, grader.name
+    record: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
     judgement = grade.judgement
-    if judgement is None or (judgement.math_verify is None and not judgement.undecided):
-        return record
-    return {
-        **record,
-        "text": judgement.text,
-        "math_verify": judgement.math_verify,
-        **({"undecided": True} if judgement.undecided else {}),
-    }
+    if judgement is not None and (judgement.math_verify is not None or judgement.undecided):
+        record |= {"text": judgement.text, "math_verify": judgement.math_verify}
+        record |= {"undecided": True} if judgement.undecided else {}
+    return record
 
 
 def _write_disagreements(
     directory: Path, name: str, responses: Sequence[Response], records: Sequence[Mapping[str, Any]]
 ) -> int:
     """Writes the responses about which the two comparisons disagree; returns their number. Without any, no file."""
-
-    def lines() -> Iterator[dict[str, Any]]:
-        for response, record in zip(responses, records, strict=True):
-            if "text" in record and record["text"] != record["math_verify"]:
-                yield {
-                    "problem": response.problem,
-                    "sample": response.sample,
-                    "answer": response.answer,
-                    **{key: record[key] for key in ("extracted", "text", "math_verify", "correct", "grader")},
-                }
-
-    found, file = list(lines()), directory / DISAGREEMENTS / f"{name}.jsonl"
+    keys = ("problem", "sample", "answer", "extracted", "text", "math_verify", "correct", "grader")
+    found = [
+        {key: response.answer if key == "answer" else record[key] for key in keys}
+        for response, record in zip(responses, records, strict=True)
+        if "text" in record and record["text"] != record["math_verify"]
+    ]
+    file = directory / DISAGREEMENTS / f"{name}.jsonl"
     if found:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_lines(file, found)
@@ -381,21 +360,18 @@ def _write_disagreements(
     return len(found)
 
 
-def _vote(extracted: str) -> str:
-    """What equal answers share. A text that is too long to be an answer is compared with others as it is written."""
-    return extracted if len(extracted) > MAX_CHARACTERS else canonical(extracted)
-
-
 def _sample(response: Response, record: Mapping[str, Any]) -> intervals.GradedSample:
     extracted = record["extracted"]
     # an empty box is no answer, but a user's grader that returns a bare bool has seen some answer
     none = extracted is None or (not extracted and not is_import_path(record["grader"]))
+    # a text that is too long to be an answer is compared with others as it is written
+    spelling = extracted if none or len(extracted) > MAX_CHARACTERS else canonical(extracted)
     return intervals.GradedSample(
         problem=response.problem,
         response=response.text,
         correct=record["correct"],
         num_tokens=response.tokens,
-        vote=None if none else _vote(extracted),
+        vote=None if none else spelling,
         truncated=response.truncated,
         subject=response.subject,
         level=response.level,

@@ -37,7 +37,7 @@ class Grade:
     Attributes:
         extracted: the answer in the response; None if the grader found none.
         correct: whether it is right.
-        judgement: how it was compared; None for graders that compare without math-verify.
+        judgement: how it was compared; None where the grader decided without `judge`.
     """
 
     extracted: str | None
@@ -67,18 +67,16 @@ class _Builtin:
     Attributes:
         summary: for messages.
         extract: finds the answer in the final part of a response.
-        mathematical: compared by value with math-verify; else by `compare`.
-        decide: decides about an answer and a reference without math-verify; None where it can't.
-        reference: what answers are compared with by value, from the reference answer; None: with nothing.
+        compare: whether an answer equals what `reference` returned; None leaves that to math-verify.
+        mathematical: whether math-verify takes part.
+        reference: what answers are compared with, from the reference answer; None where that is not as `expected`.
     """
 
     summary: str
     extract: Callable[[str], str | None]
+    compare: Callable[[str, str], bool | None] = lambda given, reference: None
     mathematical: bool = True
-    decide: Callable[[str, str], Judgement | None] = lambda given, answer: None
     reference: Callable[[str], str | None] = lambda answer: answer
-    compare: Callable[[str, str], bool] = lambda given, answer: given == answer
-    accepts: Callable[[str], bool] = lambda answer: True
     expected: str = "an answer"
 
 
@@ -114,17 +112,12 @@ def _number(answer: str) -> str | None:
 
 
 @lru_cache(maxsize=100_000)
-def _same_number(given: str, answer: str) -> Judgement | None:
+def _same_number(given: str, answer: str) -> bool | None:
     """Whether two numbers are equal, exactly; None if the reference is an expression that is no plain number."""
     found, wanted = numerals.read(given), numerals.read(answer)
     if found is None or wanted is None:
         return None
-    equal = found.value == wanted.value or (is_percentage(answer) and 100 * found.value == wanted.value)
-    return Judgement(equal, equal)
-
-
-def _one_space(text: str) -> str:
-    return " ".join(text.split())
+    return found.value == wanted.value or (is_percentage(answer) and 100 * found.value == wanted.value)
 
 
 BUILTIN: dict[str, _Builtin] = {
@@ -136,24 +129,23 @@ BUILTIN: dict[str, _Builtin] = {
     "number": _Builtin(
         r'the number in the last \boxed{...}, "Answer:", "answer is" or "####", without any the last number',
         extraction.extract_number,
-        decide=_same_number,
+        _same_number,
         reference=_number,
-        accepts=lambda answer: _number(answer) is not None,
         expected="a number, or a text that marks one number as GSM8K does (#### 72)",
     ),
     "choice": _Builtin(
         r'the letter in the last \boxed{...}, "Answer:" or "answer is"',
         extraction.extract_choice,
+        str.__eq__,
         mathematical=False,
-        compare=lambda given, answer: given == _letter(answer),
-        accepts=lambda answer: _letter(answer) is not None,
+        reference=_letter,
         expected="a letter such as C or (C)",
     ),
     "exact": _Builtin(
         r'the text of the last \boxed{...} or "Answer:" line, without any the whole response; compared exactly',
         extraction.extract_exact,
+        lambda given, answer: given.split() == answer.split(),
         mathematical=False,
-        compare=lambda given, answer: _one_space(given) == _one_space(answer),
     ),
 }
 # the data sources whose prompts ask for another form than a box, as their files name them
@@ -184,7 +176,7 @@ class BuiltinGrader:
         return BUILTIN[self.grader]
 
     def check(self, answer: str) -> None:
-        if not self._entry.accepts(answer):
+        if self._entry.reference(answer) is None:
             raise ValueError(
                 f"answer {answer!r} with grader {self.grader!r}, expected {self._entry.expected}; choose another grader"
             )
@@ -194,12 +186,11 @@ class BuiltinGrader:
         extracted = entry.extract(final) if final.strip() else None
         if not extracted:
             return Grade(extracted, correct=False)
-        if not entry.mathematical:
-            return Grade(extracted, entry.compare(extracted, answer))
         reference = entry.reference(answer)
-        if reference is None:
-            return Grade(extracted, correct=False)
-        judgement = entry.decide(extracted, reference) or _judged(extracted, reference, self.judge == "text")
+        equal = False if reference is None else entry.compare(extracted, reference)
+        if reference is None or equal is not None:
+            return Grade(extracted, bool(equal))
+        judgement = _judged(extracted, reference, self.judge == "text")
         return Grade(extracted, judgement.correct, judgement)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from nemo_oprd.evaluation.grading.spelling import MAGNITUDES, UNITS
+from nemo_oprd.evaluation.grading.spelling import DEGREE, MAGNITUDES, POWERS_OF_TEN, UNITS
 
 _MAX_EXPONENT = 1_000  # of a power: larger ones are no answers, and would take long
 _MAX_DIGITS = 100
@@ -31,7 +31,7 @@ _SIMPLER = tuple(
         (r"(?:\\times|\\cdot)(?![a-zA-Z])|[\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}\N{DOT OPERATOR}]", r"\\times "),
         ("[\N{EURO SIGN}\N{POUND SIGN}\N{YEN SIGN}\N{INDIAN RUPEE SIGN}]", ""),
         (r"\\(?:left|right|displaystyle|textstyle)(?![a-zA-Z])|\\?\$|\\[()\[\]]", ""),
-        (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\N{DEGREE SIGN}|\\degree(?![a-zA-Z])", " degrees "),
+        (DEGREE, " degrees "),
         (r"\\(?:text|mbox|textbf|textrm|mathrm|mathbf|boldsymbol|underline|operatorname)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\%", "%"),
@@ -56,7 +56,7 @@ _OPERATORS_BEFORE = re.compile(
     r"(?!['\N{RIGHT SINGLE QUOTATION MARK}-])"
 )
 _MAGNITUDE = re.compile(rf"\s*({MAGNITUDES})\b", re.IGNORECASE)
-_TEN_TO_THE = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_FACTORS = {"dozen": 12, **{name: 10**power for name, power in POWERS_OF_TEN.items()}}
 
 _CLOSING = re.compile(r"[\s)\]}*_`\"']*+")
 _PERCENT = re.compile(r"(?:%|percent\b)[\s)\]}*_`\"']*+")
@@ -102,27 +102,21 @@ def read(text: str) -> Numeral | None:
         return None
     sign = _SIGN.match(text, before.end())
     assert sign is not None
-    for pattern, evaluate in _FORMS:
-        found = pattern.match(text, sign.end())
-        if found is not None:
-            return _whole(text, before.group(), sign[1], found, evaluate)
-    return None
-
-
-def _whole(
-    text: str, before: str, sign: str, found: re.Match[str], evaluate: Callable[[tuple[str, ...]], Fraction | None]
-) -> Numeral | None:
-    """The number `found`, if its value is defined and what stands behind it leaves it as it is."""
+    form = next(((found, evaluate) for pattern, evaluate in _FORMS if (found := pattern.match(text, sign.end()))), None)
+    if form is None:
+        return None
+    found, evaluate = form
+    # its value must be defined, and what stands behind it leave it as it is
     magnitude = _MAGNITUDE.match(text, found.end())
     end = found.end() if magnitude is None else magnitude.end()
     value = evaluate(tuple(group for group in found.groups() if group is not None))
     if value is None or not _ends(text[end : end + _MAX_TAIL]):
         return None
     if magnitude is not None:
-        value *= _TEN_TO_THE[magnitude[1].lower()]
-    negative = (sign == "-") != (_NEGATIVE.search(before) is not None)
+        value *= _FACTORS[magnitude[1].lower()]
+    negative = (sign[1] == "-") != (_NEGATIVE.search(before.group()) is not None)
     spelling = ("-" if negative else "") + " ".join(text[found.start() : end].split())
-    return Numeral(spelling, -value if negative else value, f"{before} {text[end:]}")
+    return Numeral(spelling, -value if negative else value, f"{before.group()} {text[end:]}")
 
 
 def _ends(tail: str) -> bool:

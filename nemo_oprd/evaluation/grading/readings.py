@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from nemo_oprd.evaluation.grading.spelling import (
+    DEGREE,
     MAGNITUDES,
+    TEXT,
     as_interval,
     canonical,
     clean,
@@ -23,10 +25,7 @@ from nemo_oprd.evaluation.grading.spelling import (
 
 _MAX_SIGNS, _MAX_VALUES, _MAX_LENGTH = 4, 16, 2_000  # of an answer with plus-minus, and of its list of values
 _DEGREE = "\N{RING ABOVE}"  # stands for every spelling of the degree sign while an answer is cleaned
-_DEGREES = re.compile(
-    r"\s*\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\N{DEGREE SIGN}|\\degree(?![a-zA-Z])|"
-    r"(?<=[\d}])\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{\s*degrees?\s*\}|degrees?\b)"
-)
+_DEGREES = re.compile(rf"\s*(?:{DEGREE})|(?<=[\d}}])\s*(?:{TEXT}\s*degrees?\s*\}}|degrees?\b)")
 _IN_DEGREES = re.compile(
     rf"((?:\d++\s*)?\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\d++\s*/\s*\d++|\d++(?:\.\d++)?|\.\d++)\s*{_DEGREE}"
 )
@@ -34,7 +33,7 @@ _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _PI = re.compile(r"\\pi(?![a-zA-Z])|\N{GREEK SMALL LETTER PI}")
 _SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])\s*")
 _BOUND = re.compile(r"[<>]|\\(?:le|ge|ne|neq|in)(?![a-zA-Z])")
-_CONJUNCTION = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b)\s*")
+_CONJUNCTION = re.compile(rf"\s*,?\s*(?:{TEXT}\s*(?:or|and)\s*\}}|\b(?:or|and)\b)\s*")
 _LABEL = re.compile(r"\s*[a-zA-Z](?:_\{?\w\}?)?\s*=\s*")
 _DECIMAL_POWER = re.compile(r"\^\s*(?:\{\s*(-?\d*\.\d+)\s*\}|(-?\d*\.\d+))")
 _MIXED = re.compile(r"([+-]?\d+)\s+(\d+)\s*/\s*(\d+)")
@@ -43,13 +42,11 @@ _INTEGERS = re.compile(
     r"(?:\\in\s*(?:\\math(?:bb|bf|cal)\s*\{?\s*Z\s*\}?|\\Z|Z)|\\text\s*\{[^{}]*\binteger\b[^{}]*\})[\s)]*"
 )
 _FREE = set("klmn")  # letters that stand for any integer
-_TIME = re.compile(
-    r"(\d{1,2})(?:[:.](\d\d))?\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{\s*)?([ap])\.?\s*m\b\.?\s*\}?", re.IGNORECASE
-)
+_TIME = re.compile(rf"(\d{{1,2}})(?:[:.](\d\d))?\s*(?:{TEXT}\s*)?([ap])\.?\s*m\b\.?\s*\}}?", re.IGNORECASE)
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)")
 # words behind a cleaned answer that make another one of it, and that math-verify leaves out
 _QUALIFIED = re.compile(
-    r"(?<=[\w})\]])\s*(?:\\(?:text|mbox|mathrm|textrm)\s*\{)?\s*"
+    rf"(?<=[\w}})\]])\s*(?:{TEXT})?\s*"
     rf"(?:{MAGNITUDES}|or\s+(?:more|less|fewer|greater|higher|lower|above|below)|and\s+a\s+(?:half|third|quarter))\b"
 )
 _RATIO = re.compile(r"-?[\d.]+(?:/[\d.]+)?(?::-?[\d.]+(?:/[\d.]+)?)+")
@@ -58,10 +55,13 @@ _RATIO = re.compile(r"-?[\d.]+(?:/[\d.]+)?(?::-?[\d.]+(?:/[\d.]+)?)+")
 def unlabelled(given: str, answer: str) -> tuple[str, str]:
     """Both answers, without the name before the equals sign of one if the other has none: `x = 10,080`, `10080`."""
     if "=" not in answer and given.count("=") == 1:
-        given = _LABEL.sub("", given, count=1) if _LABEL.match(given) else given
-    elif "=" not in given and answer.count("=") == 1:
-        answer = _LABEL.sub("", answer, count=1) if _LABEL.match(answer) else answer
-    return given, answer
+        return _without_label(given), answer
+    return given, _without_label(answer) if "=" not in given and answer.count("=") == 1 else answer
+
+
+def _without_label(text: str) -> str:
+    label = _LABEL.match(text)
+    return text if label is None else text[label.end() :]
 
 
 def settle(given: str, answer: str) -> bool | None:
@@ -228,18 +228,22 @@ def _elements(text: str) -> list[str]:
     text = text.strip()
     if _is_set(text):
         text = text[2:-2]
-    parts, depth, start = list[str](), 0, 0
-    for token in re.finditer(r"\\[{}]|\\[a-zA-Z]+|[][(){},]", text):
-        if token.group()[-1] in "([{":
-            depth += 1
-        elif token.group()[-1] in ")]}":
-            depth -= 1
-        elif token.group() == "," and depth == 0:
+    parts, start = list[str](), 0
+    for token, depth in _depths(text):
+        if token.group() == "," and depth == 0:
             parts.append(text[start : token.start()])
             start = token.end()
     parts.append(text[start:])
     split = [each for part in parts for each in _CONJUNCTION.split(part)]
-    return [_LABEL.sub("", each, count=1) if _LABEL.match(each) else each.strip() for each in split if each.strip()]
+    return [_without_label(each) if _LABEL.match(each) else each.strip() for each in split if each.strip()]
+
+
+def _depths(text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Each bracket and comma of a text with the number of brackets that are open behind it."""
+    depth = 0
+    for token in re.finditer(r"\\[{}]|\\[a-zA-Z]+|[][(){},]", text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.group()[-1], 0)
+        yield token, depth
 
 
 # --- what decides without math-verify ---------------------------------------------------------------------------------
@@ -261,12 +265,8 @@ def _spans(text: str, first: str, last: str) -> bool:
     """Whether the bracket at the start of a text closes at its end."""
     if not (text.startswith(first) and text.endswith(last)):
         return False
-    depth = 0
-    for token in re.finditer(r"\\[{}]|\\[a-zA-Z]+|[][(){}]", text):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.group()[-1], 0)
-        if depth == 0:
-            return token.end() == len(text)
-    return False
+    closing = next((token for token, depth in _depths(text) if depth == 0), None)
+    return closing is not None and closing.end() == len(text)
 
 
 def _is_point_against_signs(one: str, other: str) -> bool:

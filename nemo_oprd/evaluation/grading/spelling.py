@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
-# of a number in plain text, where `\text{...}` does not mark them
-UNITS = (
-    "degrees?|deg|radians?|percent|dollars?|cents?|usd|units?|seconds?|secs?|minutes?|mins?|hours?|hrs?|days?|weeks?|"
-    "months?|years?|mm|cm|km|m|centimeters?|meters?|kilometers?|millimeters?|inch|inches|in|ft|foot|feet|yards?|yd|"
-    "miles?|mi|mph|kg|grams?|kilograms?|pounds?|lbs?|ounces?|oz|liters?|litres?|gallons?|ml"
+# how units are written in plain text, where `\text{...}` does not mark them: one pattern per unit
+_DOLLAR, _NOT_COMPARED = "dollars?|usd", "degrees?|deg|radians?|percent|units?"
+_UNITS = (
+    *(_DOLLAR, "cents?", "seconds?|secs?", "minutes?|mins?", "hours?|hrs?", "days?", "weeks?", "months?", "years?"),
+    *("mm|millimeters?", "cm|centimeters?", "m|meters?", "km|kilometers?", "inch|inches|in", "ft|foot|feet", "mph"),
+    *("yards?|yd", "miles?|mi", "grams?", "kg|kilograms?", "pounds?|lbs?", "ounces?|oz", "liters?|litres?"),
+    *("gallons?", "ml"),
 )
-MAGNITUDES = "dozen|hundred|thousand|million|billion|trillion"  # words that are part of a number
+UNITS = "|".join((_NOT_COMPARED, *_UNITS))
+POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_POWER_NAMES = "|".join(POWERS_OF_TEN)
+MAGNITUDES = f"dozen|{_POWER_NAMES}"  # words that are part of a number
+TEXT = r"\\(?:text|mbox|mathrm|textrm)\s*\{"  # begins plain text in a formula
+DEGREE = r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\N{DEGREE SIGN}|\\degree(?![a-zA-Z])"
 _STYLES = "text|mbox|textbf|textrm|mathrm|mathbf|boldsymbol|textit|mathit|underline|bm"
 # a trailing text that changes the number before it is no unit
 _NO_UNIT = rf"(?!\s*(?:{MAGNITUDES}|(?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|a\s+half))\b)"
@@ -47,7 +55,7 @@ CLEANING = tuple(
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d|[a-zA-Z]|\\[a-zA-Z]+(?=[\s\d\\]))", r"\\frac{\1}"),
         (r"(\\frac\{[^{}]*\})\s*(\d|[a-zA-Z]|\\pi(?![a-zA-Z]))", r"\1{\2}"),
-        (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z])", ""),
+        (DEGREE, ""),
         (r"(?<=[\d}])\s*\\?%", ""),
         (rf"(?<=[\d}})i])\s*\\(?:text|mbox|mathrm|textrm|operatorname)\s*\{{{_NO_UNIT}[^{{}}]*\}}{_POWER}\s*$", ""),
         (rf"(?<=[\d}}])\s*(?:(?:square|cubic|sq\.?)\s+)?\b(?:{UNITS}){_POWER}\s*$", ""),
@@ -60,31 +68,23 @@ NUMBER = re.compile(r"([+-]?)\s?(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?")
 _REPEATING = re.compile(r"(?<!\d)(\d++)\.(\d*+)\\(?:overline|bar)\s*\{(\d{1,50})\}")
 _MAGNITUDE = re.compile(
     r"(?<![\d.,/^_{}])(\d{1,3}(?:,\d{3})++|\d{1,30}+)(?:\.(\d{1,30}+))?(?:\s|~|\\[,;: ])*"
-    r"(?:\\(?:text|mbox|mathrm|textrm)\s*\{\s*(hundred|thousand|million|billion|trillion)\b([^{}]*)\}"
-    r"|(hundred|thousand|million|billion|trillion)\b)"
+    rf"(?:{TEXT}\s*({_POWER_NAMES})\b([^{{}}]*)\}}|({_POWER_NAMES})\b)"
 )
-_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_UNIT_NAMES = (
-    *("second sec", "minute min", "hour hr", "day", "week", "month", "year", "mm millimeter", "cm centimeter"),
-    *("km kilometer", "m meter", "inch inches in", "ft foot feet", "yard yd", "mile mi", "mph", "kg kilogram"),
-    *("gram", "pound lb", "ounce oz", "liter litre", "gallon", "ml", "dollar usd", "cent"),
-)
-_UNIT_OF = {name: names.split()[0] for names in _UNIT_NAMES for each in names.split() for name in (each, f"{each}s")}
 _LAST_UNIT = re.compile(
-    r"(?<=[\d}])(?:\s|~|\\[,;:! ])*(?:\\(?:text|mbox|mathrm|textrm)\s*\{)?\s*((?:square|cubic|sq\.?)\s+)?"
+    rf"(?<=[\d}}])(?:\s|~|\\[,;:! ])*(?:{TEXT})?\s*((?:square|cubic|sq\.?)\s+)?"
     rf"\b({UNITS})\b\.?\s*\}}?(\s*\^\s*\{{?[23]\}}?|[²³])?[\s.$]*\Z",
     re.IGNORECASE,
 )
 _BASED = re.compile(r"(\d[0-9A-Za-z]*|[0-9A-Fa-f]+(?=_\{?1[1-6]\}?$))_\{?(\d{1,2})\}?")
 _VALUE = r"([^<>=,]+?)"
 _RELATION = r"\s*(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))\s*"
+_TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _BETWEEN = re.compile(rf"{_VALUE}{_RELATION}([a-zA-Z]){_RELATION}{_VALUE}")
-_ONE_SIDED = re.compile(rf"([a-zA-Z]){_RELATION}{_VALUE}")
-_ONE_SIDED_TURNED = re.compile(rf"{_VALUE}{_RELATION}([a-zA-Z])")
+_ABOVE_OR_BELOW = re.compile(rf"([a-zA-Z]){_RELATION}{_VALUE}|{_VALUE}{_RELATION}([a-zA-Z])")
 _UNEQUAL = re.compile(rf"([a-zA-Z])\s*\\(?:neq|ne)(?![a-zA-Z])\s*{_VALUE}")
 _MEMBER = re.compile(r"\s*[a-zA-Z]\s*\\in(?![a-zA-Z])")
-_OR = re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee)(?![a-zA-Z])")
-_AND = re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*and\s*\}|\band\b|\\(?:land|wedge)(?![a-zA-Z])")
+_OR = re.compile(rf"{TEXT}\s*or\s*\}}|\bor\b|\\(?:lor|vee)(?![a-zA-Z])")
+_AND = re.compile(rf"{TEXT}\s*and\s*\}}|\band\b|\\(?:land|wedge)(?![a-zA-Z])")
 _PERCENT = re.compile(r"\\?%|\bpercent\b|\\text\s*\{\s*percent\s*\}")
 
 
@@ -98,30 +98,30 @@ def clean(text: str) -> str:
 
 def _written_out(found: re.Match[str]) -> str:
     """Example: `2.5 million` -> `2500000`."""
-    zeros, digits = _ZEROS[found[3] or found[5]], found[2] or ""
+    zeros, digits = POWERS_OF_TEN[found[3] or found[5]], found[2] or ""
     number = found[1].replace(",", "") + digits[:zeros].ljust(zeros, "0")
     unit = f"\\text{{{found[4]}}}" if (found[4] or "").strip() else ""
     return number + (f".{digits[zeros:]}" if digits[zeros:] else "") + unit
 
 
-def unit_of(text: str) -> tuple[str, int | None] | None:
-    """The unit behind the number of an answer, or its dollar sign, by one name, and its power; None without one.
+def _unit_of(text: str) -> tuple[str, int | None] | None:
+    """The unit behind the number of an answer, or its dollar sign, as its pattern, and its power; None without one.
 
     The power is None where none is written: `864 inches` may well be square inches. Angles and percent are left out.
     """
     if re.match(r"\s*\$?\s*\\\$", text):
-        return "dollar", None
+        return _DOLLAR, None
     found = _LAST_UNIT.search(text[-60:])
-    name = _UNIT_OF.get(found[2].lower()) if found is not None else None
-    if found is None or name is None:
+    unit = found and next((unit for unit in _UNITS if re.fullmatch(unit, found[2], re.IGNORECASE)), None)
+    if not (found and unit):
         return None
     power = 3 if re.search(r"cubic|3|\N{SUPERSCRIPT THREE}", (found[1] or "") + (found[3] or ""), re.I) else 2
-    return name, power if found[1] or found[3] else None
+    return unit, power if found[1] or found[3] else None
 
 
 def same_unit(one: str, other: str) -> bool:
     """Whether two answers may have the same unit: they do unless both say which, and it differs."""
-    units = unit_of(one), unit_of(other)
+    units = _unit_of(one), _unit_of(other)
     if units[0] is None or units[1] is None:
         return True
     return units[0][0] == units[1][0] and (None in (units[0][1], units[1][1]) or units[0][1] == units[1][1])
@@ -168,12 +168,10 @@ def same_in_base(given: str, answer: str) -> bool | None:
     A numeral without a base is read in the base of the reference, because the problem names it.
     """
     found, wanted = _BASED.fullmatch(given), _BASED.fullmatch(answer)
-    if found is None and wanted is None:
-        return None
-    if found is None and wanted is not None:
-        return given.lower() == wanted[1].lower()
-    value = _value(found) if found is not None else None
-    return value is not None and str(value) == (str(_value(wanted)) if wanted is not None else answer)
+    if found is None:
+        return None if wanted is None else given.lower() == wanted[1].lower()
+    value = _value(found)
+    return value is not None and str(value) == (answer if wanted is None else str(_value(wanted)))
 
 
 def _value(numeral: re.Match[str]) -> int | None:
@@ -192,11 +190,11 @@ def as_interval(text: str) -> str | None:
     member = _MEMBER.match(text)
     if member is not None:
         return text[member.end() :].strip()
-    parts = _OR.split(_conjoined(text))
-    bounds = [bound for part in parts for bound in _bounds(part)]
-    if not bounds or len({letter for letter, *_ in bounds}) > 1 or any(not _bounds(part) for part in parts):
+    parts = [_intervals(part) for part in _OR.split(_conjoined(text))]
+    found = [each for part in parts for each in part]
+    if not all(parts) or len({letter for letter, _ in found}) > 1:
         return None
-    return r"\cup".join(interval for _, interval in bounds)
+    return r"\cup".join(interval for _, interval in found)
 
 
 def _conjoined(text: str) -> str:
@@ -204,58 +202,52 @@ def _conjoined(text: str) -> str:
     sides = text.split(",")
     if len(sides) != 2:
         return text
-    found = [_one_sided(side) for side in sides]
-    ends = {each[1]: canonical(each[2].strip("[]()")) for each in found if each is not None}
+    found = [_bound_in(side) for side in sides]
+    ends = {each.side: canonical(each.end.strip("[]()")) for each in found if each is not None}
     if len(ends) < 2 or not all(map(is_number, ends.values())):
         return text
     word = "and" if Fraction(ends["lower"]) < Fraction(ends["upper"]) else "or"
     return f"{sides[0]} {word} {sides[1]}"
 
 
-def _bounds(text: str) -> list[tuple[str, str]]:
-    """The (letter, interval) of an inequality; [] for other texts."""
-    sides = [_one_sided(part) for part in _AND.split(text)]
-    if len(sides) == 2 and sides[0] is not None and sides[1] is not None:
-        lower, upper = sorted(sides, key=lambda side: side is not None and side[1] == "upper")
-        if lower is None or upper is None or (lower[0], lower[1], upper[1]) != (upper[0], "lower", "upper"):
-            return []
-        return [(lower[0], f"{lower[2]},{upper[2]}")]
-    if len(sides) > 1:
-        return []
-    between, unequal = _BETWEEN.fullmatch(text.strip()), _UNEQUAL.fullmatch(text.strip())
-    if between:
+def _intervals(text: str) -> list[tuple[str, str]]:
+    """The (letter, interval) of an inequality without `or`, two of them for `x \\ne 3`; [] for other texts."""
+    parts, unequal = _AND.split(text), _UNEQUAL.fullmatch(text.strip())
+    between = _BETWEEN.fullmatch(text.strip()) if len(parts) == 1 else None
+    if between is not None:
         low, first, letter, second, high = between.groups()
-        if first in (">", r"\ge"):
-            low, first, second, high = high, _turned(second), _turned(first), low
-        if first in (">", r"\ge") or second in (">", r"\ge"):
-            return []
-        return [(letter, f"{'(' if first == '<' else '['}{low},{high}{')' if second == '<' else ']'}")]
-    if unequal:
+        sides: list[_Bound | None] = [_bound(letter, _TURNED[first], low), _bound(letter, second, high)]
+    elif len(parts) == 1 and unequal is not None:
         letter, value = unequal.groups()
         return [(letter, rf"(-\infty,{value})"), (letter, rf"({value},\infty)")]
-    if sides[0] is None:
-        return []
-    letter, side, bound = sides[0]
-    return [(letter, rf"{bound},\infty)" if side == "lower" else rf"(-\infty,{bound}")]
-
-
-def _one_sided(text: str) -> tuple[str, str, str] | None:
-    r"""(Letter, "lower" or "upper", the end of the interval): `x > 2` -> (x, lower, `(2`)."""
-    found, turned = _ONE_SIDED.fullmatch(text.strip()), _ONE_SIDED_TURNED.fullmatch(text.strip())
-    if found:
-        letter, relation, bound = found.groups()
-    elif turned:
-        bound, relation, letter = turned.groups()
-        relation = _turned(relation)
     else:
+        sides = [_bound_in(part) for part in parts]
+    found = {each.side: each for each in sides if each is not None}
+    if len(found) < len(sides) or len({each.letter for each in found.values()}) > 1:
+        return []
+    low = found["lower"].end if "lower" in found else r"(-\infty"
+    high = found["upper"].end if "upper" in found else r"\infty)"
+    return [(next(iter(found.values())).letter, f"{low},{high}")]
+
+
+class _Bound(NamedTuple):
+    letter: str
+    side: str  # "lower" or "upper"
+    end: str  # of the interval
+
+
+def _bound_in(text: str) -> _Bound | None:
+    """Example: `x > 2` -> (x, lower, `(2`)."""
+    found = _ABOVE_OR_BELOW.fullmatch(text.strip())
+    if found is None:
         return None
+    return _bound(*found.group(1, 2, 3)) if found[1] else _bound(found[6], _TURNED[found[5]], found[4])
+
+
+def _bound(letter: str, relation: str, value: str) -> _Bound:
     if relation in (">", r"\ge"):
-        return letter, "lower", ("(" if relation == ">" else "[") + bound
-    return letter, "upper", bound + (")" if relation == "<" else "]")
-
-
-def _turned(relation: str) -> str:
-    return {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}[relation]
+        return _Bound(letter, "lower", ("(" if relation == ">" else "[") + value)
+    return _Bound(letter, "upper", value + (")" if relation == "<" else "]"))
 
 
 def is_interval(text: str) -> bool:
