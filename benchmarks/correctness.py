@@ -233,7 +233,7 @@ def decoding(settings: Settings) -> Outcome:
     prompts = [[5], [9, 2, 40], [7, 7, 1, 30, 12, 3, 60], [11, 50, 4, 8, 33]]  # of different lengths
     init_distributed()
     config = configure({"options": {}}, settings.scratch / "unused")
-    engine = MegatronEngine(config, read_model_spec(source), Layout(), eos_ids=())
+    engine = MegatronEngine(config.rollout, read_model_spec(source), Layout(), eos_ids=(), precision=config.precision)
     engine.load(HFCheckpoint(source).__getitem__, source)
     rollouts = engine.generate(
         [Request(prompt) for prompt in prompts], SamplingParams(0.0, 1.0, GREEDY_TOKENS, (0, 1, 0))

@@ -58,7 +58,9 @@ def per_token(top_p: float, precision: str) -> Counter[str]:
         save_random_model(Path(source), SHAPE, seed=0, std=0.02, dtype=torch.float32)
         models = [f"student.hf_path={source}", f"teacher.hf_path={source}"]
         config = load_config("verify", [*models, f"precision={precision}", "output=unused"])
-        engine = MegatronEngine(config, read_model_spec(source), Layout(), eos_ids=())
+        engine = MegatronEngine(
+            config.rollout, read_model_spec(source), Layout(), eos_ids=(), precision=config.precision
+        )
         engine.load(HFCheckpoint(source).__getitem__, source)
         found = []
         for tokens in (FEW, MORE):

@@ -30,7 +30,7 @@ def generation_16k(settings: Settings) -> Outcome:
     init_distributed()
     tokens = size.long_sequences * (size.long_prompt + DECODED + 1)
     config = configure(settings, size, f"rollout.max_cache_tokens={tokens}")  # all sequences are one batch
-    engine = MegatronEngine(config, read_model_spec(source), Layout(), eos_ids=())
+    engine = MegatronEngine(config.rollout, read_model_spec(source), Layout(), eos_ids=(), precision=config.precision)
     engine.load(HFCheckpoint(source).__getitem__, source)
     outcome = Outcome({"sequences": size.long_sequences, "decoded_tokens": DECODED})
     for name, context in (("short", size.prompt), ("long", size.long_prompt)):

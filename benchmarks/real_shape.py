@@ -279,7 +279,8 @@ def generation(settings: Settings) -> Outcome:
     size = QUICK if settings.quick else REAL
     source, shape = str(settings.scratch / "student"), read_shape(settings.scratch / "student")
     init_distributed()
-    engine = MegatronEngine(configure(settings, size), read_model_spec(source), Layout(), eos_ids=())
+    config = configure(settings, size)
+    engine = MegatronEngine(config.rollout, read_model_spec(source), Layout(), eos_ids=(), precision=config.precision)
     engine.load(HFCheckpoint(source).__getitem__, source)
     requests = [Request([(7 * i + t) % shape.vocab_size for t in range(size.prompt)]) for i in range(size.sequences)]
     meter = Meter()

@@ -33,6 +33,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.models.megatron.parallel import init_distributed
 from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.rollout.engine_kinds import make_engine
 from nemo_oprd.rollout.vllm import transport
 from nemo_oprd.rollout.vllm.engine import VllmEngine
 
@@ -119,7 +120,8 @@ class UpdateMeter:
         init_distributed()
         settings = ("rollout.engine=vllm", f"rollout.vllm.transport={kind}")
         config = configure(source, scratch / kind, *settings)
-        self._engine = VllmEngine(config, read_model_spec(source), source, Layout(), eos_ids=())
+        self._engine = make_engine(config, read_model_spec(source), source, Layout(), eos_ids=())
+        assert isinstance(self._engine, VllmEngine)
         self._calls: dict[str, float] = defaultdict(float)
         self.close = self._engine.close
         client: Any = self._engine._mine.client

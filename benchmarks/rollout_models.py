@@ -18,7 +18,7 @@ from nemo_oprd.models import read_model_spec
 from nemo_oprd.models.megatron.parallel import init_distributed
 from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.make_engine import make_engine
+from nemo_oprd.rollout.engine_kinds import make_engine
 from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.rollout.vllm.engine import VllmEngine
 from nemo_oprd.rollout.vllm.server import LocalServer

@@ -3,7 +3,7 @@
 Every rank runs this same loop. A rank has a part of the student, of the teachers, of both or of neither; the objects of
 a role that it does not have take part in the transfers and return None.
 
-    prompts -> rollouts               rollout/training_rollouts.py; the engine that samples is chosen in rollout/make_engine.py
+    prompts -> rollouts               rollout/training_rollouts.py; the engine that samples is chosen in rollout/engine_kinds.py
     what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
     which teacher reads a response    config/teacher_routing.py
     rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py

@@ -29,14 +29,10 @@ def add_extra_states(state: dict[str, Any], *, qk_norm: bool) -> None:
     """
     modules = _OF_A_LAYER + (_OF_A_LAYER_WITH_QK_NORM if qk_norm else ())
     for name, present in [entry for entry in state.items() if entry[0].endswith(_PRESENT)]:
-        for module in modules:
+        layer, stored = name.removesuffix(_PRESENT), present.key.removesuffix(_PRESENT)
+        for module in (*modules, *((_NORM_BEFORE_ROUTER,) if layer + _ROUTER in state else ())):
             added = f"{module}._extra_state"
-            key = present.key.removesuffix(_PRESENT) + added
-            state.setdefault(name.removesuffix(_PRESENT) + added, replace(present, key=key, data=None))
-        if name.removesuffix(_PRESENT) + _ROUTER in state:
-            added = f"{_NORM_BEFORE_ROUTER}._extra_state"
-            key = present.key.removesuffix(_PRESENT) + added
-            state.setdefault(name.removesuffix(_PRESENT) + added, replace(present, key=key, data=None))
+            state.setdefault(layer + added, replace(present, key=stored + added, data=None))
     weight = state.get(f"{_FINAL_NORM}.weight")
     if weight is not None:
         name = f"{_FINAL_NORM}._extra_state"

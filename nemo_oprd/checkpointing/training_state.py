@@ -2,15 +2,14 @@
 
 Beside the shards lie `state.json` (the step, and the settings that a resumed run must share), `hf/` (config and
 tokenizer of the student's source, so that a checkpoint can be exported by itself) and `run_config.yaml` (with which
-Megatron-Bridge builds the model). Data order, learning rate and the
-randomness of sampling are pure functions of (seed, step), so the step is all the state they have; training itself draws
-no random numbers. Left out: how a checkpoint is found, kept and recognised as complete, see
-`checkpointing/directory.py`.
+Megatron-Bridge builds the model). Data order, learning rate and the randomness of sampling are pure functions of
+(seed, step), so the step is all the state they have; training itself draws no random numbers. Left out: how a
+checkpoint is found, kept and recognised as complete (`checkpointing/directory.py`), and what Megatron's optimizer needs
+(`models/megatron/optimizer_state.py`).
 """
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -36,6 +35,11 @@ from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.megatron.optimizer_state import (
+    load_optimizer_state,
+    prepare_adam_for_loading,
+    sharded_optimizer_state,
+)
 from nemo_oprd.models.megatron.versions import quieten_checkpoints
 from nemo_oprd.models.megatron_bridge_config import write_run_config
 from nemo_oprd.models.weights.torch_dist import CONTENT_METADATA, open_torch_dist, read_common_state
@@ -197,8 +201,7 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     for i, chunk in enumerate(student.ddp):
         chunk.module.load_state_dict(loaded[f"model{i}"])
     if "optimizer" in state:
-        student.optimizer.load_state_dict(loaded["optimizer"])
-        separate_adam_steps(student.optimizer)
+        load_optimizer_state(student.optimizer, loaded["optimizer"])
     saved = read_state(directory)
     student.adaptive.restore(saved["adaptive_gaps"])
     if student.objective.trains_in_parts:
@@ -221,64 +224,9 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
     model = {**chunks, **_sharded_average(student, metadata)}
     if not any(p.requires_grad for chunk in student.chunks for p in chunk.parameters()):
         return model  # a stage above the deepest supervised layer trains nothing
-    # One key per layer for the optimizer: a key over all layers may not have holes, and layers above the deepest
-    # supervised one have no optimizer state.
     by_layer = _sharded_model(student, {**metadata, "non_homogeneous_layers": True})
-    with _counted_in_empty_parts(student.optimizer):
-        optimizer = student.optimizer.sharded_state_dict(by_layer, is_loading=is_loading, metadata=metadata)
-    _count_in_empty_parts(student.optimizer, optimizer)
-    _leave_out_ungathered_state(optimizer)
+    optimizer = sharded_optimizer_state(student.optimizer, by_layer, metadata, is_loading=is_loading)
     return {**model, "optimizer": optimizer}
-
-
-def _empty_parts(optimizer: Any) -> list[int]:
-    """The parts of Megatron's optimizer that have no parameters on this rank, unless all are so.
-
-    Experts have a part of their own. A pipeline stage that trains no expert has it, too, and has nothing in it. What is
-    not sharded, such as the number of updates, is saved by rank 0 for all ranks.
-    """
-    parts = optimizer.chained_optimizers
-    empty = [i for i, part in enumerate(parts) if not any(group["params"] for group in part.param_groups)]
-    return [] if len(empty) == len(parts) else empty
-
-
-@contextmanager
-def _counted_in_empty_parts(optimizer: Any) -> Iterator[None]:
-    """Within the context, empty parts of a distributed optimizer say the number of updates that the others have done.
-
-    Megatron reads the number from the state of parameters, and an empty part has none.
-    """
-    parts, empty = optimizer.chained_optimizers, _empty_parts(optimizer)
-    chosen = [parts[i] for i in empty if hasattr(parts[i], "gbuf_ranges")]
-    for part in chosen:
-        (full, *_) = (other for i, other in enumerate(parts) if i not in empty)
-        part.state_dict = functools.partial(_state_of_empty_part, part, full)
-    try:
-        yield
-    finally:
-        for part in chosen:
-            del part.state_dict
-
-
-def _state_of_empty_part(part: Any, full: Any) -> dict[str, Any]:
-    counted = [group["step"] for group in full.state_dict()["optimizer"]["param_groups"] if "step" in group]
-    groups = [
-        {k: v for k, v in group.items() if k != "params"} for group in part.optimizer.state_dict()["param_groups"]
-    ]
-    return {"optimizer": {"param_groups": [{**group, **({"step": counted[0]} if counted else {})} for group in groups]}}
-
-
-def _count_in_empty_parts(optimizer: Any, state: dict[Any, Any]) -> None:
-    """The same in the sharded state of an optimizer that is not distributed: `common_step` of its parts."""
-
-    def inner(i: int) -> Any:
-        return state[i].get("optimizer", state[i]).get("state", {})
-
-    empty = _empty_parts(optimizer)
-    for i in empty:
-        counted = [inner(j).get("common_step") for j in range(len(optimizer.chained_optimizers)) if j not in empty]
-        if counted[0] is not None:
-            inner(i)["common_step"] = counted[0]
 
 
 def _that_all_ranks_share(common: dict[str, Any]) -> dict[str, Any]:
@@ -287,19 +235,6 @@ def _that_all_ranks_share(common: dict[str, Any]) -> dict[str, Any]:
     Ranks of a dedicated teacher, and stages above the deepest supervised layer, have no optimizer.
     """
     return {key: value for key, value in common.items() if key != "optimizer"}
-
-
-def _leave_out_ungathered_state(state: dict[Any, Any]) -> None:
-    """Marks the parts of the optimizer's state that another data-parallel rank has gathered as nothing to be saved.
-
-    Megatron gives those ranks a plain None there, which counts as a value that all ranks should share: every checkpoint
-    would come with a warning per rank that "common state dicts" differ.
-    """
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-
-    for part in (state, *(part for part in state.values() if isinstance(part, dict))):
-        if part.get("param_state", ...) is None:
-            part["param_state"] = LocalNonpersistentObject(None)
 
 
 def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -317,40 +252,3 @@ def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, An
 
 def _sharded_model(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
     return {f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(student.ddp)}
-
-
-def prepare_adam_for_loading(optimizer: Any) -> None:
-    """Prepares PyTorch's AdamW so that Megatron's distributed optimizer, made for Apex's or TE's Adam, can load it.
-
-    Megatron loads into existing state only, so AdamW gets the state that a first step would create. Megatron also
-    copies every entry of that state but never loads "step", which comes with the parameter groups, so the copy gets
-    "step" back unchanged.
-    """
-    for part in optimizer.chained_optimizers:
-        if not isinstance(part.optimizer, torch.optim.AdamW):
-            continue
-        for group in part.optimizer.param_groups:
-            for p in group["params"]:
-                if p not in part.optimizer.state:
-                    state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                    part.optimizer.state[p] = {"step": torch.zeros(()), **state}
-        if hasattr(part, "_set_main_param_and_optimizer_states"):
-            copy = type(part)._set_main_param_and_optimizer_states
-            part._set_main_param_and_optimizer_states = functools.partial(_copy_with_step, part, copy)
-
-
-def separate_adam_steps(optimizer: Any) -> None:
-    """Gives every parameter a step counter of its own after loading.
-
-    Megatron loads one tensor for all parameters, and AdamW would then increment it once per parameter and update.
-    """
-    for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            for state in part.optimizer.state.values():
-                state["step"] = torch.as_tensor(state["step"]).clone()
-
-
-def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    group, order = part.model_param_group_index_map[model_param]
-    main_param = part.optimizer.param_groups[group]["params"][order]
-    copy(part, model_param, {**tensors, "step": part.optimizer.state[main_param]["step"]})

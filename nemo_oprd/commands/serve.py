@@ -30,14 +30,22 @@ def run(options: argparse.Namespace) -> NoReturn:
     config = config_of(options)
     student, vocab_limit = resolve_student(config)
     spec = student.spec
-    check_model(config, spec)
-    python = find_python(config)
+    check_model(config.rollout.vllm.tensor, spec)
+    python = find_python(config.rollout.vllm)
     import torch  # after the checks that need none of it
 
     cuda = torch.cuda.is_available()
     if not cuda:
         check_head_size(spec)
-    arguments = server_arguments(config, spec, student.directory, vocab_limit, cuda=cuda)
+    arguments = server_arguments(
+        config.rollout,
+        spec,
+        student.directory,
+        vocab_limit,
+        precision=config.precision,
+        seed=config.seed,
+        cuda=cuda,
+    )
     devices = None
     if cuda:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

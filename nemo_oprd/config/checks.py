@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from nemo_oprd.config.engine_records import RECORDS
 from nemo_oprd.config.messages import check_key
 from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
 from nemo_oprd.config.weight_schedule import vanishes, weight_at
@@ -190,20 +191,23 @@ def _check_correction(config: Config) -> None:
             "probability of the sampled token, while hidden states and whole distributions are compared on whatever "
             "tokens were sampled; expected off: set it, or take sampled_token"
         )
-    if rollout.engine == "megatron" and rollout.replay is None:
+    without = RECORDS[rollout.engine].no_logprobs
+    if without is not None and rollout.replay is None:
         raise ValueError(
-            f"{given} with rollout.engine=megatron, which samples with the trainer's own weights and records no "
-            "log-probabilities; expected off: set it, or replay rollouts of another engine with rollout.replay=FILE"
+            f"{given} with rollout.engine={rollout.engine}, {without}; expected off: set it, or replay rollouts of "
+            "another engine with rollout.replay=FILE"
         )
 
 
 def _check_router_replay(config: Config) -> None:
     """`student.router_replay` has an engine that records which experts its tokens visit."""
-    if config.student.router_replay and config.rollout.engine == "vllm" and config.rollout.replay is None:
+    engine = config.rollout.engine
+    without = RECORDS[engine].no_expert_routes
+    if config.student.router_replay and without is not None and config.rollout.replay is None:
+        recording = " or ".join(name for name, records in RECORDS.items() if records.no_expert_routes is None)
         raise ValueError(
-            "student.router_replay=true with rollout.engine=vllm, whose servers report no experts to this project; "
-            "expected rollout.engine=megatron, or rollout.replay=FILE with expert_routes: set one of them, or set "
-            "student.router_replay=false"
+            f"student.router_replay=true with rollout.engine={engine}, {without}; expected rollout.engine={recording}, "
+            "or rollout.replay=FILE with expert_routes: set one of them, or set student.router_replay=false"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from nemo_oprd.config.engine_records import EngineName
 from nemo_oprd.config.types import (
     STRICT,
     CorrectionMode,
@@ -87,7 +88,7 @@ class VllmConfig:
 class RolloutConfig:
     """How the student samples."""
 
-    engine: Learned[Literal["megatron", "vllm"]] = "megatron"
+    engine: Learned[EngineName] = "megatron"
     """in-process decoder, or vLLM servers (docs/vllm.md)"""
     temperature: Learned[NonNegativeFloat] = 1.0
     """of sampling; 0 is greedy"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -65,6 +65,23 @@ class Request:
     answer: str | None = None
     messages: tuple[dict[str, str], ...] = ()
     teacher_messages: tuple[dict[str, str], ...] = ()
+
+    def answered(self, ids: list[int], *, finished: bool, **recorded: Any) -> Rollout:
+        """The rollout of a response.
+
+        Args:
+            ids: the sampled ids; with `finished`, the last one ends the response.
+            recorded: further fields of `Rollout`.
+        """
+        return Rollout(
+            prompt_ids=self.prompt_ids,
+            response_ids=ids,
+            prompt=self.prompt,
+            data_source=self.data_source,
+            answer=self.answer,
+            finish_reason="stop" if finished else "length",
+            **recorded,
+        )
 
 
 class RolloutEngine(Protocol):

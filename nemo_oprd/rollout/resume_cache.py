@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.runtime.files import write_atomically
@@ -51,11 +52,7 @@ class ResumeCache:
 
     def take(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         """The rollouts on disk by the index of their request, if they are of this step; the same on every rank."""
-        answer: list[dict[int, Rollout]] = [{}]
-        if dist.get_rank() == 0:
-            answer[0] = self._read(step, requests, sampling)
-        dist.broadcast_object_list(answer, src=0)
-        return answer[0]
+        return first_ranks(self._read(step, requests, sampling) if dist.get_rank() == 0 else {})
 
     def _read(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         try:

@@ -13,6 +13,7 @@ from nemo_oprd.data.tokenization.align import Alignment, align_batch, check_cove
 from nemo_oprd.data.tokenization.identity import teacher_eos_id
 from nemo_oprd.data.tokenization.token_bytes import byte_table
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.rollout.engine import Request
 
 
@@ -106,9 +107,7 @@ class TextInputs:
         """
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own_part = self._align(rollouts[rank::world], requests[rank::world])
-        parts: list[list[Alignment]] = [own_part] * world
-        if world > 1:
-            dist.all_gather_object(parts, own_part)
+        parts = everyones(own_part) if world > 1 else [own_part]
         alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
         check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
         return [_with_alignment(rollout, alignment) for rollout, alignment in zip(rollouts, alignments, strict=True)]

@@ -20,11 +20,9 @@ from nemo_oprd.losses.layer_mapping import (
     layer_pairs,
     supervised_layers,
 )
-from nemo_oprd.models import FAMILIES, ModelSpec, check_same_width
+from nemo_oprd.models import ModelSpec, check_same_width
 from nemo_oprd.models.rope import Rope
-from nemo_oprd.rollout.vllm.launch import check_model, find_python
-from nemo_oprd.rollout.vllm.placement import dedicated_ranks
-from nemo_oprd.rollout.vllm.server import check_url
+from nemo_oprd.rollout.engine_kinds import ENGINES
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -52,20 +50,12 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
 
 
 def trainer_ranks(config: Config, world_size: int) -> int:
-    """The number of ranks that hold models of the trainer; the ranks after them hold dedicated vLLM servers.
+    """The number of ranks that hold models of the trainer; the ranks after them hold dedicated servers.
 
     Raises:
         ValueError: no rank would be left.
     """
-    if config.rollout.engine != "vllm":
-        return world_size
-    servers = dedicated_ranks(config.rollout.vllm)
-    if servers >= world_size:
-        raise ValueError(
-            f"rollout.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {world_size} "
-            "rank(s) for the student; start more ranks, or use rollout.vllm.placement=colocated"
-        )
-    return world_size - servers
+    return ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
 
 
 def check_engine(config: Config, student: ModelSpec) -> None:
@@ -74,17 +64,7 @@ def check_engine(config: Config, student: ModelSpec) -> None:
     Args:
         student: the architecture of the model to sample from.
     """
-    if config.rollout.engine == "megatron" and not FAMILIES[student.model_type].own:
-        raise ValueError(
-            f"rollout.engine=megatron: the in-process engine has no {student.model_type} models, which Megatron-Bridge "
-            "builds; expected another engine: set rollout.engine=vllm, or rollout.replay=FILE"
-        )
-    if config.rollout.engine == "vllm":
-        check_model(config, student)
-        for url in config.rollout.vllm.endpoints:
-            check_url(url)
-        if not config.rollout.vllm.endpoints:
-            find_python(config)
+    ENGINES[config.rollout.engine].check(config.rollout, student)
 
 
 def check_layouts(

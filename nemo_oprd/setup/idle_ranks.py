@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
-from nemo_oprd.rollout.vllm.placement import dedicated_ranks
+from nemo_oprd.rollout.engine_kinds import ENGINES
 
 CODE = "idle_ranks"
 
@@ -67,7 +67,7 @@ def idle_ranks(
 
     Args:
         recorded: the number of recorded responses of which every step consists; None: what the configuration samples.
-        has_gpus: ranks have GPUs, on which colocated servers of vLLM run.
+        has_gpus: ranks have GPUs, on which servers of this run sample.
     """
     responses = config.train.prompts_per_step * config.rollout.per_prompt if recorded is None else recorded
     teachers = len(config.teacher_sources)
@@ -75,9 +75,11 @@ def idle_ranks(
     found = [_idle("student", student.size, student.data, of_one_teacher)]
     if (teacher.ranks, teacher.data) != (student.ranks, student.data):
         found.append(_idle("teacher", teacher.size, teacher.data, of_one_teacher))
-    groups = _sampling_groups(config, student.size, has_gpus=has_gpus)
-    if groups:
-        found.append(_idle("sampling", groups * _gpus_of_group(config), groups, responses))
+    kind = ENGINES[config.rollout.engine]
+    groups = kind.groups(config.rollout, student.size)
+    on_ranks = groups.place != "elsewhere" and (kind.in_process or has_gpus)
+    if config.rollout.replay is None and on_ranks:
+        found.append(_idle("sampling", groups.count * groups.gpus, groups.count, responses))
     idle = tuple(each for each in found if each.idle)
     if not idle:
         return None
@@ -90,22 +92,6 @@ def _idle(role: str, ranks: int, groups: int, responses: int) -> Idle:
     return Idle(role, max(0, groups - responses) * (ranks // groups), ranks, groups)
 
 
-def _gpus_of_group(config: Config) -> int:
-    return config.rollout.vllm.tensor if config.rollout.engine == "vllm" else config.rollout.tensor
-
-
-def _sampling_groups(config: Config, ranks: int, *, has_gpus: bool) -> int:
-    """Groups of ranks that sample; 0 if ranks sample nothing themselves."""
-    rollout, vllm = config.rollout, config.rollout.vllm
-    if rollout.replay is not None:
-        return 0
-    if rollout.engine != "vllm":
-        return ranks // rollout.tensor
-    if vllm.endpoints or not has_gpus:
-        return 0
-    return dedicated_ranks(vllm) // vllm.tensor or vllm.replicas or ranks // vllm.tensor
-
-
 def _fix(config: Config, idle: tuple[Idle, ...], needed: int) -> str:
     """What would give every rank a response; `needed`: responses that would."""
     if config.rollout.replay is not None:
@@ -114,7 +100,7 @@ def _fix(config: Config, idle: tuple[Idle, ...], needed: int) -> str:
     keys = {
         "student": "student.parallel.tensor, context or pipeline",
         "teacher": "teacher.parallel.tensor, context or pipeline",
-        "sampling": "rollout.vllm.tensor" if config.rollout.engine == "vllm" else "rollout.tensor",
+        "sampling": f"{ENGINES[config.rollout.engine].key}.tensor",
     }
     larger = "; ".join(keys[role.role] for role in idle)
     return (

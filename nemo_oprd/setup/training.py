@@ -30,7 +30,7 @@ from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.rollout.make_engine import check_on_device, make_engine
+from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.training_rollouts import RolloutSampler
@@ -105,7 +105,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     files = RunFiles(config, spec.models)
     data = read_training_data(spec, files)
     if data.recorded is None:
-        check_on_device(config, files.student.spec)
+        ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
     plan = make_plan(spec, files)
     if data.recorded is None:
         check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
@@ -156,8 +156,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     log = MetricsLog(config, first_step)
     directory = files.student.directory
     sampled_with = {"student": str(directory), "precision": config.precision}
-    if config.rollout.engine != "megatron":  # absent from files of earlier versions
-        sampled_with["engine"] = config.rollout.engine
+    sampled_with |= ENGINES[config.rollout.engine].sampled_with
     if config.student.router_dtype is not None:
         sampled_with["router_dtype"] = config.student.router_dtype
     cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)

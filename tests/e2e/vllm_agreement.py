@@ -21,7 +21,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.models.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, RolloutEngine, SamplingParams
-from nemo_oprd.rollout.make_engine import make_engine
+from nemo_oprd.rollout.engine_kinds import make_engine
 
 UPDATES = 3
 EOS = (7, 11)

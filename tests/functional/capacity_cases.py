@@ -108,7 +108,13 @@ def engine_bytes(overrides: list[str], prompt: int, responses: int) -> dict[str,
     init_distributed()
     config = load_config("verify", overrides)
     source = str(config.student.hf_path)
-    engine = MegatronEngine(config, read_model_spec(source), Layout(data=dist.get_world_size()), eos_ids=())
+    engine = MegatronEngine(
+        config.rollout,
+        read_model_spec(source),
+        Layout(data=dist.get_world_size()),
+        eos_ids=(),
+        precision=config.precision,
+    )
     engine.load(HFCheckpoint(source).__getitem__, source)
     assert engine.model is not None
     batches: list[Any] = []

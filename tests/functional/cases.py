@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,12 @@ def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
     from nemo_oprd.models.weights.hf import HFCheckpoint
-    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+    from nemo_oprd.rollout.engine_kinds import make_engine
 
     init_distributed()
-    overrides = ("student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", *overrides)
-    config = load_config("verify", list(overrides))
-    engine = MegatronEngine(config, read_model_spec(hf_path), Layout(data=dist.get_world_size()), eos_ids=(1, 3))
+    config = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", *overrides])
+    layout = Layout(data=dist.get_world_size())
+    engine: Any = make_engine(config, read_model_spec(hf_path), Path(hf_path), layout, eos_ids=(1, 3))
     engine.load(HFCheckpoint(hf_path).__getitem__, hf_path)
     return engine
 
@@ -155,6 +156,7 @@ def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:
     """What the engine samples from [B, padded V], for bf16 final hidden states [B, H], at TP over all ranks."""
     import torch.distributed as dist
 
+    from nemo_oprd.config.rollout_schema import RolloutConfig
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
@@ -162,9 +164,8 @@ def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:
     from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
     init_distributed()
-    size = dist.get_world_size()
-    overrides = ["student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={size}", "precision=bf16"]
-    engine = MegatronEngine(load_config("verify", overrides), read_model_spec(hf_path), Layout(tensor=size), (1,))
+    rollout, layout = RolloutConfig(tensor=dist.get_world_size()), Layout(tensor=dist.get_world_size())
+    engine = MegatronEngine(rollout, read_model_spec(hf_path), layout, (1,), precision="bf16")
     engine.load(HFCheckpoint(hf_path).__getitem__, hf_path)
     return engine.model.logits(hidden[None])[0]
 

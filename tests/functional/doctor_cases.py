@@ -57,6 +57,13 @@ def _changed_greedy(change: Callable[..., list[int]]) -> Iterator[None]:
         yield
 
 
+def vllm_of_any_head_size() -> Any:
+    """vLLM without CUDA takes the heads of the tiny models, as its stand-in does."""
+    from nemo_oprd.rollout.vllm import launch
+
+    return mock.patch.object(launch, "CPU_HEAD_SIZES", range(1, 1000))
+
+
 def first_token_lost() -> Any:
     """An engine whose responses begin one token late."""
     return _changed_greedy(lambda engine, prompt, response: response[1:])

@@ -128,7 +128,7 @@ def syncs_of_sampling(hf_path: str, prompts: list[list[int]], new_tokens: int, t
 
     init_distributed()
     config = load_config("verify", [f"student.hf_path={hf_path}", f"teacher.hf_path={hf_path}", "output=unused"])
-    engine = MegatronEngine(config, read_model_spec(hf_path), Layout(), eos_ids=())
+    engine = MegatronEngine(config.rollout, read_model_spec(hf_path), Layout(), eos_ids=(), precision=config.precision)
     engine.load(HFCheckpoint(hf_path).__getitem__, hf_path)
     with HostSyncs() as syncs:
         engine.generate([Request(prompt) for prompt in prompts], SamplingParams(1.0, top_p, new_tokens, (0,)))

@@ -116,7 +116,7 @@ def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> li
     chunks = build_chunks(spec, role, torch.float32)
     load_hf(chunks, spec, role, HFCheckpoint(hf_path).__getitem__, hf_path)
     config = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c"])
-    engine = MegatronEngine(config, spec, role.layout, eos_ids=())
+    engine = MegatronEngine(config.rollout, spec, role.layout, eos_ids=(), precision=config.precision)
     engine.update_weights(lambda: gather_hf(chunks, spec, role), 0)
     requests = [Request(prompt) for prompt in prompts]
     return [rollout.response_ids for rollout in engine.generate(requests, SamplingParams(0.0, 1.0, steps, (1, 1, 0)))]

@@ -12,7 +12,7 @@ from benchmarks.random_pair import Shape, save_random_model, save_random_rollout
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.commands.plan.operations import attention_flops, step_flops
-from nemo_oprd.commands.plan.rollout_cost import Demand, in_process, rollout_copy
+from nemo_oprd.commands.plan.rollout_cost import Demand, rollout_copy, sample
 from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.setup.resolve import resolve, resolve_models
@@ -152,7 +152,7 @@ def test_the_engine_holds_what_is_planned(pools: Pools, models: Path, ranks: int
     arguments = [*overrides(models, settings), f"rollout.max_new_tokens={tokens}"]
     config = load_config("verify", arguments)
     work = make_workload(config, resolve_models(config), prompt=prompt)
-    found = in_process(work, Demand(RESPONSES, tokens, tokens, "rollout.max_new_tokens"), ranks, GPUS["h100"], 1e9)
+    found = sample(work, Demand(RESPONSES, tokens, tokens, "rollout.max_new_tokens"), ranks, GPUS["h100"], 1e9)
     measured = pools[ranks].run("capacity_cases:engine_bytes", overrides=arguments, prompt=prompt, responses=RESPONSES)
     assert rollout_copy(work) == measured["copy"]
     assert found.parts["KV cache"] == measured["cache"]

@@ -15,9 +15,11 @@ import pytest
 import torch
 from pool import Pools
 from tiny_models import edit_config, edit_tensors
+from vllm_engine_cases import lines, make_bench, requests
 
 from benchmarks import known_sums as doctor_models
 from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.rollout.vllm.guard import group_members
 
 CHECKS = [
     "settings",
@@ -215,9 +217,23 @@ def test_the_command(models: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "is no directory; expected one: make it" in done.stderr and not done.stdout
 
 
-def test_an_engine_that_is_not_used(diagnose: Diagnose, models: Path) -> None:
-    """The in-process engine samples whatever the run has, and says so."""
-    found = diagnose(of(models / "teacher"), "rollout.engine=vllm")
+def test_the_engine_of_the_configuration_samples(diagnose: Diagnose, models: Path, tmp_path: Path) -> None:
+    """Servers of each model in turn, which sample something else here; nothing of them is left."""
+    bench, output = make_bench(tmp_path / "bench"), tmp_path / "run"
+    settings = ["rollout.engine=vllm", f"rollout.vllm.python={bench}/python", f"output={output}"]
+    found = diagnose(of(models / "teacher"), *settings, plant="vllm_of_any_head_size")
+    assert found["positions"].verdict == "wrong" and "engine" not in found and not output.exists()
+    assert len({call["pid"] for call in requests(bench)}) == 2
+    assert not any(group_members(call["group"]) for call in lines(bench))
+
+
+def test_an_engine_that_is_not_installed(diagnose: Diagnose, models: Path) -> None:
+    found = diagnose(of(models / "teacher"), "rollout.engine=vllm", "rollout.vllm.python=nowhere")
+    assert found["start"].code == "train-refuses" and "nowhere does not exist" in found["start"].text
+
+
+def test_recorded_rollouts_are_not_read(diagnose: Diagnose, models: Path) -> None:
+    found = diagnose(of(models / "teacher"), "rollout.engine=vllm", "rollout.replay=recorded.jsonl")
     assert verdicts(found) == {"engine": "skipped"}
 
 

@@ -98,6 +98,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.rollout.engine_kinds import make_engine
     from nemo_oprd.rollout.vllm import client, guard, transport
     from nemo_oprd.rollout.vllm import engine as module
 
@@ -111,7 +112,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
         mock.patch.object(client, "HEALTH_EVERY_S", 0.1),
         mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
-        made = module.VllmEngine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
+        made: Any = make_engine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
         folder = made._mine.folder
         try:
             yield made

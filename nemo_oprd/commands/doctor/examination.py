@@ -1,15 +1,19 @@
 """`doctor`: says in one line each what makes distillation fail silently, before the run. From cheap to dear.
 
 The checks are in `nemo_oprd/commands/doctor/`, and docs/doctor.md lists them. The files are checked first, on the first rank.
-Then the in-process engine samples a few responses, whatever engine the run has, and the models of the run are built as
-for training. Nothing is trained or written, except for the findings in `--json`.
+Then the run's engine samples a few responses, of the student first and then of each teacher, and the models of the run
+are built as for training. Nothing is trained or written, except for the findings in `--json`.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
 
 import torch.distributed as dist
 
@@ -29,18 +33,21 @@ from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.models.megatron.parallel import device, init_distributed
-from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, SamplingParams
-from nemo_oprd.rollout.in_process.engine import MegatronEngine
+from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
+from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.rollout.training_rollouts import training_sampling
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.signals import agree
 from nemo_oprd.setup.checks import check_same_architecture
 from nemo_oprd.setup.data import check_bridge_tokenizers, read_prompts
-from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
+from nemo_oprd.setup.models import ModelFiles, RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.prompt_files import validation_problems
 from nemo_oprd.setup.resolve import RunSpec
 from nemo_oprd.train import accumulate_gradients
+
+# name and problems of a validation set
+Problems: TypeAlias = tuple[str, list[Prompt]]
 
 
 def doctor(run: Config, spec: RunSpec, settings: Settings, json_file: Path | None = None) -> bool:
@@ -91,6 +98,8 @@ class Examination:
     def prepare(self) -> bool:
         """Makes the plan of the run and joins the process group; False if `train` would refuse the configuration."""
         try:
+            if self.run.rollout.replay is None:
+                ENGINES[self.run.rollout.engine].check_here(self.run.rollout, self.files.student.spec)
             prompts, self.inputs = read_prompts(self.config, self.files, self.routing)
             self.prompts = prompts.training
             self.plan: RunPlan = make_plan(self.spec, self.files)
@@ -107,23 +116,39 @@ class Examination:
         return True
 
     def check_samples(self) -> None:
-        """The checks of sampled responses."""
-        if self.run.rollout.engine != "megatron" or self.run.rollout.replay is not None:
-            used = "recorded rollouts" if self.run.rollout.replay else f"rollout.engine={self.run.rollout.engine}"
-            text = f"the in-process engine samples here, not {used}: what concerns that alone is not checked"
+        """The checks of sampled responses; the student's engine ends before those of the teachers begin."""
+        if self.run.rollout.replay is not None:
+            label = ENGINES[self.config.rollout.engine].label
+            text = f"the {label} samples here, not recorded rollouts: what concerns that alone is not checked"
             self.report.add(Finding("engine", "skipped", text))
-        student = self.files.student
-        limit = self.spec.models.vocab_limit
-        layout, eos_ids = self.spec.student_layout, student.tokenizer.eos_ids
-        self.engine = MegatronEngine(self.config, student.spec, layout, eos_ids, limit)
-        self.engine.load(student.read, str(student.directory))
         self.requests = self._requests()
-        rollouts = self.engine.generate(self.requests, training_sampling(self.config, 0))
-        limits = self.config.rollout.max_new_tokens, self.run.rollout.max_new_tokens
-        self.report.add(sample_checks.truncation(rollouts, *limits))
-        for number, label in enumerate(self.labels):
-            self.report.add(self._compare_with(number).about(label))
-        self.rollouts = rollouts
+        compared = [self._compared_on(number) for number in range(len(self.labels))]
+        student = self.files.student
+        with self._engine(student, self.spec.models.vocab_limit) as engine:
+            self.rollouts = engine.generate(self.requests, training_sampling(self.config, 0))
+            limits = self.config.rollout.max_new_tokens, self.run.rollout.max_new_tokens
+            self.report.add(sample_checks.truncation(self.rollouts, *limits))
+            self.greedy = model_checks.greedy_responses(engine, self.requests, self.config)
+            by_student = [
+                None if isinstance(on, str) else self._solved(engine, student.tokenizer, on) for on in compared
+            ]
+        for number, (on, solved) in enumerate(zip(compared, by_student, strict=True)):
+            if isinstance(on, str) or solved is None:
+                found = Finding("teacher is better", "skipped", str(on))
+            else:
+                found = self._compare_with(number, on, solved)
+            self.report.add(found.about(self.labels[number]))
+
+    @contextmanager
+    def _engine(self, model: ModelFiles, vocab_limit: int | None = None) -> Iterator[RolloutEngine]:
+        """The run's engine with the weights of a model. What it writes, such as logs of servers, is removed."""
+        with TemporaryDirectory() as scratch, ExitStack() as stack:
+            config, eos_ids = replace(self.config, output=scratch), model.tokenizer.eos_ids
+            engine = make_engine(config, model.spec, model.directory, self.spec.student_layout, eos_ids, vocab_limit)
+            stack.callback(gc.collect)
+            stack.callback(engine.close)
+            engine.load(model.read, str(model.directory))
+            yield engine
 
     def _requests(self) -> list[Request]:
         """The first training prompts in the order of the run, the same number for each teacher."""
@@ -137,35 +162,40 @@ class Examination:
             chosen += [prompts[i] for i in own[:each]]
         return chosen
 
-    def _compare_with(self, number: int) -> Finding:
-        """Student and teacher `number` on validation problems."""
-        check, teacher, student = "teacher is better", self.files.teachers[number], self.files.student
+    def _compared_on(self, number: int) -> Problems | str:
+        """The problems on which the student and teacher `number` are compared, or why they are not."""
+        teacher, student = self.files.teachers[number], self.files.student
         if self.run.teacher.weights != "own" or self.run.teacher.prompt is not None:
-            text = "the teacher knows more than a validation problem tells (teacher.prompt), so it can't be compared"
-            return Finding(check, "skipped", text)
-        # a teacher of the student's ids reads them in the student's template, as in the run
-        reader = teacher if self.reads == "text" else student
+            return "the teacher knows more than a validation problem tells (teacher.prompt), so it can't be compared"
         room = min(student.spec.max_positions, teacher.spec.max_positions)
-        name, problems = self._problems(number, [student.tokenizer, reader.tokenizer], room)
-        if not problems:
+        problems = self._problems(number, [student.tokenizer, self._reader(number).tokenizer], room)
+        if not problems[1]:
             of_teacher = "" if self.labels[number] is None else " of this teacher's data sources"
-            return Finding(check, "skipped", f"data.validation has no problems with answers{of_teacher}; add a set")
+            return f"data.validation has no problems with answers{of_teacher}; add a set"
+        rollout = self.config.rollout
+        kind = ENGINES[rollout.engine]
+        if kind.groups(rollout, self.spec.student_layout.size).place == "elsewhere":
+            return f"the teacher can't be sampled: the servers of {kind.key}.endpoints have the student's architecture"
         try:
-            teacher.spec.check_tensor_parallel(self.config.rollout.tensor, "rollout.tensor")
+            teacher.spec.check_tensor_parallel(rollout.tensor, "rollout.tensor")
+            kind.check_here(rollout, teacher.spec)
         except ValueError as error:
-            return Finding(check, "skipped", f"the teacher can't be sampled: {error}")
-        by_student = self._solved(self.engine, student.tokenizer, name, problems)
-        layout, eos_ids = self.spec.student_layout, teacher.tokenizer.eos_ids
-        engine = MegatronEngine(self.config, teacher.spec, layout, eos_ids)
-        engine.load(teacher.read, str(teacher.directory))
-        by_teacher = self._solved(engine, reader.tokenizer, name, problems)
-        del engine
-        gc.collect()
+            return f"the teacher can't be sampled: {error}"
+        return problems
+
+    def _reader(self, number: int) -> ModelFiles:
+        """Whose template teacher `number` reads problems in: of the student's ids in the student's, as in the run."""
+        return self.files.teachers[number] if self.reads == "text" else self.files.student
+
+    def _compare_with(self, number: int, problems: Problems, by_student: sample_checks.Answers) -> Finding:
+        """Student and teacher `number` on validation problems."""
+        with self._engine(self.files.teachers[number]) as engine:
+            by_teacher = self._solved(engine, self._reader(number).tokenizer, problems)
         limits = int(self.config.evaluation.max_new_tokens or 0), evaluation_limit(self.run)
         return sample_checks.teacher_is_better(by_student, by_teacher, *limits)
 
-    def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> tuple[str, list[Prompt]]:
-        """(Name, problems) of the first validation set with answers; of several teachers, those of its data sources.
+    def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> Problems:
+        """Those of the first validation set with answers; of several teachers, those of its data sources.
 
         They are drawn with the run's seed, because the first ones of a file are often of one kind.
 
@@ -183,11 +213,9 @@ class Examination:
                 return name, [fitting[i] for i in sorted(drawn)]
         return "", []
 
-    def _solved(
-        self, engine: MegatronEngine, tokenizer: Tokenizer, name: str, problems: list[Prompt]
-    ) -> sample_checks.Answers:
+    def _solved(self, engine: RolloutEngine, tokenizer: Tokenizer, of_set: Problems) -> sample_checks.Answers:
         """What one response to each problem of a set shows; grades count on the first rank only."""
-        evaluation = self.config.evaluation
+        evaluation, (name, problems) = self.config.evaluation, of_set
         requests = [Request(tokenizer.encode_prompt(list(p.messages)), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
         limit = int(evaluation.max_new_tokens or 0)
@@ -209,7 +237,7 @@ class Examination:
         config = self.config
         distiller = build_distiller(self.plan)
         limit = self.spec.models.vocab_limit
-        self.report.add(model_checks.positions(self.engine, distiller.student, self.requests, config, limit))
+        self.report.add(model_checks.positions(self.greedy, distiller.student, config, limit))
         taught_by = distiller.taught_by(self.rollouts)
         try:
             rollouts = add_teacher_inputs(self.inputs, taught_by, self.rollouts, self.requests)

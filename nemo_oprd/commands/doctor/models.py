@@ -43,9 +43,13 @@ NOTHING_TO_LEARN = 1e-6
 DIFFERS = 1e-3
 
 
-def positions(
-    engine: RolloutEngine, student: Student, requests: list[Request], config: Config, vocab_limit: int
-) -> Finding:
+def greedy_responses(engine: RolloutEngine, requests: list[Request], config: Config) -> list[Rollout]:
+    """The engine's greedy responses to the first requests, for `positions`."""
+    tokens = min(GREEDY_TOKENS, config.rollout.max_new_tokens)
+    return engine.generate(requests[:GREEDY_RESPONSES], SamplingParams(0.0, 1.0, tokens, (config.seed, 0)))
+
+
+def positions(greedy: list[Rollout], student: Student, config: Config, vocab_limit: int) -> Finding:
     """Whether the trainer scores a token at the state from which the engine sampled it.
 
     With states that are off by one between sampling and scoring, every loss compares, and trains, the wrong tokens.
@@ -53,11 +57,12 @@ def positions(
     its position, up to ties, in 95 % of all tokens, and of the first tokens in 75 %, because a shift of the prompt
     shows there alone. Where it is not, the log-probabilities at the positions before and after say whether a shift
     explains the tokens.
+
+    Args:
+        greedy: `greedy_responses`.
     """
     check = "positions"
-    tokens = min(GREEDY_TOKENS, config.rollout.max_new_tokens)
-    sampled = engine.generate(requests[:GREEDY_RESPONSES], SamplingParams(0.0, 1.0, tokens, (config.seed, 0)))
-    sequences = [Rollout(r.prompt_ids, r.response_ids) for r in sampled if r.response_ids]
+    sequences = [Rollout(r.prompt_ids, r.response_ids) for r in greedy if r.response_ids]
     table = make_rows(sequences, positions="all", k=1, position="predicting", aggregation="token_mean")
 
     def score(shift: int, temperature: float) -> tuple[np.ndarray, TokenTable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.config.schema import Config
 
 
@@ -30,15 +31,15 @@ class Settings:
 
 
 def for_diagnosis(config: Config, settings: Settings) -> Config:
-    """The configuration with a small sample of the in-process engine, and with both models' distributions measured.
+    """The configuration with a small sample of its engine, and with both models' distributions measured.
 
-    Recorded rollouts are not replayed, because what the current student samples is to be checked. A correction needs
-    log-probabilities of another engine, so there is none. Whether the run's evaluations can sample the teacher is
-    checked after the files, whose findings say why not.
+    Recorded rollouts are not replayed, because what the current student samples is to be checked: the default engine
+    samples instead, which needs no installation. A correction needs log-probabilities of another engine, so there is
+    none. Whether the run's evaluations can sample the teacher is checked after the files, whose findings say why not.
     """
     rollout = replace(
         config.rollout,
-        engine="megatron",
+        engine=config.rollout.engine if config.rollout.replay is None else RolloutConfig().engine,
         per_prompt=1,
         max_new_tokens=min(config.rollout.max_new_tokens, settings.max_new_tokens),
         replay=None,

@@ -17,7 +17,7 @@ from nemo_oprd.evaluation.generations import model_identity
 from nemo_oprd.evaluation.tables import details, table
 from nemo_oprd.models.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.rollout.make_engine import check_on_device, make_engine
+from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
@@ -45,7 +45,8 @@ def evaluate(sampling: SamplingSpec) -> None:
     check_directory(Path(config.output), "evaluate")
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
-    check_on_device(config, spec)
+    kind = ENGINES[config.rollout.engine]
+    kind.check_device(config.rollout, spec)
     place = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
     place.check()
     read = model.read
@@ -58,7 +59,7 @@ def evaluate(sampling: SamplingSpec) -> None:
         @cache
         def engine() -> RolloutEngine:
             limit = None
-            if config.rollout.engine == "vllm" and config.rollout.vllm.endpoints:
+            if kind.groups(config.rollout, sampling.ranks.size).place == "elsewhere":
                 limit = sampling.vocab_limit  # as the endpoint of a training run masks them
             made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, limit)
             stack.callback(made.close)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
+from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, RolloutEngine
-from nemo_oprd.rollout.make_engine import check_on_device, make_engine
+from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.rollout.training_rollouts import training_requests, training_sampling
 from nemo_oprd.runtime.files import read_json, write_atomically
@@ -61,7 +62,7 @@ class SampledRollouts:
     def __init__(self, spec: RunSpec, files: RunFiles) -> None:
         self.config = config = spec.config
         self.student, self.vocab_limit = files.student, spec.models.vocab_limit
-        check_on_device(config, files.student.spec)
+        ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
         prompts, (self.teacher_inputs,) = read_prompts(config, files, spec.models.routing)
         self.prompts = prompts.training
         for line in prompts.report.lines:
@@ -111,17 +112,16 @@ class SampledRollouts:
             "per_prompt": settings.per_prompt,
             "sampling": [settings.temperature, settings.top_p, settings.max_new_tokens],
         }
-        if settings.engine != "megatron":  # absent from directories of earlier versions
-            about["engine"] = settings.engine
-        problem: list[str | None] = [None]
+        about |= ENGINES[settings.engine].sampled_with
+        problem = None
         if dist.get_rank() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            problem[0] = self._other_settings(file, about)
-            if problem[0] is None:
+            problem = self._other_settings(file, about)
+            if problem is None:
                 write_atomically(file, json.dumps(about) + "\n")
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise ValueError(problem[0])
+        problem = first_ranks(problem)
+        if problem is not None:
+            raise ValueError(problem)
 
     @staticmethod
     def _other_settings(file: Path, about: dict[str, Any]) -> str | None:
@@ -159,10 +159,9 @@ def _batch_size(config: Config) -> int:
 
 def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
     """The rollouts of these requests that an earlier start kept in `file`, or None; the same on every rank."""
-    answer: list[list[Rollout] | None] = [None]
+    kept = None
     if dist.get_rank() == 0 and file.is_file():
         rollouts = read_rollouts(file, vocab_size)
         if [r.prompt_ids for r in rollouts] == [request.prompt_ids for request in requests]:
-            answer[0] = rollouts
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+            kept = rollouts
+    return first_ranks(kept)

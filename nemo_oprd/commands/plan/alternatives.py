@@ -20,6 +20,7 @@ from nemo_oprd.config.checks import check
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup.checks import check_layouts
 from nemo_oprd.setup.resolve import RunSpec
 
@@ -222,7 +223,7 @@ class Search:
         offload = [True] if teacher.offload else [False, True] if own_weights else [False]
         waves = [teacher.resident_microbatches] + (["auto"] if teacher.resident_microbatches is None else [])
         engine: list[tuple[int, int]] = [(rollout.tensor, rollout.expert)]
-        if rollout.engine != "vllm" and rollout.replay is None:
+        if ENGINES[rollout.engine].in_process and rollout.replay is None:
             has_experts = self.works.longest.student.experts is not None
             engine += [(size, part) for size in SIZES for part in sorted({1, size if has_experts else 1})]
         return [

@@ -17,7 +17,7 @@ from nemo_oprd.commands.plan.memory import (
     update_memory,
 )
 from nemo_oprd.commands.plan.operations import StepBytes, StepFlops, step_bytes, step_flops
-from nemo_oprd.commands.plan.rollout_cost import Demand, Sampling, in_process, rollout_copy, with_servers
+from nemo_oprd.commands.plan.rollout_cost import Demand, Sampling, rollout_copy, sample
 from nemo_oprd.commands.plan.seconds import bubble, training_seconds
 from nemo_oprd.commands.plan.workload import Workload, make_workload
 from nemo_oprd.config.memory_bounds import TARGET_SHARE
@@ -135,10 +135,11 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     ]
     usable = gpu.memory - ASSUMED.reserve
     left = usable - max(sum(kind.memory.always.values()) for kind in kinds if kind.student is not None)
-    engine = Engine(work, student.size, gpu, left)
-    rollout = engine.sample(_rollouts(work, mean)) if config.rollout.replay is None else None
+    rollout = None
+    if config.rollout.replay is None:
+        rollout = sample(work, _rollouts(work, mean), student.size, gpu, left)
     evaluation, known = _evaluation(work, mean, lengths.problems, student.size)
-    tested = None if evaluation is None else engine.sample(evaluation)
+    tested = None if evaluation is None else sample(work, evaluation, student.size, gpu, left)
     kinds = sorted((_with_sampling(kind, rollout, tested) for kind in kinds), key=lambda kind: -kind.memory.peak)
     seconds = training_seconds(mean, gpu, student, teacher, gpus_per_node=cluster.gpus_per_node)
     if rollout is not None:
@@ -223,8 +224,9 @@ def _without_sampling(
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)
-        if config.rollout.engine == "megatron" and config.rollout.replay is None:
-            always["rollout copy"] = rollout_copy(work)
+        copy = rollout_copy(work)
+        if copy:
+            always["rollout copy"] = copy
         targets = target_bytes(work, student, learns)
     phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
     if learns is not None:
@@ -240,22 +242,6 @@ def _with_sampling(kind: RankKind, rollout: Sampling | None, evaluation: Samplin
     found = {"rollout": rollout, "evaluation": evaluation}
     phases = {name: each.parts for name, each in found.items() if each is not None}
     return RankKind(kind.student, kind.teacher, kind.rank, Memory(kind.memory.always, {**phases, **kind.memory.phases}))
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The rollout engine of a run, on `ranks` ranks with `left` bytes each."""
-
-    work: Workload
-    ranks: int
-    gpu: Gpu
-    left: float
-
-    def sample(self, demand: Demand) -> Sampling:
-        """How the engine meets `demand`."""
-        if self.work.config.rollout.engine == "vllm":
-            return with_servers(self.work, demand, self.ranks, self.gpu)
-        return in_process(self.work, demand, self.ranks, self.gpu, self.left)
 
 
 def _rollouts(work: Workload, mean: Workload) -> Demand:

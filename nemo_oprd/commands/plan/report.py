@@ -10,6 +10,7 @@ from nemo_oprd.commands.plan.estimate import Estimate
 from nemo_oprd.commands.plan.gpus import ASSUMED
 from nemo_oprd.commands.plan.parameters import model_parameters
 from nemo_oprd.commands.plan.rollout_cost import Sampling
+from nemo_oprd.rollout.engine_kinds import ENGINES
 
 
 def lines(found: Estimate, near: list[Alternative], name: str) -> Iterator[str]:
@@ -58,10 +59,9 @@ def _roles(found: Estimate) -> Iterator[str]:
             f"{_ranks(teacher.ranks)}{offload}"
         )
     if found.rollout is not None:
-        engine = "in-process engine" if config.rollout.engine == "megatron" else "vLLM"
+        groups = found.rollout.groups
         yield (
-            f"sampling   {engine}, {found.rollout.groups} group(s) of "
-            f"{config.rollout.tensor if config.rollout.engine == 'megatron' else config.rollout.vllm.tensor} GPU(s), "
+            f"sampling   {ENGINES[config.rollout.engine].label}, {groups.count} group(s) of {groups.gpus} GPU(s), "
             f"{found.rollout.at_a_time} response(s) at a time"
         )
     batches = work.on(student)
@@ -122,7 +122,7 @@ def _step(found: Estimate) -> Iterator[str]:
     yield (
         f"assumed, not measured: {ASSUMED.compute:.0%} of {found.gpu.flops / 1e12:.0f} TFLOP/s, "
         f"{ASSUMED.bandwidth:.0%} of {found.gpu.bandwidth / 1e12:.2f} TB/s"
-        + (launch if found.work.config.rollout.engine == "megatron" else "")
+        + (launch if ENGINES[found.work.config.rollout.engine].in_process else "")
     )
 
 

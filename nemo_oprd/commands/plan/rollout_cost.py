@@ -1,4 +1,4 @@
-"""Memory and seconds of sampling: the in-process engine, and vLLM servers."""
+"""Memory and seconds of sampling: in the trainer's processes, and with servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_oprd.commands.plan.seconds import sampling_seconds, waves
 from nemo_oprd.commands.plan.workload import Workload
 from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
 from nemo_oprd.layout import Layout
-from nemo_oprd.rollout.vllm.placement import dedicated_ranks
+from nemo_oprd.rollout.engine_kinds import ENGINES, EngineKind, Groups
 
 # Bytes per id and response while a token is drawn: logits in float32, and probabilities in float64 and their sums.
 DRAW_BYTES = 4 + 3 * 8
@@ -39,29 +39,37 @@ class Sampling:
 
     Attributes:
         at_a_time: responses that one group of GPUs samples at the same time.
-        groups: groups of GPUs, or servers, that sample.
+        groups: the groups of GPUs that sample.
         parts: part -> bytes on one GPU.
         seconds: estimated seconds.
         problem: why it cannot be done; None if it can.
     """
 
     at_a_time: int
-    groups: int
+    groups: Groups
     waves: int
     parts: dict[str, float]
     seconds: float
     problem: str | None = None
 
 
-def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float) -> Sampling:
-    """Sampling with the in-process engine on `ranks` ranks.
+def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float) -> Sampling:
+    """Sampling with the engine of the configuration.
 
     Args:
+        ranks: of the student.
         left: bytes per GPU that other parts leave.
     """
+    kind = ENGINES[work.config.rollout.engine]
+    groups = kind.groups(work.config.rollout, ranks)
+    if kind.in_process:
+        return _in_process(work, demand, groups, gpu, left)
+    return _with_servers(work, demand, kind, groups, gpu)
+
+
+def _in_process(work: Workload, demand: Demand, groups: Groups, gpu: Gpu, left: float) -> Sampling:
     rollout, spec = work.config.rollout, work.student
-    groups = ranks // rollout.tensor
-    each = -(-demand.responses // groups)
+    each = -(-demand.responses // groups.count)
     length = min(work.prompt + demand.longest, spec.max_positions)
     per_token = cache_bytes_per_token(spec, rollout.tensor, work.value_bytes)
     budget = rollout.max_cache_tokens
@@ -88,41 +96,34 @@ def in_process(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float
 
 
 def rollout_copy(work: Workload) -> float:
-    """Bytes of the in-process engine's copy of the student on one rank."""
+    """Bytes of the engine's copy of the student on one of the student's ranks."""
     sizes = work.config.rollout
+    if sizes.replay is not None or not ENGINES[sizes.engine].in_process:
+        return 0.0
     held = stage_parameters(work.student, Layout(tensor=sizes.tensor, expert=sizes.expert), 0).all_held
     return float(held * work.value_bytes)
 
 
-def with_servers(work: Workload, demand: Demand, ranks: int, gpu: Gpu) -> Sampling:
-    """Sampling with vLLM servers: colocated ones on `ranks` ranks, dedicated ones, or endpoints."""
-    rollout, spec = work.config.rollout, work.student
-    vllm = rollout.vllm
-    if vllm.endpoints:
-        groups = len(vllm.endpoints)
-    elif vllm.placement == "dedicated":
-        groups = dedicated_ranks(vllm) // vllm.tensor
-    else:
-        groups = vllm.replicas or max(1, ranks // vllm.tensor)
-    share = vllm.gpu_memory_utilization * gpu.memory
-    weights = model_parameters(spec) * work.value_bytes / vllm.tensor
+def _with_servers(work: Workload, demand: Demand, kind: EngineKind, groups: Groups, gpu: Gpu) -> Sampling:
+    spec = work.student
+    share = groups.memory * gpu.memory
+    weights = model_parameters(spec) * work.value_bytes / groups.gpus
     length = min(work.prompt + demand.longest, spec.max_positions)
-    per_token = cache_bytes_per_token(spec, vllm.tensor, work.value_bytes)
+    per_token = cache_bytes_per_token(spec, groups.gpus, work.value_bytes)
     cached = max(0.0, share - weights - ASSUMED.reserve) / per_token
-    each = -(-demand.responses // groups)
+    each = -(-demand.responses // groups.count)
     # a server admits responses as their caches grow; on average a cache is half as long as at the end
-    batch = max(1, min(each, rollout.max_batch, int(cached / (work.prompt + demand.mean / 2))))
+    batch = max(1, min(each, work.config.rollout.max_batch, int(cached / (work.prompt + demand.mean / 2))))
     problem = None
     if cached < length:
         problem = (
-            f"a server's {share / 1e9:.1f} GB (rollout.vllm.gpu_memory_utilization={vllm.gpu_memory_utilization}) hold "
+            f"a server's {share / 1e9:.1f} GB ({kind.key}.gpu_memory_utilization={groups.memory}) hold "
             f"{weights / 1e9:.1f} GB of weights and {int(cached):,} cached tokens, but one response has {length:,}: "
-            "raise it, or rollout.vllm.tensor"
+            f"raise it, or {kind.key}.tensor"
         )
-    colocated = vllm.placement == "colocated" and not vllm.endpoints
-    parts = {"vLLM server": share} if colocated else {}
+    parts = {f"{kind.label} server": share} if groups.place == "colocated" else {}
     rounds = waves(each, batch)
-    seconds = _seconds(work, gpu, demand, batch, rounds, vllm.tensor, eager=False)
+    seconds = _seconds(work, gpu, demand, batch, rounds, groups.gpus, eager=False)
     return Sampling(batch, groups, rounds, parts, seconds, problem)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from nemo_oprd.layout import Coordinates, Layout
 from nemo_oprd.runtime import watchdog
 
+T = TypeVar("T")
 # How long a collective of any group may wait. Ranks may arrive far apart, for example if one loads a teacher over a
 # slow network. Subgroups get the same limit (torch's default with NCCL is ten minutes). If a rank dies, the watchdog
 # ends the other ranks.
@@ -120,6 +121,20 @@ def init_distributed() -> None:
     watchdog.start()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
+
+
+def everyones(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of the group (None: of the world) gave, in the order of ranks. Every rank of it calls this."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def first_ranks(value: T) -> T:
+    """What the world's first rank gave, on every rank; the values of the others do not count. Every rank calls this."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def wait_for_all() -> None:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.schema import Config
+from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.model import build_chunks
-from nemo_oprd.models.megatron.parallel import device, make_role, wait_for_all
+from nemo_oprd.models.megatron.parallel import device, everyones, make_role, wait_for_all
 from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.in_process.cache_budget import cache_budget
@@ -30,44 +30,43 @@ class MegatronEngine:
 
     def __init__(
         self,
-        config: Config,
+        rollout: RolloutConfig,
         spec: ModelSpec,
         student_layout: Layout,
         eos_ids: tuple[int, ...],
         vocab_limit: int | None = None,
+        *,
+        precision: str,
+        router_dtype: str | None = None,
     ) -> None:
         """The weights are uninitialised until the first `update_weights` or `load`.
 
         Args:
-            spec: the architecture of the model to sample from.
-            student_layout: the layout whose ranks the engine uses.
-            eos_ids: ids that end a response.
-            vocab_limit: only ids below this one are sampled; None: all ids of the model's vocabulary. A teacher of the
-                same family may have fewer padding ids than the student and cannot read the additional ones.
+            spec, student_layout, eos_ids, vocab_limit: see `make_engine`.
+            precision: `fp32` or `bf16`, of weights and computation.
+            router_dtype: `student.router_dtype`.
 
         Raises:
             ValueError: `rollout.tensor` does not fit the ranks or the model.
         """
-        tensor, ranks = config.rollout.tensor, student_layout.size
+        tensor, ranks = rollout.tensor, student_layout.size
         if ranks % tensor:
             raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
         layout = Layout(
             tensor=tensor,
             data=ranks // tensor,
             first_rank=student_layout.first_rank,
-            expert=config.rollout.expert if spec.experts else 1,
+            expert=rollout.expert if spec.experts else 1,
         )
-        self.spec, self.eos_ids, self.max_batch = spec, eos_ids, config.rollout.max_batch
+        self.spec, self.eos_ids, self.max_batch = spec, eos_ids, rollout.max_batch
         self.vocab_limit = vocab_limit or spec.vocab_size
-        self._cache_setting, self._said_budget = config.rollout.max_cache_tokens, False
+        self._cache_setting, self._said_budget = rollout.max_cache_tokens, False
         self.metrics: dict[str, float] = {}
         self.role = make_role("rollout", layout)
-        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.model = None
         if self.role.is_member:
-            self.model = build_chunks(
-                spec, self.role, self._dtype, local_layers=True, moe_router_dtype=config.student.router_dtype
-            )[0]
+            (self.model,) = build_chunks(spec, self.role, self._dtype, local_layers=True, moe_router_dtype=router_dtype)
             self.model.eval().requires_grad_(False)
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
@@ -102,16 +101,15 @@ class MegatronEngine:
         # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
         wait_for_all()
         cancelled = should_cancel is not None and agree(device(), not completed)[0]
-        parts: list[dict[int, Generated]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, own_part)
-        sampled = {i: _rollout(requests[i], generated) for part in parts for i, generated in part.items()}
+        sampled = {i: _rollout(requests[i], made) for part in everyones(own_part) for i, made in part.items()}
         rollouts = {**done, **sampled}
         if cancelled:
             raise GenerationCancelled(rollouts)
         return [rollouts[i] for i in range(len(requests))]
 
     def close(self) -> None:
-        """Does nothing: the model goes with this process."""
+        """See `RolloutEngine`: lets the model go."""
+        self.model = None
 
     def _generate_own_part(
         self,
@@ -131,13 +129,13 @@ class MegatronEngine:
         assert self.model is not None
         # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[coords.data :: data]
-        results: dict[int, Generated] = {}
+        own: dict[int, Generated] = {}
         is_cancelled = None if should_cancel is None else lambda: self._agree_over_tensor_ranks(should_cancel())
         for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
             if done.issuperset(batch):
                 continue
             if is_cancelled is not None and is_cancelled():
-                return self._own(results), False
+                return own, False
             prompts = [requests[i].prompt_ids for i in batch]
             # the limit of a response does not depend on the other responses of its batch
             limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
@@ -156,11 +154,12 @@ class MegatronEngine:
                 record_routes=sampling.record_routes,
             )
             if generated is None:
-                return self._own(results), False
-            results.update(zip(batch, generated, strict=True))
-            if keep is not None and coords.tensor == 0:
-                keep({i: _rollout(requests[i], results[i]) for i in batch})
-        return self._own(results), True
+                return own, False
+            if coords.tensor == 0:
+                own.update(zip(batch, generated, strict=True))
+                if keep is not None:
+                    keep({i: _rollout(requests[i], own[i]) for i in batch})
+        return own, True
 
     def _cache_budget(self) -> int:
         """The most cached tokens of a batch. Every rank of the role calls this; says once what `auto` chose."""
@@ -172,9 +171,6 @@ class MegatronEngine:
             logger.info(f"rollout.max_cache_tokens=auto: {budget} tokens", extra=ANY_RANK)
         self._said_budget = True
         return budget
-
-    def _own(self, results: dict[int, Generated]) -> dict[int, Generated]:
-        return results if self.role.member_coords.tensor == 0 else {}
 
     def _agree_over_tensor_ranks(self, flag: bool) -> bool:
         """Whether the flag is set on any tensor rank; tensor ranks sample together, so they must stop together."""
@@ -195,13 +191,5 @@ class MegatronEngine:
         return batches
 
 
-def _rollout(request: Request, generated: Generated) -> Rollout:
-    return Rollout(
-        prompt_ids=request.prompt_ids,
-        response_ids=generated.ids,
-        prompt=request.prompt,
-        data_source=request.data_source,
-        answer=request.answer,
-        finish_reason="stop" if generated.finished else "length",
-        expert_routes=generated.routes,
-    )
+def _rollout(request: Request, made: Generated) -> Rollout:
+    return request.answered(made.ids, finished=made.finished, expert_routes=made.routes)

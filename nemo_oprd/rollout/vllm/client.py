@@ -19,6 +19,8 @@ T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
+# for calls that only start, pause or ask something
+CALL_TIMEOUT_S = 120.0
 
 
 class ConnectionBroken(ServerDied):
@@ -84,7 +86,9 @@ class Client:
             f"{server.name} refuses {path} with status {answer.status_code}: {_short(answer.text)}{server.last_words()}"
         )
 
-    async def post_watched(self, server: Server, path: str, body: Any = None, *, timeout: float) -> Any:
+    async def post_watched(
+        self, server: Server, path: str, body: Any = None, *, timeout: float = CALL_TIMEOUT_S
+    ) -> Any:
         """Like `post`, for calls that may take long; ends at once when the server turns out to be dead.
 
         An API server whose engine dies during a call may never answer it: it waits with its own end until all

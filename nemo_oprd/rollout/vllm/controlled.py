@@ -7,17 +7,14 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied
 from nemo_oprd.rollout.vllm.transport import SharedFolder
-
-SLEEP_TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -56,7 +53,7 @@ class Controlled:
         for number in self.sleepers:
             assert self.client is not None
             with suppress(ServerDied):
-                self.client.run(self.client.post_watched(self.servers[number], path, timeout=SLEEP_TIMEOUT_S))
+                self.client.run(self.client.post_watched(self.servers[number], path))
 
     def close(self) -> None:
         """Ends the servers of this run and removes what they left in shared memory."""
@@ -75,8 +72,7 @@ def machines_and_devices(cuda: bool) -> tuple[list[str], list[str | None]]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         index = torch.cuda.current_device()
         own = visible.split(",")[index] if visible else str(index)
-    everyone: list[Any] = [None] * dist.get_world_size()
     # nodes of a test cluster share one host name
     machine = f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
-    dist.all_gather_object(everyone, (machine, own))
+    everyone = everyones((machine, own))
     return [name for name, _ in everyone], [gpu for _, gpu in everyone]

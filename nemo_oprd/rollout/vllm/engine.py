@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.schema import Config
+from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.megatron.parallel import device, init_distributed
+from nemo_oprd.models.megatron.parallel import device, everyones, init_distributed
 from nemo_oprd.models.megatron.param_names import mappings_by_name
 from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
-from nemo_oprd.rollout.vllm.launch import check_description, check_head_size, check_model, find_python, server_arguments
+from nemo_oprd.rollout.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
-from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused, check_url
+from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task, joined
+from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
 from nemo_oprd.runtime.signals import agree
@@ -45,35 +45,33 @@ class VllmEngine:
 
     def __init__(
         self,
-        config: Config,
+        rollout: RolloutConfig,
         spec: ModelSpec,
         directory: Path,
         ranks: Layout,
         eos_ids: tuple[int, ...],
         vocab_limit: int | None = None,
+        *,
+        precision: str,
+        seed: int,
+        logs: Path,
     ) -> None:
         """Starts the servers and returns without waiting for them. Every rank of the world calls this.
 
         Args:
-            spec: the architecture of the model to sample from.
-            directory: where the model's config.json is.
-            ranks: the layout of the student, whose ranks have the weight stream.
-            eos_ids: ids that end a response.
-            vocab_limit: only ids below this one are sampled; None: all ids of the model's vocabulary.
+            spec, directory, ranks, eos_ids, vocab_limit: see `make_engine`. The ranks have the weight stream.
+            precision: `fp32` or `bf16`, of weights and computation.
+            seed: of the servers; responses have seeds of their own.
+            logs: the directory of the servers' logs.
 
         Raises:
-            ValueError: the model, the environment of vLLM, the endpoints or the placement are wrong.
+            ValueError: the placement of the servers is wrong, or a server refuses.
         """
         init_distributed()
-        self._config, self._spec, self._eos_ids = config, spec, eos_ids
+        self._rollout, self._spec, self._eos_ids = rollout, spec, eos_ids
         self._known_ids = vocab_limit or spec.vocab_size
-        self._settings = config.rollout.vllm
-        check_model(config, spec)
-        for url in self._settings.endpoints:
-            check_url(url)
+        self._settings, self._precision = rollout.vllm, precision
         cuda = device().type == "cuda"
-        if not cuda and not self._settings.endpoints:
-            check_head_size(spec)
         students = range(ranks.first_rank, ranks.first_rank + ranks.size)
         self._has_stream = dist.get_rank() in students
         self._places = place_servers(self._settings, *machines_and_devices(cuda), students)
@@ -81,7 +79,10 @@ class VllmEngine:
         self._mine = Controlled()
         try:
             own = [place for place in self._places if place.controller == dist.get_rank()]
-            self._mine.start(own, lambda place: self._make_server(place, directory, cuda))
+            flags = server_arguments(
+                rollout, spec, directory, self._known_ids, precision=precision, seed=seed, cuda=cuda
+            )
+            self._mine.start(own, lambda place: self._make_server(place, flags, logs))
             self._push = self._weight_push(students)
             self._push.settle()
         except BaseException:
@@ -99,27 +100,26 @@ class VllmEngine:
         calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, self._settings.start_timeout)
         return WeightPush(self._places, self._mine, calls, names, device(), students)
 
-    def _make_server(self, place: Place, directory: Path, cuda: bool) -> Server:
+    def _make_server(self, place: Place, flags: list[str], logs: Path) -> Server:
         """A server of this rank, not yet started."""
-        settings, in_flight = self._settings, self._config.rollout.max_batch
+        common = place.number, self._rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
-            url = place.url.rstrip("/")
-            return Endpoint(place.number, in_flight, 1, None, url, settings.max_restarts)
+            return Endpoint(*common, generation=1, base_url=place.url.rstrip("/"))
         assert self._mine.folder is not None
         return LocalServer(
-            place.number,
-            in_flight,
-            python=find_python(self._config),
-            flags=server_arguments(self._config, self._spec, directory, self._known_ids, cuda=cuda),
+            *common,
+            python=find_python(self._settings),
+            flags=flags,
             devices=place.devices,
-            log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
+            log=logs / f"server_{place.number}.log",
             directory=self._mine.folder.path,
-            max_restarts=settings.max_restarts,
         )
 
     def _describe(self, found: dict[str, Any], server: str) -> None:
         try:
-            check_description(self._config, self._spec, self._known_ids, found, server)
+            check_description(
+                found, server, self._spec, self._known_ids, precision=self._precision, workers=self._settings.tensor
+            )
         except ValueError as error:
             raise ServerRefused(str(error)) from None
 
@@ -140,7 +140,7 @@ class VllmEngine:
         def weights() -> Iterable[tuple[str, torch.Tensor]]:
             if not self._has_stream:
                 return
-            dtype = torch.float32 if self._config.precision == "fp32" else torch.bfloat16
+            dtype = torch.float32 if self._precision == "fp32" else torch.bfloat16
             for mapping in mappings_by_name(self._spec).values():
                 for name in mapping.hf:
                     yield name, read(name).to(device(), dtype)
@@ -174,22 +174,20 @@ class VllmEngine:
             missing = [i for i in range(len(requests)) if i not in kept and i not in results]
             if not missing:
                 break
-            parts, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel, keep)
-            results |= {i: sampled for part in parts for i, sampled in part.sampled.items()}
-            busy |= {number: seconds for part in parts for number, seconds in part.busy_s.items()}
-            died = {number: why for part in parts for number, why in part.died.items()}
-            errors = [part.error for part in parts if part.error is not None]
-            if errors:
-                raise ServerRefused(errors[0])
+            found, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel, keep)
+            results |= found.sampled
+            busy |= found.busy_s
+            if found.error is not None:
+                raise ServerRefused(found.error)
+            if found.died and not cancelled and should_cancel is not None:  # a server takes long to restart
+                (cancelled,) = agree(device(), should_cancel())
             if cancelled:
                 raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
-            assert died or any(part.sampled for part in parts), "no server had the weights"
-            if died:
-                if should_cancel is not None and agree(device(), should_cancel())[0]:  # a server takes long to restart
-                    raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
+            assert found.died or found.sampled, "no server had the weights"
+            if found.died:
                 if self._settings.repeat == "step":
                     results = {}
-                self._push.revive(died)
+                self._push.revive(found.died)
                 self._version = self._push.push(self._stream, self._step)
         rollouts = {**kept, **self._rollouts(requests, results)}
         self._finish(requests, results, busy)
@@ -197,8 +195,8 @@ class VllmEngine:
 
     def _round(
         self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None, keep: Keep | None
-    ) -> tuple[list[Round], bool]:
-        """One round of all controllers: (what each of them brings home, whether it was cancelled)."""
+    ) -> tuple[Round, bool]:
+        """One round of all controllers: (what they bring home together, whether it was cancelled)."""
         claim = self._queue.open(order)
         mine, work = Round(), None
         client = self._mine.client
@@ -207,10 +205,9 @@ class VllmEngine:
             sampling = Sampling(client, task, self._version, claim, slots, mine, _keeper(task, keep, self._step))
             work = client.start(sampling.run([*self._mine.servers.values()]))
         cancelled = self._wait(work, mine, should_cancel)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (mine.portable(), cancelled))
+        parts = everyones((mine.portable(), cancelled))
         self._queue.close()
-        return [part for part, _ in parts], any(cancelled for _, cancelled in parts)
+        return joined([part for part, _ in parts]), any(cancelled for _, cancelled in parts)
 
     def _wait(self, work: Future | None, mine: Round, should_cancel: Callable[[], bool] | None) -> bool:
         """Waits until all controllers have finished; whether this rank was told to cancel before its part was done.
@@ -270,16 +267,7 @@ class VllmEngine:
 
 
 def _rollout(request: Request, sampled: Sampled, step: int) -> Rollout:
-    return Rollout(
-        prompt_ids=request.prompt_ids,
-        response_ids=sampled.ids,
-        prompt=request.prompt,
-        data_source=request.data_source,
-        answer=request.answer,
-        finish_reason="stop" if sampled.finished else "length",
-        logprobs=sampled.logprobs,
-        weight_version=step,
-    )
+    return request.answered(sampled.ids, finished=sampled.finished, logprobs=sampled.logprobs, weight_version=step)
 
 
 def _keeper(task: Task, keep: Keep | None, step: int) -> Callable[[int, Sampled], None] | None:

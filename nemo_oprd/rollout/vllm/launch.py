@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.config.schema import Config
+from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.rope import Rope, parse_rope
 
@@ -16,16 +16,18 @@ DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # prompt tokens that a server on CPU computes at a time, as vLLM's own default
 CPU_BATCHED_TOKENS = 4096
+# of `precision`, as vLLM names them
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SETUP = "run `bash scripts/setup_vllm.sh`, or set rollout.vllm.python"
 
 
-def find_python(config: Config) -> Path:
+def find_python(settings: VllmConfig) -> Path:
     """The interpreter of vLLM's environment.
 
     Raises:
         ValueError: there is none.
     """
-    given = config.rollout.vllm.python
+    given = settings.python
     python = DEFAULT_PYTHON if given is None else Path(given)
     if not python.is_file():
         found = "is a directory" if python.is_dir() else "does not exist"
@@ -36,9 +38,8 @@ def find_python(config: Config) -> Path:
     return python
 
 
-def check_model(config: Config, spec: ModelSpec) -> None:
-    """Raises ValueError if servers of `rollout.vllm.tensor` workers can't run the model."""
-    tensor = config.rollout.vllm.tensor
+def check_model(tensor: int, spec: ModelSpec) -> None:
+    """Raises ValueError if servers of `tensor` workers (`rollout.vllm.tensor`) can't run the model."""
     spec.check_tensor_parallel(tensor, "rollout.vllm.tensor")
     if spec.experts is not None and spec.experts.ffn_size % tensor:
         raise ValueError(
@@ -68,23 +69,31 @@ def check_head_size(spec: ModelSpec) -> None:
         )
 
 
-def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:
+def server_arguments(
+    rollout: RolloutConfig,
+    spec: ModelSpec,
+    directory: Path,
+    known_ids: int,
+    *,
+    precision: str,
+    seed: int,
+    cuda: bool,
+) -> list[str]:
     """The arguments of a server, without host and port.
 
     Args:
         directory: where the model's config.json is; weights are not read from it.
         known_ids: only ids below this one are sampled.
     """
-    rollout = config.rollout
     arguments = [
         *("--model", str(directory), "--served-model-name", "student"),
         # no weights of a file: whatever is sampled before the first update is noise, and cannot pass for the student
         *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
         # nor sampling parameters of a generation_config.json
         *("--generation-config", "vllm"),
-        *("--dtype", "float32" if config.precision == "fp32" else "bfloat16"),
+        *("--dtype", _DTYPES[precision]),
         *("--max-model-len", str(spec.max_positions), "--max-num-seqs", str(rollout.max_batch)),
-        *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
+        *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(seed)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
         *("--logits-processors", "nemo_oprd_worker:KnownIds"),
@@ -105,7 +114,9 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
     return [*arguments, *map(str, rollout.vllm.flags)]
 
 
-def check_description(config: Config, spec: ModelSpec, known_ids: int, found: dict[str, Any], server: str) -> None:
+def check_description(
+    found: dict[str, Any], server: str, spec: ModelSpec, known_ids: int, *, precision: str, workers: int
+) -> None:
     """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run.
 
     Args:
@@ -123,9 +134,9 @@ def check_description(config: Config, spec: ModelSpec, known_ids: int, found: di
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
         "known_ids": known_ids,
-        "dtype": "float32" if config.precision == "fp32" else "bfloat16",
+        "dtype": _DTYPES[precision],
         "logprobs_mode": "processed_logprobs",
-        "workers": config.rollout.vllm.tensor,
+        "workers": workers,
     }
     found = {**found, "rope": _served_rope(spec, found.get("rope_parameters"))}
     differing = [

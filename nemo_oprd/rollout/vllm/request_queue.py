@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request
 
 
@@ -27,9 +28,8 @@ class RequestQueue:
     def __init__(self, is_controller: bool, controllers: int) -> None:
         self._is_controller, self._controllers = is_controller, controllers
         self._round = 0
-        name = [time.time_ns()]  # an earlier engine of this job may have left keys of a round that an error ended
-        dist.broadcast_object_list(name, src=0)
-        self._prefix = f"nemo_oprd/vllm/{name[0]}"
+        # an earlier engine of this job may have left keys of a round that an error ended
+        self._prefix = f"nemo_oprd/vllm/{first_ranks(time.time_ns())}"
         # connections of their own: while one waits, other users of it get no answer
         self._claims: Any = _get_default_store().clone()  # type: ignore[attr-defined]
         self._waits: Any = _get_default_store().clone()  # type: ignore[attr-defined]

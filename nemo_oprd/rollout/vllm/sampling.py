@@ -52,6 +52,16 @@ class Round:
         return Round(self.sampled, self.died, self.error, self.busy_s, None)  # type: ignore[arg-type]
 
 
+def joined(parts: list[Round]) -> Round:
+    """What several controllers bring home together."""
+    return Round(
+        {i: sampled for part in parts for i, sampled in part.sampled.items()},
+        {number: why for part in parts for number, why in part.died.items()},
+        next((part.error for part in parts if part.error is not None), None),
+        {number: seconds for part in parts for number, seconds in part.busy_s.items()},
+    )
+
+
 @dataclass(frozen=True)
 class Task:
     """What a round samples with: the requests of the call, and the limits that all responses share."""

@@ -57,10 +57,12 @@ class Server:
         generation: how often it was started; whoever connected to an earlier process has to connect again.
         pushed: the version of the weights that it has; None before the first ones.
         in_flight: requests that it may work on at the same time.
+        max_restarts: how often it may die.
     """
 
     number: int
     in_flight: int
+    max_restarts: int = 0
     generation: int = 0
     pushed: str | None = None
     base_url: str = ""
@@ -77,6 +79,14 @@ class Server:
         """Starts it again, or counts on somebody else to do so. Raises ServerRefused if it died too often."""
         raise NotImplementedError
 
+    def check_deaths(self, why: str, where: str = "") -> None:
+        """Raises ServerRefused if it died too often, the last time because of `why`; `where`: to read more."""
+        if self.generation > self.max_restarts:
+            raise ServerRefused(
+                f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
+                f"expected at most {self.max_restarts} deaths (rollout.vllm.max_restarts){where}"
+            )
+
     def close(self) -> None:
         """Ends it if it belongs to this run."""
 
@@ -89,19 +99,9 @@ class Server:
 class Endpoint(Server):
     """A server that somebody else runs; it is never restarted, but waited for."""
 
-    max_restarts: int = 0
-
     def restart(self, why: str) -> None:
-        """Counts a death; whoever uses the server next waits until it is there again.
-
-        Raises:
-            ServerRefused: it died too often.
-        """
-        if self.generation > self.max_restarts:
-            raise ServerRefused(
-                f"{self.name} died {self.generation} times, the last time because: {why}; expected at most "
-                f"{self.max_restarts} deaths (rollout.vllm.max_restarts)"
-            )
+        """Counts a death; whoever uses the server next waits until it is there again."""
+        self.check_deaths(why)
         logger.warning(f"{self.name} is waited for: {why}", extra=ON_STDOUT)
         self.generation += 1
 
@@ -116,7 +116,6 @@ class LocalServer(Server):
         devices: CUDA devices that it sees; None: without CUDA.
         log: what it prints is appended to this file.
         directory: a directory of this process that the guard removes when this process ends.
-        max_restarts: how often it may be restarted; the attempts wait longer and longer.
     """
 
     python: Path = Path()
@@ -124,7 +123,6 @@ class LocalServer(Server):
     devices: tuple[str, ...] | None = None
     log: Path = Path()
     directory: Path = Path()
-    max_restarts: int = 0
     _process: subprocess.Popen | None = None
     _shared_memory: set[str] = field(default_factory=set)
     _noted_at: float = -NOTE_EVERY_S
@@ -171,16 +169,8 @@ class LocalServer(Server):
             self._shared_memory |= guard.mapped_shared_memory(guard.group_members(self._process.pid))
 
     def restart(self, why: str) -> None:
-        """Ends what is left of it and starts it again, after a pause that doubles with every restart.
-
-        Raises:
-            ServerRefused: it was restarted too often.
-        """
-        if self.generation > self.max_restarts:
-            raise ServerRefused(
-                f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
-                f"expected at most {self.max_restarts} deaths (rollout.vllm.max_restarts): its log is {self.log}"
-            )
+        """Ends what is left of it and starts it again, after a pause that doubles with every restart."""
+        self.check_deaths(why, f": its log is {self.log}")
         logger.warning(f"{self.name} is restarted ({self.generation} of {self.max_restarts}): {why}", extra=ON_STDOUT)
         self.close()
         time.sleep(min(0.5 * 2 ** (self.generation - 1), 30.0))

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.rollout.vllm.placement import Place
+from nemo_oprd.rollout.vllm.sampling import GENERATE
 from nemo_oprd.rollout.vllm.server import Server, ServerRefused
 
-# for calls that only start, pause or ask something
-CALL_TIMEOUT_S = 120.0
 # a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
 LOAD_TIMEOUT_S = 900.0
 READY_EVERY_S = 0.25
@@ -64,20 +63,18 @@ class UpdateCalls:
 
     async def prepare(self, server: Server) -> None:
         """Waits until the server is there, pauses it, and begins an update."""
-        client = self._client
         if self._ready.get(server.number) != server.generation:
             await self._wait_until_ready(server)
-            self._ready[server.number] = server.generation
         if server.number in self._begun:
             return
         if self._places[server.number].sleeps:
-            await client.post_watched(server, "/wake_up?tags=weights", timeout=CALL_TIMEOUT_S)
+            await self._client.post_watched(server, "/wake_up?tags=weights")
         # "wait" also resets the prefix cache, which holds keys of the old weights
-        await client.post_watched(server, "/pause?mode=wait", timeout=CALL_TIMEOUT_S)
+        await self._client.post_watched(server, "/pause?mode=wait")
         if self._places[server.number].transport != "group" and server.number not in self._joined:
-            await client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}}, timeout=CALL_TIMEOUT_S)
+            await self._client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}})
             self._joined.add(server.number)
-        await client.post_watched(server, "/start_weight_update", timeout=CALL_TIMEOUT_S)
+        await self._client.post_watched(server, "/start_weight_update")
         self._begun.add(server.number)
 
     async def _wait_until_ready(self, server: Server) -> None:
@@ -92,27 +89,30 @@ class UpdateCalls:
                 )
             await asyncio.sleep(READY_EVERY_S)
         server.check_alive()  # somebody else's server may have taken the port
-        answer = await client.post_watched(
-            server, "/collective_rpc", {"method": "nemo_oprd_describe"}, timeout=CALL_TIMEOUT_S
-        )
-        for found in answer["results"]:
+        for found in await self._ask_workers(server, "nemo_oprd_describe"):
             self._describe(found, server.name)
         # an endpoint may have been left in the middle of an update, and paused
-        await client.post_watched(server, "/collective_rpc", {"method": "nemo_oprd_give_up"}, timeout=CALL_TIMEOUT_S)
-        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)
+        await self._ask_workers(server, "nemo_oprd_give_up")
+        await client.post_watched(server, "/resume")
         # a server whose kernels don't fit the model is healthy until its first request
-        await client.post_watched(server, "/inference/v1/generate", PROBE, timeout=self._start_timeout)
+        await client.post_watched(server, GENERATE, PROBE, timeout=self._start_timeout)
+        self._ready[server.number] = server.generation
+
+    async def _ask_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
+        """What each worker of the server answers to a method of `nemo_oprd_worker.WorkerExtension`."""
+        answer = await self._client.post_watched(server, "/collective_rpc", {"method": method}, timeout=timeout)
+        return answer["results"]
 
     async def settle(self, server: Server) -> None:
         """Waits until the server is there, and lets it give the memory of its GPUs back."""
         await self._wait_until_ready(server)
-        self._ready[server.number] = server.generation
-        await self._client.post_watched(server, "/sleep?level=1", timeout=CALL_TIMEOUT_S)
+        await self._client.post_watched(server, "/sleep?level=1")
 
     async def join(self, server: Server, init_info: dict[str, Any]) -> None:
         """Lets the workers join the process group of the weights; returns once all members have joined."""
-        info = {"init_info": init_info}
-        await self._client.post_watched(server, "/init_weight_transfer_engine", info, timeout=LOAD_TIMEOUT_S)
+        await self._client.post_watched(
+            server, "/init_weight_transfer_engine", {"init_info": init_info}, timeout=LOAD_TIMEOUT_S
+        )
 
     async def update(self, server: Server, info: dict[str, Any]) -> None:
         """Lets the workers receive one bucket, or all buckets of the group; see `nemo_oprd_worker.UpdateInfo`."""
@@ -120,19 +120,18 @@ class UpdateCalls:
 
     async def finish(self, server: Server, digest: str, version: str) -> None:
         """Compares what all workers received, and lets the server sample from it."""
-        client = self._client
-        answer = await client.post_watched(
-            server, "/collective_rpc", {"method": "nemo_oprd_received"}, timeout=LOAD_TIMEOUT_S
-        )
-        for worker, found in enumerate(answer["results"]):
+        received = await self._ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
+        for worker, found in enumerate(received):
             if found != {"digest": digest, "tensors": self._tensors}:
                 raise ServerRefused(
                     f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
                     f"{found['digest']}, expected {self._tensors} with {digest}: the weights did not "
                     "arrive as sent; restart the server"
                 )
-        await client.post_watched(server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S)
+        await self._client.post_watched(
+            server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S
+        )
         if self._places[server.number].sleeps:
-            await client.post_watched(server, "/wake_up?tags=kv_cache", timeout=CALL_TIMEOUT_S)
-        await client.post_watched(server, "/resume", timeout=CALL_TIMEOUT_S)
+            await self._client.post_watched(server, "/wake_up?tags=kv_cache")
+        await self._client.post_watched(server, "/resume")
         server.pushed = version

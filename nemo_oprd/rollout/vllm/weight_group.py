@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.models.megatron.parallel import everyones, first_ranks
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket
 
@@ -84,15 +85,10 @@ class WeightGroup:
         """
         if not self._workers:
             return None
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, generations)
-        known = {number: generation for part in parts for number, generation in part.items()}
+        known = {number: generation for part in everyones(generations) for number, generation in part.items()}
         key = tuple((number, known[number]) for number in self._workers)
-        answer: list[Any] = [None]
-        if dist.get_rank() == 0 and (self._group is None or self._key != key):
-            answer[0] = self._rendezvous(key)
-        dist.broadcast_object_list(answer, src=0)
-        return answer[0]
+        is_needed = dist.get_rank() == 0 and (self._group is None or self._key != key)
+        return first_ranks(self._rendezvous(key) if is_needed else None)
 
     def _rendezvous(self, key: tuple) -> Rendezvous:
         if self._store is None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.models.megatron.parallel import COLLECTIVE_TIMEOUT
+from nemo_oprd.models.megatron.parallel import COLLECTIVE_TIMEOUT, everyones, first_ranks
 from nemo_oprd.rollout.vllm import transport
 from nemo_oprd.rollout.vllm.controlled import Controlled
 from nemo_oprd.rollout.vllm.placement import Place
@@ -43,10 +43,13 @@ class Failures:
         else:
             raise error
 
+    def __bool__(self) -> bool:
+        """Whether anything failed."""
+        return bool(self.died or self.refused)
+
     def shared(self) -> Failures:
         """Those of all ranks."""
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self)
+        parts = everyones(self)
         return Failures(
             {k: v for part in parts for k, v in part.died.items()}, [r for part in parts for r in part.refused]
         )
@@ -156,22 +159,18 @@ class WeightPush:
     def _attempt(self, stream: Callable[[], Iterable], step: int) -> tuple[Failures, str | None]:
         failures = Failures()
         self._each(list(self._mine.servers), self._calls.prepare, failures)
-        failures = failures.shared()
-        if failures.died or failures.refused:
+        if failures := failures.shared():
             return failures, None
         rendezvous = self._group.meet({number: server.generation for number, server in self._mine.servers.items()})
         if rendezvous is not None:
             self._join(rendezvous, failures)
-            failures = failures.shared()
-            if failures.died or failures.refused:
+            if failures := failures.shared():
                 return failures, None
-        digest = self._send(stream(), failures)
-        digests = [digest]
-        dist.broadcast_object_list(digests, src=0)
-        version = f"{step}-{digests[0]}"
+        digest = first_ranks(self._send(stream(), failures))
+        version = f"{step}-{digest}"
         self._each(
             [number for number in self._mine.servers if number not in failures.died],
-            lambda server: self._calls.finish(server, str(digests[0]), version),
+            lambda server: self._calls.finish(server, str(digest), version),
             failures,
         )
         return failures.shared(), version
@@ -246,9 +245,8 @@ class WeightPush:
         path.unlink()  # the workers have mapped it
 
     def _send_handles(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
-        parts: list[Any] = [None] * dist.get_world_size(self._handle_group)
-        dist.all_gather_object(parts, transport.memory_handle(bucket), group=self._handle_group)
-        info = {"handles": dict(parts), "entries": bucket.describe(), "bytes": len(bucket.data)}
+        handles = everyones(transport.memory_handle(bucket), self._handle_group)
+        info = {"handles": dict(handles), "entries": bucket.describe(), "bytes": len(bucket.data)}
         self._update(servers, info, failures)
         dist.barrier(group=self._handle_group)  # the bucket's memory is used again
 

@@ -281,7 +281,7 @@ def test_state_that_another_rank_gathered_is_no_common_state() -> None:
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-    from nemo_oprd.checkpointing.training_state import _leave_out_ungathered_state
+    from nemo_oprd.models.megatron.optimizer_state import _leave_out_ungathered_state
 
     groups = {"param_groups": [{"step": 3}]}
     alone = {"optimizer": dict(groups), "param_state_sharding_type": "fully_reshardable", "param_state": None}

@@ -56,10 +56,12 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not silent.findings and capsys.readouterr().out == ""
 
 
-def test_the_sample_is_small_and_in_process() -> None:
+def test_the_sample_is_small_and_of_the_run_s_engine() -> None:
     config = load_config("oprd_1p5b", ["rollout.engine=vllm", "rollout.replay=recorded.jsonl"])
     made = for_diagnosis(config, Settings(max_new_tokens=512))
     assert (made.rollout.engine, made.rollout.replay, made.rollout.per_prompt) == ("megatron", None, 1)
+    served = for_diagnosis(load_config("oprd_1p5b", ["rollout.engine=vllm"]), Settings())
+    assert served.rollout.engine == "vllm"
     assert made.rollout.max_new_tokens == made.evaluation.max_new_tokens == 512
     assert made.logging.output_metrics_every == 1
     assert for_diagnosis(config, Settings(max_new_tokens=99999)).evaluation.max_new_tokens == 31744

@@ -1,0 +1,49 @@
+"""The records of the rollout engines: one for every name of a configuration, and no other place that compares names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from nemo_oprd.config.engine_records import RECORDS, EngineName
+from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
+from nemo_oprd.rollout.engine_kinds import ENGINES, Groups
+
+ROOT = Path(__file__).parents[3] / "nemo_oprd"
+
+
+def test_every_name_has_its_records() -> None:
+    assert set(get_args(EngineName)) == set(RECORDS) == set(ENGINES)
+
+
+def test_nothing_compares_names_of_engines() -> None:
+    """No comparison in the package has an attribute or a variable `engine` on one side and a name on the other."""
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [node.left, *node.comparators]
+            named = any(isinstance(part, ast.Constant) and part.value for side in sides for part in ast.walk(side))
+            if named and any(ast.unparse(side).split(".")[-1] == "engine" for side in sides):
+                found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "ranks", "groups"),
+    [
+        ("megatron", {}, 8, Groups(4, 2)),
+        ("vllm", {}, 8, Groups(8, 1, "colocated", 0.4)),
+        ("vllm", {"tensor": 4}, 2, Groups(1, 4, "colocated", 0.4)),
+        ("vllm", {"replicas": 3, "gpu_memory_utilization": 0.9}, 8, Groups(3, 1, "colocated", 0.9)),
+        ("vllm", {"replicas": 3, "tensor": 2, "placement": "dedicated"}, 8, Groups(3, 2, "dedicated", 0.4)),
+        ("vllm", {"endpoints": ["http://a:1", "http://b:1"]}, 8, Groups(2, 1, "elsewhere", 0.4)),
+    ],
+)
+def test_groups(engine: EngineName, settings: dict, ranks: int, groups: Groups) -> None:
+    rollout = RolloutConfig(engine=engine, tensor=2, vllm=VllmConfig(**settings))
+    assert ENGINES[engine].groups(rollout, ranks) == groups
