@@ -33,6 +33,8 @@ from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.in_process.engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.setup.models import world_size
+from nemo_oprd.setup.preflight import preflight
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 # tests/golden/README.md: fp32 against float64
@@ -144,7 +146,7 @@ def golden_fp32(settings: Settings) -> Outcome:
     outcome = Outcome()
     for name, case in golden_cases().items():
         output = settings.scratch / "golden_fp32" / name
-        verify(configure(case, output))
+        verify(preflight(configure(case, output), world_size(), "verify"))
         compare_with_golden(outcome, name, output, name)
     outcome.lines.append(worst_line(outcome, f"{len(outcome.numbers)} cases"))
     return outcome
@@ -169,7 +171,7 @@ def golden_bf16(settings: Settings) -> Outcome:
         rollouts = read_rollouts(str(config.rollout.replay), vocab_size=61)
         expected = reference(config, rollouts)["gradients"]
         plain = plain_bf16_gradients(config, rollouts, device())
-        verify(config)
+        verify(preflight(config, world_size(), "verify"))
         _, ours = _read(models / name)
         errors = {"ours": _error(ours, expected), "plain": _error(plain, expected)}
         worst = {
@@ -214,7 +216,7 @@ def guard(settings: Settings) -> Outcome:
     message = ""
     with mock.patch.object(HiddenStateLoss, "_supervise", detached):
         try:
-            verify(configure({"options": {"k": 4}}, output))
+            verify(preflight(configure({"options": {"k": 4}}, output), world_size(), "verify"))
         except CaptureError as error:
             message = str(error)
     outcome = Outcome({"message": message}, [message.partition(";")[0].partition(": the")[0] or "nothing was raised"])

@@ -86,8 +86,9 @@ def _whole_visit(config: Any) -> list[Any]:
     """The findings of `doctor` in this process."""
     import torch
 
-    from nemo_oprd.commands.doctor.command import examination as command
-    from nemo_oprd.commands.doctor.settings import Settings
+    from nemo_oprd.commands.doctor import examination as command
+    from nemo_oprd.commands.doctor.settings import Settings, for_diagnosis
+    from nemo_oprd.setup.resolve import resolve
 
     made: list[Any] = []
     make = command.Report
@@ -98,7 +99,8 @@ def _whole_visit(config: Any) -> list[Any]:
 
     torch.manual_seed(0)
     with mock.patch.object(command, "Report", report), redirect_stdout(StringIO()):
-        command.doctor(config, Settings(prompts=6))
+        sizes = Settings(prompts=6)
+        command.doctor(config, resolve(for_diagnosis(config, sizes), 1), sizes)
     return list(made[0].findings)
 
 

@@ -13,6 +13,8 @@ import torch.multiprocessing as mp
 from benchmarks.correctness import all_golden_cases, compare_with_golden, configure, worst_line
 from benchmarks.phase import Outcome, Settings
 from nemo_oprd.commands.verify.step import verify
+from nemo_oprd.setup.models import world_size
+from nemo_oprd.setup.preflight import preflight
 
 RANKS = 2
 # a golden case with losses on hidden states and on whole distributions
@@ -52,5 +54,5 @@ def _rank(rank: int, port: int, scratch: Path) -> None:
         MASTER_PORT=str(port),
     )
     for layout, override in LAYOUTS.items():
-        verify(configure(all_golden_cases()[CASE], scratch / layout, override))
+        verify(preflight(configure(all_golden_cases()[CASE], scratch / layout, override), world_size(), "verify"))
     dist.destroy_process_group()

@@ -17,9 +17,11 @@ PATIENCE_S = 120
 
 
 def response(problem: int) -> str:
-    """A right answer that only math-verify can tell."""
-    text = f"\\boxed{{\\frac{{{2 * problem + 2}}}{{14}}}}"
-    answer = f"\\frac{{{problem + 1}}}{{7}}"
+    """A right answer that only math-verify can tell, each written in another way; all answers are read before the first
+    response is graded, so there are few of them."""
+    sevenths, factor = problem % 20 + 1, problem + 2
+    text = f"\\boxed{{\\frac{{{sevenths * factor}}}{{{7 * factor}}}}}"
+    answer = f"\\frac{{{sevenths}}}{{7}}"
     return json.dumps({"problem": problem, "sample": 0, "response": text, "response_ids": [1], "answer": answer})
 
 

@@ -218,4 +218,5 @@ def test_a_mistake_is_one_line(project: Path) -> None:
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert errors == ["error: command line: unknown key 'train.lrr'; did you mean 'train.lr'?"]
     assert "Traceback (most recent call last):\n  File" not in result.stderr.split("error:")[0]
+    assert "exitcode  : 2 " in result.stderr
     assert not (project / "runs" / "none").exists()

@@ -72,18 +72,22 @@ def verify(runs: dict[str, list[str]]) -> None:
 
     from nemo_oprd.commands.verify.step import verify as command
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.setup.models import world_size
+    from nemo_oprd.setup.preflight import preflight
 
     TEDotProductAttention.cp_stream = object()  # a CUDA stream, which the stand-in does not use
     for overrides in runs.values():
-        command(load_config("verify", overrides))
+        command(preflight(load_config("verify", overrides), world_size(), "verify"))
 
 
 def fit_and_verify(fit: list[str], runs: dict[str, list[str]]) -> None:
     """`nemo-oprd fit-bridge`, then `verify` with the bridge."""
     from nemo_oprd.commands.fit_bridge.fit import fit_bridge
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.setup.models import world_size
+    from nemo_oprd.setup.preflight import preflight
 
-    fit_bridge(load_config("verify", fit))
+    fit_bridge(preflight(load_config("verify", fit), world_size(), "fit-bridge"))
     verify(runs)
 
 
@@ -93,7 +97,7 @@ def train(runs: list[list[str]]) -> None:
     from nemo_oprd.train import train as command
 
     for overrides in runs:
-        command(load_config("verify", overrides))
+        command(preflight(load_config("verify", overrides), world_size(), "verify"))
 
 
 def convert(models: str, directory: str) -> None:

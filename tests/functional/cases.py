@@ -17,8 +17,10 @@ from nemo_oprd.config.loading import load_config
 def run_verify(overrides: list[str]) -> None:
     """The command `nemo-oprd verify`, in this process."""
     from nemo_oprd.commands.verify.step import verify
+    from nemo_oprd.setup.models import world_size
+    from nemo_oprd.setup.preflight import preflight
 
-    verify(load_config("verify", overrides))
+    verify(preflight(load_config("verify", overrides), world_size(), "verify"))
 
 
 def run_train(overrides: list[str], config: str = "verify") -> None:
@@ -40,8 +42,10 @@ def said_by_train(overrides: list[str]) -> list[str]:
 def run_evaluate(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd evaluate`, in this process."""
     from nemo_oprd.commands.evaluate.student import evaluate
+    from nemo_oprd.setup.models import world_size
+    from nemo_oprd.setup.preflight import preflight_evaluation
 
-    evaluate(load_config(config, overrides))
+    evaluate(preflight_evaluation(load_config(config, overrides), world_size()))
 
 
 def generate(
@@ -312,8 +316,10 @@ def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> Non
 def run_fit_bridge(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd fit-bridge`, in this process."""
     from nemo_oprd.commands.fit_bridge.fit import fit_bridge
+    from nemo_oprd.setup.models import world_size
+    from nemo_oprd.setup.preflight import preflight
 
-    fit_bridge(load_config(config, overrides))
+    fit_bridge(preflight(load_config(config, overrides), world_size(), "fit-bridge"))
 
 
 def pairs_with_moments(overrides: list[str]) -> list[int]:
@@ -322,7 +328,7 @@ def pairs_with_moments(overrides: list[str]) -> list[int]:
 
     import torch.distributed as dist
 
-    from nemo_oprd.commands.fit_bridge.command import fit as fit_bridge
+    from nemo_oprd.commands.fit_bridge import fit as fit_bridge
 
     made: list[object] = []
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from bridge_environment import make_environment
-from pool import Pools
+from layout_cases import Workbench
+from pool import HostedPools, Pools
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +19,23 @@ def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def run_with_te() -> Iterator[Callable[..., Any]]:
+    """`run_with_te(ranks, layers, target, **kwargs)` calls a function with layers of this kind, in workers that can
+    import the stand-in for Transformer Engine."""
+    stand_in = str(Path(__file__).parent / "te_stand_in")
+    pools = HostedPools({"PYTHONPATH": os.pathsep.join([stand_in, os.environ.get("PYTHONPATH", "")])})
+    yield lambda ranks, layers, target, **kwargs: pools.run(
+        ranks, "te_cases:with_layers", layers=layers, function=target, **kwargs
+    )
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return Workbench(tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.fixture(scope="session")

@@ -106,9 +106,10 @@ def save_with_megatron(
     dist.barrier()
     # Megatron writes from a process of its own, which the pool's daemon processes may not start
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    dist_checkpointing.save(state, checkpoint)
-    # the manager of Megatron's queue is a process that would outlive this worker
-    filesystem_async._results_queue._manager.shutdown()
+    # Megatron would spawn the queue's process, which imports torch for seconds on each rank
+    with multiprocessing.get_context("fork").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        dist_checkpointing.save(state, checkpoint)
     filesystem_async._results_queue = None
 
 

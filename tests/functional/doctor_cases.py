@@ -19,9 +19,11 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
         plant: the name of a function below.
         settings: fields of `Settings`.
     """
-    from nemo_oprd.commands.doctor.command import examination as command
-    from nemo_oprd.commands.doctor.settings import Settings
+    from nemo_oprd.commands.doctor import examination as command
+    from nemo_oprd.commands.doctor.settings import Settings, for_diagnosis
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.setup.models import world_size
+    from nemo_oprd.setup.preflight import preflight
 
     made: list[Any] = []
 
@@ -36,7 +38,8 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
             stack.enter_context(globals()[plant]())
         stack.enter_context(redirect_stdout(StringIO()))
         torch.manual_seed(0)
-        wrong = command.doctor(load_config(config, overrides), Settings(**settings))
+        run, sizes = load_config(config, overrides), Settings(**settings)
+        wrong = command.doctor(run, preflight(for_diagnosis(run, sizes), world_size(), "train"), sizes)
     return wrong, made[0].findings
 
 

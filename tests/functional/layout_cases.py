@@ -12,6 +12,7 @@ import random
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ from plain_routers import router_metrics
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 LAYERS, WIDTH, VOCABULARY = 8, 32, 97
 QWEN3_MOE = {
@@ -217,6 +220,32 @@ def make_rollouts() -> list[Rollout]:
     return rollouts
 
 
+@dataclass(frozen=True)
+class Workbench:
+    """The models of all pairs and the batch in the directory `root`, and what they must give."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        for seed, (pair, role) in enumerate((p, r) for p in MODELS for r in ("student", "teacher")):
+            layers = STUDENT_LAYERS.get(pair, LAYERS) if role == "student" else LAYERS
+            save_model(self.root / pair / role, pair, seed, layers)
+        write_rollouts(self.root / "rollouts.jsonl", make_rollouts())
+
+    def settings(self, objective: str) -> list[str]:
+        """What all layouts of an objective share."""
+        pair, settings = OBJECTIVES[objective]
+        models = [f"{role}.hf_path={self.root / pair / role}" for role in ("student", "teacher")]
+        return [*models, f"rollout.replay={self.root / 'rollouts.jsonl'}", *settings]
+
+    @cache  # noqa: B019 - one workbench lives as long as the tests
+    def expected(self, objective: str) -> tuple[dict[str, Any], dict[str, float]]:
+        """The plain computation: losses and gradients, and the metrics."""
+        config = load_config("verify", [*self.settings(objective), "output=unused"])
+        rollouts = read_rollouts(self.root / "rollouts.jsonl", VOCABULARY)
+        return reference(config, rollouts), direct_metrics(config, rollouts)
+
+
 def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     """`StepMetrics.named` from whole hidden states of plain Hugging Face models in float64; only for the MSE."""
     from transformers import AutoModelForCausalLM
@@ -304,7 +333,6 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from nemo_oprd.distillation.target_transfer import plan_transfers
-    from nemo_oprd.rollout.replay import read_rollouts
     from nemo_oprd.setup.models import distiller_for
 
     config = load_config("verify", overrides)
@@ -338,8 +366,6 @@ def check_result(output: Path, expected: dict[str, Any], what: str, tolerance: f
     """What verify wrote against `plain_computation.expected_result`: losses, relative to the size of their terms, and
     every gradient."""
     import pytest
-
-    from nemo_oprd.distillation.reference.hugging_face import agreement
 
     losses, gradients = read_result(output)
     for name in {"loss/total", "rep/loss", "output/loss"} & set(losses):

@@ -1,10 +1,10 @@
 """A pool of worker processes joined by gloo, kept alive over many cases: importing Megatron takes seconds, a case less.
 
 Pools come and go with the number of ranks that tests want, so the workers are forked off a process that has imported
-everything and does nothing else, unless they need an environment of their own.
+everything and does nothing else. `HostedPools` has such a process with an environment of its own.
 
-`Pool(n).run("module:function", **kwargs)` calls the function on every rank and returns rank 0's result; an exception on
-any rank comes back as the text of its traceback.
+`Pools()[n].run("module:function", **kwargs)` calls the function on every rank and returns rank 0's result; an exception
+on any rank comes back as the text of its traceback.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
-    # the parent's sys.path was copied here already: PYTHONPATH alone would come too late
-    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.environ.update(
-        environment,
         RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(rank),
@@ -79,22 +76,15 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    """`size` ranks.
+    """`size` ranks, forked by `context`."""
 
-    Args:
-        environment: variables set in the workers before they import anything; PYTHONPATH comes first on their path.
-    """
-
-    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
-        context = mp.get_context("spawn" if environment else "forkserver")
-        if not environment:
-            context.set_forkserver_preload(PRELOADED)
+    def __init__(self, size: int, context: Any) -> None:
         port = _free_port()
         self.size = size
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, port, theirs, environment or {}))
+            process = context.Process(target=_work, args=(rank, size, port, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -139,8 +129,11 @@ class Pool:
 class Pools:
     """One pool per size, started when first asked for and again after a failure."""
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self.environment = environment
+    def __init__(self, context: Any = None) -> None:
+        if context is None:
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(PRELOADED)
+        self._context = context
         self._pools: dict[int, Pool] = {}
 
     def __getitem__(self, size: int) -> Pool:
@@ -148,10 +141,58 @@ class Pools:
             for other in list(self._pools):
                 if other != size and self._pools[other].size + size > 6:
                     self._pools.pop(other).close()  # 1, 2 and 4 ranks stay, which most files use in turn
-            self._pools[size] = Pool(size, self.environment)
+            self._pools[size] = Pool(size, self._context)
         return self._pools[size]
 
     def close(self) -> None:
         """Ends all workers."""
         for pool in self._pools.values():
             pool.close()
+
+
+class HostedPools:
+    """Pools of a process with an environment of its own, which imports everything once and forks the workers.
+
+    Args:
+        environment: variables set before anything is imported; PYTHONPATH comes first on the path.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._host = context.Process(target=_host, args=(theirs, environment), daemon=True)
+        self._host.start()
+        theirs.close()
+
+    def run(self, size: int, target: str, timeout: float = 120, **kwargs: Any) -> Any:
+        """Calls `target` with `kwargs` on each of `size` ranks."""
+        self._pipe.send((size, target, timeout, kwargs))
+        ok, answer = self._pipe.recv()
+        if not ok:
+            raise WorkerError(answer)
+        return answer
+
+    def close(self) -> None:
+        """Ends the process and all workers."""
+        self._pipe.close()
+        self._host.join()
+
+
+def _host(pipe: Connection, environment: dict[str, str]) -> None:
+    # the parent's sys.path was copied here already: PYTHONPATH alone would come too late
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    for module in PRELOADED:
+        importlib.import_module(module)
+    mp.current_process()._config["daemon"] = False  # a daemon may start no workers
+    pools = Pools(mp.get_context("fork"))
+    while True:
+        try:
+            size, target, timeout, kwargs = pipe.recv()
+        except EOFError:  # the tests are over, or were killed
+            pools.close()
+            os._exit(0)
+        try:
+            pipe.send((True, pools[size].run(target, timeout, **kwargs)))
+        except WorkerError as error:
+            pipe.send((False, str(error)))

@@ -25,6 +25,11 @@ def with_layers(layers: str, function: str, **kwargs: Any) -> Any:
     return getattr(importlib.import_module(module), name)(**kwargs)
 
 
+def modules_that_found_it(modules: list[str]) -> dict[str, bool]:
+    """HAVE_TE of each of these modules."""
+    return {module: importlib.import_module(module).HAVE_TE for module in modules}
+
+
 def signatures() -> dict[str, Any]:
     """The version that the stand-in claims -> the parameters of its classes, spelled as in te_signatures.json."""
     import transformer_engine as te

@@ -8,9 +8,8 @@ these layouts are run with its Transformer Engine layers, built of the stand-in 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from nemo_oprd.nemo import RepresentationLossConfig, observed, row_weights
 
 ROOT = Path(__file__).parent.parent.parent
 TE = "transformer_engine"
+ADOPTED = "adopt_cases:golden_gradients"
 CASES = [case for case in EXPECTED if not case.startswith(("opd", "composite", "bridge"))]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -56,17 +56,6 @@ def in_default_run(layout: str, case: str) -> bool:
     return layouts[CASES.index(case) % len(layouts)] == layout
 
 
-@pytest.fixture(scope="module")
-def te_run() -> Iterator[Callable[..., Any]]:
-    """`te_run(ranks, **kwargs)` is `golden_gradients` in workers that can import the stand-in."""
-    path = os.pathsep.join([str(Path(__file__).parent / "te_stand_in"), os.environ.get("PYTHONPATH", "")])
-    pools = Pools({"PYTHONPATH": path})
-    yield lambda ranks, **kwargs: pools[ranks].run(
-        "te_cases:with_layers", layers=TE, function="adopt_cases:golden_gradients", backend=TE, **kwargs
-    )
-    pools.close()
-
-
 def local_parameters() -> list[Any]:
     """What the default run takes, and all layouts of local layers with `EVERYWHERE`, marked `slow`."""
     return [
@@ -81,7 +70,7 @@ def local_parameters() -> list[Any]:
 def test_golden(pools: Pools, layout: str, case: str) -> None:
     ranks, sizes, further = LOCAL_LAYOUTS[layout]
     options = EXPECTED[case]["options"]
-    check(case, pools[ranks].run("adopt_cases:golden_gradients", options=options, layout=sizes, **further))
+    check(case, pools[ranks].run(ADOPTED, options=options, layout=sizes, **further))
 
 
 def test_the_default_run_takes_every_case_and_every_layout() -> None:
@@ -90,13 +79,13 @@ def test_the_default_run_takes_every_case_and_every_layout() -> None:
     assert set(EVERYWHERE) < set(CASES)
 
 
-# starting workers with another environment takes half a minute
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYWHERE)
 @pytest.mark.parametrize("layout", TE_LAYOUTS)
-def test_golden_with_sequence_and_context_parallelism(te_run: Callable[..., Any], layout: str, case: str) -> None:
+def test_golden_with_sequence_and_context_parallelism(run_with_te: Callable[..., Any], layout: str, case: str) -> None:
     ranks, sizes, further = TE_LAYOUTS[layout]
-    check(case, te_run(ranks, options=EXPECTED[case]["options"], layout=sizes, **further))
+    options = EXPECTED[case]["options"]
+    check(case, run_with_te(ranks, TE, ADOPTED, backend=TE, options=options, layout=sizes, **further))
 
 
 @pytest.mark.parametrize("layout", ["PP2", "PP2 VPP2", "PP2 VPP2, full recompute"])
@@ -104,7 +93,7 @@ def test_layers_below_the_deepest_supervised_one_need_not_run(pools: Pools, layo
     """`depth` leaves out the third layer, in VPP2 the only one of its stage; the case supervises the second."""
     ranks, sizes, further = LOCAL_LAYOUTS[layout]
     options = EXPECTED["mse_even"]["options"]
-    found = pools[ranks].run("adopt_cases:golden_gradients", options=options, layout=sizes, depth=2, **further)
+    found = pools[ranks].run(ADOPTED, options=options, layout=sizes, depth=2, **further)
     check("mse_even", found)
 
 
@@ -124,7 +113,7 @@ def test_a_dropped_injection_stops_the_update(pools: Pools, layout: str, fault: 
     ranks, sizes, further = LOCAL_LAYOUTS[layout]
     arguments = {"options": EXPECTED["no_final_norm"]["options"], "layout": sizes, "fault": fault, **further}
     with pytest.raises(WorkerError) as error:
-        pools[ranks].run("adopt_cases:golden_gradients", **arguments)
+        pools[ranks].run(ADOPTED, **arguments)
     assert re.search(
         r"CaptureError: layer \d of the adopted student received its loss gradient \d time", str(error.value)
     )
@@ -133,8 +122,8 @@ def test_a_dropped_injection_stops_the_update(pools: Pools, layout: str, fault: 
 def test_a_dropped_injection_shows_in_the_gradients(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above is not blind: without the check, the same fault fails it."""
     arguments = {"options": EXPECTED["no_final_norm"]["options"], "layout": {"pipeline": 2}, "unchecked": True}
-    check("no_final_norm", pools[2].run("adopt_cases:golden_gradients", **arguments))
-    broken = pools[2].run("adopt_cases:golden_gradients", fault="bypassed", **arguments)
+    check("no_final_norm", pools[2].run(ADOPTED, **arguments))
+    broken = pools[2].run(ADOPTED, fault="bypassed", **arguments)
     with pytest.raises(AssertionError):
         check("no_final_norm", broken)
 

@@ -48,9 +48,14 @@ def test_the_document_shows_these_messages() -> None:
     assert DOCUMENT.read_text() == document(MESSAGES), "run python tests/functional/bad_inputs.py --write"
 
 
+# an unknown key with two ranks is in tests/e2e/test_readme.py, too: test_a_mistake_is_one_line
 @pytest.mark.parametrize(
     "name",
-    ["unknown key", pytest.param("key as a setting", marks=pytest.mark.slow), "world that does not fit"],
+    [
+        pytest.param("unknown key", marks=pytest.mark.slow),
+        pytest.param("key as a setting", marks=pytest.mark.slow),
+        "world that does not fit",
+    ],
 )
 def test_one_rank_speaks(good: Place, tmp_path: Path, name: str) -> None:
     """Two real ranks: one line from rank 0, nothing from the other, status 2."""

@@ -6,23 +6,17 @@ models in float64, as in test_layouts.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from layout_cases import LAYERS, VOCABULARY, Case, direct_metrics, make_rollouts, read_result, save_model
+from layout_cases import Case, Workbench, read_result
 from layout_grid import SMALL
 from pool import Pools
 
-from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
-from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.distillation.reference.hugging_face import agreement
 
 TOLERANCE = 1e-5
 QWEN, MIXTRAL = "qwen3_moe", "mixtral"
-PAIRS = (QWEN, MIXTRAL)
 
 CASES = sorted(
     [
@@ -72,48 +66,15 @@ DEFAULT = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("experts")
-    for seed, (pair, role) in enumerate((p, r) for p in PAIRS for r in ("student", "teacher")):
-        save_model(root / pair / role, pair, seed, LAYERS)
-    write_rollouts(root / "rollouts.jsonl", make_rollouts())
-    return root
-
-
-@pytest.fixture(scope="module")
-def expected(root: Path) -> Callable[[str], tuple[dict[str, Any], dict[str, float]]]:
-    """The plain computation of a pair, once: losses and gradients, and the metrics."""
-
-    @cache
-    def compute(pair: str) -> tuple[dict[str, Any], dict[str, float]]:
-        config = load_config("verify", [*settings(root, pair), "output=unused"])
-        rollouts = read_rollouts(root / "rollouts.jsonl", VOCABULARY)
-        return reference(config, rollouts), direct_metrics(config, rollouts)
-
-    return compute
-
-
-def settings(root: Path, pair: str) -> list[str]:
-    models = [f"{role}.hf_path={root / pair / role}" for role in ("student", "teacher")]
-    return [*models, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.k=48"]
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in CASES], ids=str
 )
-def test_expert_layout(
-    pools: Pools,
-    root: Path,
-    expected: Callable[[str], tuple[dict[str, Any], dict[str, float]]],
-    tmp_path: Path,
-    case: Case,
-) -> None:
+def test_expert_layout(pools: Pools, workbench: Workbench, tmp_path: Path, case: Case) -> None:
     output = tmp_path / "out"
-    overrides = [*settings(root, case.objective), *case.overrides, f"output={output}"]
+    overrides = [*workbench.settings(case.objective), *case.overrides, f"output={output}"]
     metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=overrides)
     losses, gradients = read_result(output)
-    right, right_metrics = expected(case.objective)
+    right, right_metrics = workbench.expected(case.objective)
     loss = max(abs(losses[name] / right[name] - 1) for name in ("loss/total", "rep/loss"))
     # a cosine can be close to 0, where only its absolute error says something
     off = {name: abs(metrics[name] - v) / (1.0 if "cosine" in name else v) for name, v in right_metrics.items()}

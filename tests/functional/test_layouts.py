@@ -13,25 +13,19 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from layout_cases import (
-    LAYERS,
-    MODELS,
     OBJECTIVES,
-    STUDENT_LAYERS,
-    VOCABULARY,
     WIDTH,
     Case,
     K,
-    direct_metrics,
+    Workbench,
     make_rollouts,
     read_result,
-    save_model,
 )
 from layout_grid import CASES, SMALL
 from pairwise import mark_slow, of_case
@@ -64,34 +58,9 @@ class Deviations:
 TABLE: list[Deviations] = []
 
 
-@dataclass(frozen=True)
-class Workbench:
-    """The models and the batch on disk, and what they must give."""
-
-    root: Path
-
-    def settings(self, objective: str) -> list[str]:
-        """What all layouts of an objective share."""
-        pair, settings = OBJECTIVES[objective]
-        models = [f"{role}.hf_path={self.root / pair / role}" for role in ("student", "teacher")]
-        return [*models, f"rollout.replay={self.root / 'rollouts.jsonl'}", *settings]
-
-    @cache  # noqa: B019 - one workbench lives as long as the module's tests
-    def expected(self, objective: str) -> tuple[dict[str, Any], dict[str, float]]:
-        """The plain computation: losses and gradients, and the metrics."""
-        config = load_config("verify", [*self.settings(objective), "output=unused"])
-        rollouts = read_rollouts(self.root / "rollouts.jsonl", VOCABULARY)
-        return reference(config, rollouts), direct_metrics(config, rollouts)
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    root = tmp_path_factory.mktemp("layouts")
-    for seed, (pair, role) in enumerate((p, r) for p in MODELS for r in ("student", "teacher")):
-        layers = STUDENT_LAYERS.get(pair, LAYERS) if role == "student" else LAYERS
-        save_model(root / pair / role, pair, seed, layers)
-    write_rollouts(root / "rollouts.jsonl", make_rollouts())
-    return Workbench(root)
+@pytest.fixture
+def bench(workbench: Workbench) -> Workbench:
+    return workbench
 
 
 def relative(ours: float, theirs: float) -> float:

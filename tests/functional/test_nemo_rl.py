@@ -21,7 +21,7 @@ from adopted_golden import check
 from golden_runs import EXPECTED, TOLERANCE
 from nemo_rl_cases import source_named
 from omegaconf import OmegaConf
-from pool import Pools, WorkerError
+from pool import HostedPools, Pools, WorkerError
 
 from nemo_oprd.commands.from_nemo_rl.keys import translate
 from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
@@ -123,9 +123,9 @@ def test_driver(pools: Pools) -> None:
 
 def packed_run(source: str | None) -> Iterator[Callable[..., Any]]:
     """`run(ranks, **kwargs)` is `golden_updates` on packs, in workers that can import the stand-in of the layers."""
-    pools = Pools({"PYTHONPATH": os.pathsep.join([str(HERE / "te_stand_in"), os.environ.get("PYTHONPATH", "")])})
-    yield lambda ranks, **kwargs: pools[ranks].run(
-        "te_cases:with_layers", layers=TE, function="nemo_rl_cases:golden_updates", backend=TE, packed=True,
+    pools = HostedPools({"PYTHONPATH": os.pathsep.join([str(HERE / "te_stand_in"), os.environ.get("PYTHONPATH", "")])})
+    yield lambda ranks, **kwargs: pools.run(
+        ranks, "te_cases:with_layers", layers=TE, function="nemo_rl_cases:golden_updates", backend=TE, packed=True,
         source=source, **kwargs,
     )  # fmt: skip
     pools.close()
@@ -144,7 +144,6 @@ def on_source() -> Iterator[Callable[..., Any]]:
     yield from packed_run(source)
 
 
-# starting workers with another environment takes half a minute
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PACKED)

@@ -7,11 +7,8 @@ Not proven here: that the real package's kernels run and agree. That needs a GPU
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ import pytest
 import torch
 from convert_layouts import LAYOUTS, ranks, save_hf_states
 from golden_runs import BASE, TOLERANCE, check, overrides, weights
-from pool import Pools
 from reference_adamw import one_golden_step
 from safetensors.torch import load_file
 from tiny_models import SIZES, Models, assert_same_tensors
@@ -34,23 +30,14 @@ HERE = Path(__file__).parent
 TE, LOCAL = "transformer_engine", "local"
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., Any]]:
-    """`run(ranks, layers, target, **kwargs)` calls a function in workers that can import the stand-in."""
-    path = os.pathsep.join([str(HERE / "te_stand_in"), os.environ.get("PYTHONPATH", "")])
-    pools = Pools({"PYTHONPATH": path})
-    yield lambda size, layers, target, **kwargs: pools[size].run(
-        "te_cases:with_layers", layers=layers, function=target, **kwargs
-    )
-    pools.close()
+@pytest.fixture
+def run(run_with_te: Callable[..., Any]) -> Callable[..., Any]:
+    return run_with_te
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
-
-
-# ordered by the number of ranks: a pool of another size is another set of processes
 
 
 def test_stand_in_has_the_interfaces_of_the_pinned_version(run: Callable[..., Any]) -> None:
@@ -61,14 +48,11 @@ def test_stand_in_has_the_interfaces_of_the_pinned_version(run: Callable[..., An
     assert run(1, TE, "te_cases:signatures") == {version: recorded[version]}
 
 
-def test_megatron_takes_the_stand_in_for_transformer_engine() -> None:
+def test_megatron_takes_the_stand_in_for_transformer_engine(run: Callable[..., Any]) -> None:
     """Every module of Megatron-core that asks for it: one whose import of a name fails goes on silently without."""
     names = ["extensions.transformer_engine", "tensor_parallel.random", "transformer.moe.experts", "transformer.mlp"]
-    path = os.pathsep.join([str(HERE / "te_stand_in"), os.environ.get("PYTHONPATH", "")])
-    program = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).HAVE_TE)"
-    command = [sys.executable, "-W", "ignore", "-c", program, *(f"megatron.core.{name}" for name in names)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True"] * len(names)
+    modules = [f"megatron.core.{name}" for name in names]
+    assert run(1, TE, "te_cases:modules_that_found_it", modules=modules) == dict.fromkeys(modules, True)
 
 
 def test_layers_are_built_of_it(run: Callable[..., Any], models: Models) -> None:

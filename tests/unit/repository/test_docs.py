@@ -1,34 +1,78 @@
-"""What the documents name exists: links, anchors, files, and the tests that hold an invariant."""
+"""The documents become a site without a dead link, and what they name exists: files, and the tests of an invariant."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+NUMBER = r"[-+]?\d+(?:[.,]\d+)*"
 # a table of messages, in which paths are examples; entries of earlier versions
 EXAMPLES = {"errors.md"}
 SOURCES = [file for folder in ("nemo_oprd", "tests", "benchmarks", "studies", "checkpoint_tools", "scripts", "conf", "examples")
            for file in (ROOT / folder).rglob("*.*")]  # fmt: skip
 
 
-def anchors(text: str) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def build_site(project: Path, site: Path, **settings: str) -> None:
+    config = load_config(str(project / "mkdocs.yml"), strict=True, site_dir=str(site), **settings)
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
-def test_links_lead_somewhere(document: Path) -> None:
-    text = document.read_text()
-    for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text)):
-        if target.startswith("http"):
-            continue
-        other = document.parent / target if target else document
-        assert other.exists(), f"{document.name} links to {target}"
-        assert not anchor or anchor in anchors(other.read_text()), f"{document.name} links to {target}#{anchor}"
+def test_the_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No dead link, anchor or page without a place; nothing of other hosts; all formulas are shown."""
+    try:
+        build_site(ROOT, tmp_path)
+    except Abort:
+        pytest.fail("\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING"))
+    pages = {page.relative_to(tmp_path).as_posix(): page.read_text() for page in tmp_path.rglob("*.html")}
+    assert len(pages) >= len(DOCUMENTS) and (tmp_path / "search" / "search_index.json").exists()
+    for name, text in pages.items():
+        assert not re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="https?:[^"]*"', text), name
+        assert "arithmatex" not in text, name
+    assert "On-policy representation distillation on Megatron-core" in pages["index.html"]
+    assert "in nemo_oprd/train.py." in pages["index.html"]
+    assert 'href="../contributing/#versions"' in pages["cluster/index.html"]
+    assert pages["design/index.html"].count("<math") > 30
+
+
+def test_mistakes_fail_the_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of each kind, all in one build."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "docs" / "unplaced.md").write_text("# A page\n")
+    with (tmp_path / "docs" / "rope.md").open("a") as page:
+        page.write("\n[a](nothing.md) [b](runs.md#nothing) [c](#nowhere) [d](../scripts/nothing.sh)\n")
+    with (tmp_path / "README.md").open("a") as page:
+        page.write("\n[e](docs/nobody.md)\n")
+    with pytest.raises(Abort):
+        build_site(tmp_path, tmp_path / "site")
+    messages = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    for expected in (
+        "unplaced.md",
+        "docs/rope.md links to nothing.md, which does not exist",
+        "docs/rope.md links to ../scripts/nothing.sh, which does not exist",
+        "README.md links to docs/nobody.md, which does not exist",
+        "'runs.md#nothing'",
+        "'#nowhere'",
+    ):
+        assert expected in messages, expected
+
+
+def test_links_into_a_repository(tmp_path: Path) -> None:
+    """Where one is named; mkdocs.yml names none, and the links are text."""
+    build_site(ROOT, tmp_path, repo_url="https://host.invalid/project/")
+    link = 'href="https://host.invalid/project/blob/HEAD/nemo_oprd/train.py"'
+    assert link in (tmp_path / "index.html").read_text()
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in EXAMPLES], ids=lambda file: file.name)
@@ -46,3 +90,14 @@ def test_invariants_name_tests_that_exist() -> None:
         content = (ROOT / file).read_text()
         for name in re.findall(r"`(test_\w+)`", names):
             assert f"def {name}(" in content, f"docs/design.md: {file} has no {name}"
+
+
+def test_figures_of_verdicts_are_those_of_their_evidence() -> None:
+    """Each number of a verdict in docs/results.md stands in the section that its line links to."""
+    _, *sections = re.split(r"^###? ", (ROOT / "docs" / "results.md").read_text(), flags=re.MULTILINE)
+    evidence = {slugify(case="lower")(section.partition("\n")[0], "-"): section for section in sections}
+    rows = re.findall(r"^\|.*\| (.*) \| \[[^]]*\]\(#(.*)\) \|$", evidence["verdicts"], flags=re.MULTILINE)
+    assert len(rows) > 20
+    for figures, anchor in rows:
+        known = re.findall(NUMBER, evidence[anchor])
+        assert not set(re.findall(NUMBER, figures)) - set(known), f"{figures} is not in the section {anchor}"

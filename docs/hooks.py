@@ -1,0 +1,77 @@
+"""What MkDocs needs to show these pages, which are also read in the repository (mkdocs.yml names this file).
+
+- README.md, CONTRIBUTING.md and CHANGELOG.md, which lie beside docs/, become pages.
+- A link to a file that is not a page becomes a link into the repository, or text where `repo_url` is not set. A file
+  that is not there is a warning, which fails `mkdocs build --strict`.
+- Lists are indented by the width of their marker, as on GitHub; Python-Markdown wants four spaces, and an empty line
+  before an item that follows the second paragraph of another.
+- Formulas become MathML, which browsers show without a script.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import posixpath
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+BESIDE_DOCS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ITEM = re.compile(r"([-*]|\d+\.) ")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
+log = logging.getLogger("mkdocs.hooks.docs")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages whose files lie beside docs/."""
+    for source, page in BESIDE_DOCS.items():
+        files.append(File.generated(config, page, abs_src_path=str(_root(config) / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page's text with the links and the lists of the site; fenced blocks that begin a line stay as they are."""
+    uri = page.file.src_uri
+    source = next((file for file, name in BESIDE_DOCS.items() if name == uri), f"docs/{uri}")
+
+    def site_link(link: re.Match[str]) -> str:
+        image, text, target, anchor = link.groups(default="")
+        if ":" in target:
+            return link[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        on_site = BESIDE_DOCS.get(file, file.removeprefix("docs/"))
+        if files.get_file_from_path(on_site):
+            return f"{image}[{text}]({on_site}{anchor})"
+        if not (_root(config) / file).exists():
+            log.warning(f"{source} links to {target}, which does not exist")
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{file}{anchor})" if config.repo_url else text
+
+    fenced = False
+    lines = []
+    for line in markdown.split("\n"):
+        fenced ^= line.startswith("```")
+        if not fenced:
+            if ITEM.match(line) and lines and lines[-1].startswith("    "):
+                lines.append("")
+            line = LINK.sub(site_link, f" {line}" if line.startswith("   ") else line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """The page's HTML with its formulas as MathML."""
+
+    def mathml(formula: re.Match[str]) -> str:
+        return convert(html.unescape(formula[2]).strip(), display="block" if formula[1] == "div" else "inline")
+
+    return FORMULA.sub(mathml, content)
+
+
+def _root(config: MkDocsConfig) -> Path:
+    return Path(config.config_file_path).parent
