@@ -3,7 +3,7 @@
 Every rank runs this same loop. A rank has a part of the student, of the teachers, of both or of neither; the objects of
 a role that it does not have take part in the transfers and return None.
 
-    prompts -> rollouts               rollout/training_rollouts.py; the engine that samples is chosen in rollout/engine_kinds.py
+    prompts -> rollouts               rollout/training_rollouts.py; the engines: rollout/engine_kinds.py
     what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
     which teacher reads a response    config/teacher_routing.py
     rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py
@@ -17,8 +17,8 @@ a role that it does not have take part in the transfers and return None.
     metrics                           observability/step_recorder.py, metrics_log.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, `setup/preflight.py` finds the mistakes that the configuration and the models' config.json show, such
-as a wrong parallel size, and `setup/training.py` builds the parts of the run.
+Before the loop, `setup/preflight.py` checks and resolves the configuration: `setup/resolve.py` says what the run is, its
+models, layers and layouts, and `setup/training.py` builds its parts.
 """
 
 from __future__ import annotations

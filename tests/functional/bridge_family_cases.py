@@ -97,7 +97,7 @@ def train(runs: list[list[str]]) -> None:
     from nemo_oprd.train import train as command
 
     for overrides in runs:
-        command(preflight(load_config("verify", overrides), world_size(), "verify"))
+        command(load_config("verify", overrides))
 
 
 def convert(models: str, directory: str) -> None:

@@ -1,4 +1,4 @@
-"""What the pool's workers measure of the memory that `nemo_oprd.commands.plan` estimates: live bytes, counted exactly."""
+"""What the pool's workers measure of the memory that `nemo-oprd plan` estimates: live bytes, counted exactly."""
 
 from __future__ import annotations
 

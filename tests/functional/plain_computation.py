@@ -1,4 +1,4 @@
-"""What a case must give, by `distillation/reference/hugging_face.py`, and how large the terms are that its losses are sums of."""
+"""What a case must give by the plain computation, and how large the terms are that its losses are sums of."""
 
 from __future__ import annotations
 

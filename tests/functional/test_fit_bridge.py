@@ -107,7 +107,7 @@ def test_tensors(
         vectors = np.linalg.eigh(np.cov(train.T))[1][:, ::-1][:, :RANK].T
         overlap = np.abs(np.sum(tensors[f"{key}.teacher_basis"].numpy() * vectors, axis=1))
         np.testing.assert_allclose(overlap, 1.0, atol=1e-4)
-        # projector: the closed form (tests/unit/bridge/test_bridge_fit.py has it against numpy) on the plain models' rows
+        # projector: the closed form (test_bridge_fit.py has it against numpy) on the plain models' rows
         statistics = PairStatistics(LayerPair(student_layer, teacher_layer), teacher.shape[1], student.shape[1])
         statistics.update(teacher, student, response, token, part)
         expected = fit_ridge(statistics, center_student=True).bridge(RANK)

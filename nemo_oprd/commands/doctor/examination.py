@@ -1,7 +1,7 @@
 """`doctor`: says in one line each what makes distillation fail silently, before the run. From cheap to dear.
 
-The checks are in `nemo_oprd/commands/doctor/`, and docs/doctor.md lists them. The files are checked first, on the first rank.
-Then the run's engine samples a few responses, of the student first and then of each teacher, and the models of the run
+The checks are in this package, and docs/doctor.md lists them. The files are checked first, on the first rank. Then the
+run's engine samples a few responses, of the student first and then of each teacher, and the models of the run
 are built as for training. Nothing is trained or written, except for the findings in `--json`.
 """
 

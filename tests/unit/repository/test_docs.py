@@ -17,8 +17,8 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 NUMBER = r"[-+]?\d+(?:[.,]\d+)*"
 # a table of messages, in which paths are examples; entries of earlier versions
 EXAMPLES = {"errors.md"}
-SOURCES = [file for folder in ("nemo_oprd", "tests", "benchmarks", "studies", "checkpoint_tools", "scripts", "conf", "examples")
-           for file in (ROOT / folder).rglob("*.*")]  # fmt: skip
+FOLDERS = ("nemo_oprd", "tests", "benchmarks", "studies", "checkpoint_tools", "scripts", "conf", "examples")
+SOURCES = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")]
 
 
 def build_site(project: Path, site: Path, **settings: str) -> None:
