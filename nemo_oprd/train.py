@@ -17,8 +17,8 @@ a role that it does not have take part in the transfers and return None.
     metrics                           observability/step_recorder.py, metrics_log.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, `setup/preflight.py` checks and resolves the configuration: `setup/resolve.py` says what the run is, its
-models, layers and layouts, and `setup/training.py` builds its parts.
+Before the loop, `setup/preflight.py` checks and resolves the configuration: `setup/resolve.py` says what the run is,
+its models, layers and layouts, and `setup/training.py` builds its parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Toy models for two applications: specialists to merge, and a student that benefits from seeing the solution.
 
-All models are trained from scratch like the toy pair (`nemo_oprd/commands/toy/pair.py`), with the same layers and tokenizer.
-The second task is subtraction modulo 10000, in the same columns: `5678.1234=` asks for 5678 - 1234.
+All models are trained from scratch like the toy pair (`nemo_oprd/commands/toy/pair.py`), with the same layers and
+tokenizer. The second task is subtraction modulo 10000, in the same columns: `5678.1234=` asks for 5678 - 1234.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Against plain Hugging Face models in float64, derivatives by autograd on whole distributions
 (`distillation/reference/hugging_face.py`), and for the bridge against the golden numbers. Layouts are those where
-something of these terms can go wrong: sequence parallelism (final states in parts), context parallelism, tied heads on another stage, a
-teacher laid out differently, groups of microbatches, chunks that don't divide the rows.
+something of these terms can go wrong: sequence parallelism (final states in parts), context parallelism, tied heads on
+another stage, a teacher laid out differently, groups of microbatches, chunks that don't divide the rows.
 """
 
 from __future__ import annotations

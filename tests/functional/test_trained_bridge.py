@@ -1,7 +1,7 @@
 """Projectors that are trained with the student, from a bridge and at full width: gradients, one update, resuming.
 
-Against plain Hugging Face models in float64, derivatives by autograd (`distillation/reference/hugging_face.py`). Student and
-teacher have other depths and widths, and are laid out differently.
+Against plain Hugging Face models in float64, derivatives by autograd (`distillation/reference/hugging_face.py`).
+Student and teacher have other depths and widths, and are laid out differently.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Everything else calls Megatron in one way, which all of these versions understand: by keywords, so that a parameter that
 moved is not taken for another one. `tests/unit/models/test_megatron_calls.py` compares all calls with the signatures of
-both ends of the range. Where a version has another name for a thing, this module asks for the name and not for the version,
-because the versions in between have some of the changes and not others.
+both ends of the range. Where a version has another name for a thing, this module asks for the name and not for the
+version, because the versions in between have some of the changes and not others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CORE_VERSION = _installed()
 # major and minor, such as (0, 19)
 CORE = tuple(int(part) for part in CORE_VERSION.split(".")[:2])
 
-# Modules that name CUDA devices in some versions only; `cpu_patches.py` changes them. Up to 0.16, there are experts whose
-# weights are allocated on CUDA; from 0.19 on, the gated delta net is a package, and says
+# Modules that name CUDA devices in some versions only; `cpu_patches.py` changes them. Up to 0.16, there are experts
+# whose weights are allocated on CUDA; from 0.19 on, the gated delta net is a package, and says
 # `torch.cuda.current_device()` where it makes parameters and indices.
 MODULES_ASKING_FOR_CUDA = (
     *(("megatron.core.transformer.moe.experts",) if CORE < (0, 17) else ()),
