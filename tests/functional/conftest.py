@@ -27,7 +27,7 @@ def run_with_te() -> Iterator[Callable[..., Any]]:
     import the stand-in for Transformer Engine."""
     stand_in = str(Path(__file__).parent / "te_stand_in")
     pools = HostedPools({"PYTHONPATH": os.pathsep.join([stand_in, os.environ.get("PYTHONPATH", "")])})
-    yield lambda ranks, layers, target, **kwargs: pools.run(
+    yield lambda ranks, layers, target, /, **kwargs: pools.run(
         ranks, "te_cases:with_layers", layers=layers, function=target, **kwargs
     )
     pools.close()

@@ -164,9 +164,9 @@ class HostedPools:
         self._host.start()
         theirs.close()
 
-    def run(self, size: int, target: str, timeout: float = 120, **kwargs: Any) -> Any:
-        """Calls `target` with `kwargs` on each of `size` ranks."""
-        self._pipe.send((size, target, timeout, kwargs))
+    def run(self, ranks: int, target: str, /, timeout: float = 120, **kwargs: Any) -> Any:
+        """Calls `target` with `kwargs` on each of `ranks` ranks."""
+        self._pipe.send((ranks, target, timeout, kwargs))
         ok, answer = self._pipe.recv()
         if not ok:
             raise WorkerError(answer)
@@ -188,11 +188,11 @@ def _host(pipe: Connection, environment: dict[str, str]) -> None:
     pools = Pools(mp.get_context("fork"))
     while True:
         try:
-            size, target, timeout, kwargs = pipe.recv()
+            ranks, target, timeout, kwargs = pipe.recv()
         except EOFError:  # the tests are over, or were killed
             pools.close()
             os._exit(0)
         try:
-            pipe.send((True, pools[size].run(target, timeout, **kwargs)))
+            pipe.send((True, pools[ranks].run(target, timeout, **kwargs)))
         except WorkerError as error:
             pipe.send((False, str(error)))
