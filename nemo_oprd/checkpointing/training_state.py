@@ -30,6 +30,7 @@ from nemo_oprd.checkpointing.directory import (
 )
 from nemo_oprd.checkpointing.extra_states import add_extra_states
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
@@ -127,6 +128,7 @@ def save_checkpoint(
 
 def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint; all others may change, above all the layout."""
+    averages = TEACHER_KINDS[config.teacher.weights].averages
     return {
         "seed": config.seed,
         "precision": config.precision,
@@ -138,8 +140,8 @@ def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) ->
         "trained_projectors": _trained_projectors(objective),
         # whether some parameters have a step count of their own, see models/megatron/partial_training.py
         "partially_trained": objective.trains_in_parts,
-        # of the teacher, with teacher.weights=ema
-        "moving_average_layers": needs.teacher_depth(objective, 0) if config.teacher.weights == "ema" else 0,
+        # of the teacher that is the student's moving average
+        "moving_average_layers": needs.teacher_depth(objective, 0) if averages else 0,
     }
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
-from nemo_oprd.rollout.vllm.server import WORKER_FOLDER, server_environment
+from nemo_oprd.rollout.vllm.server import server_command, server_environment
 from nemo_oprd.setup.resolve import resolve_student
 
 
@@ -50,6 +50,4 @@ def run(options: argparse.Namespace) -> NoReturn:
     if cuda:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = tuple(visible.split(",")) if visible else tuple(map(str, range(config.rollout.vllm.tensor)))
-    command = [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *arguments]
-    command += ["--host", options.host, "--port", str(options.port)]
-    os.execve(python, command, server_environment(devices))
+    os.execve(python, server_command(python, arguments, options.host, options.port), server_environment(devices))

@@ -11,6 +11,7 @@ import re
 from nemo_oprd.config.engine_records import RECORDS
 from nemo_oprd.config.messages import check_key
 from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import vanishes, weight_at
 
 
@@ -56,7 +57,7 @@ def _check_teachers(config: Config) -> None:
     """Every teacher has one source, and every data source has one teacher."""
     teachers = config.teachers
     if not teachers:
-        if config.teacher.weights == "own":
+        if TEACHER_KINDS[config.teacher.weights].own_model:
             _check_source("teacher", config.teacher)
         return
     _check_no_source(config.teacher, "a list of teachers")
@@ -101,7 +102,8 @@ def _check_teachers(config: Config) -> None:
 def _check_self_distillation(config: Config) -> None:
     """Settings that contradict a teacher that is the student itself."""
     teacher, weights = config.teacher, config.teacher.weights
-    if weights == "own":
+    kind = TEACHER_KINDS[weights]
+    if kind.own_model:
         return
     why = f"teacher.weights={weights}"
     if config.teachers:
@@ -123,7 +125,7 @@ def _check_self_distillation(config: Config) -> None:
             f"evaluation.teacher=true with {why}: without the information in teacher.prompt the teacher equals the "
             "student; expected false: set it"
         )
-    if weights == "initial":
+    if not kind.moves:
         return
     if teacher.placement == "dedicated" or teacher.parallel != ParallelConfig() or teacher.offload:
         raise ValueError(

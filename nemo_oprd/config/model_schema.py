@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from nemo_oprd.config.teacher_kinds import TeacherWeights
 from nemo_oprd.config.types import (
     STRICT,
     Decay,
@@ -182,7 +183,7 @@ class TeacherConfig(ModelConfig):
     The template replaces the last message, for which {prompt} stands; {answer} and {hint} are fields of the prompt
     file.
     """
-    weights: Learned[Literal["own", "student", "ema", "initial"]] = "own"
+    weights: Learned[TeacherWeights] = "own"
     """its own, or the student's: current, moving average, or before training
 
     With others than its own the student is its own teacher (self-distillation). `student` makes no second copy. `ema`

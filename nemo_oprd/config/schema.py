@@ -25,6 +25,7 @@ from nemo_oprd.config.model_schema import (
     TeacherSource,
 )
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.train_schema import TrainConfig
 from nemo_oprd.config.types import STRICT, FilePath, Fixed, Free, Learned, NonNegativeInt
 
@@ -79,6 +80,6 @@ class Config:
         """The list of several teachers, or the only teacher, which has all responses."""
         if self.teachers:
             return self.teachers
-        model = self.teacher if self.teacher.weights == "own" else self.student
+        model = self.teacher if TEACHER_KINDS[self.teacher.weights].own_model else self.student
         bridge = None if self.bridge.path == "none" else self.bridge.path
         return [TeacherSource(model.hf_path, model.checkpoint, model.provider, bridge=bridge)]

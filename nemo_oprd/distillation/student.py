@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.distillation.adaptive_weights import AdaptiveWeights
 from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
@@ -118,7 +119,7 @@ class Student:
                 chunk.eval()
             return
         self._mark_trained_parameters()
-        if config.teacher.weights in ("own", "initial") and needs.teacher_states:  # other heads change over the updates
+        if needs.teacher_states and not TEACHER_KINDS[config.teacher.weights].moves:  # else the heads move, too
             self._teacher_heads = [
                 load_teacher_head(self.chunks[-1], role, self.dtype, match, read_teacher)
                 for match, read_teacher in zip(objective.teachers, read_teachers, strict=True)
@@ -151,7 +152,7 @@ class Student:
 
     def teacher_head(self, number: int) -> torch.Tensor | None:
         """A teacher's current LM head [V, D]; None before the last stage, or if the teacher sends no final states."""
-        if self.config.teacher.weights not in ("student", "ema"):
+        if not TEACHER_KINDS[self.config.teacher.weights].moves:
             return self._teacher_heads[number]
         # such a teacher has the student's layout, so this rank holds the shard that it needs
         chunks = self.chunks if self.average is None else self.average.chunks

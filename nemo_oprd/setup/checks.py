@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.evaluation.grading.graders import GraderChoice, check_judge
 from nemo_oprd.layout import Layout
@@ -35,7 +36,7 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     teacher = config.teacher.parallel
     if config.teacher.placement == "colocated":
         student = config.student.parallel.layout(world_size, 0, "student")
-        is_student = config.teacher.weights in ("student", "ema")
+        is_student = TEACHER_KINDS[config.teacher.weights].moves
         return student, student if is_student else teacher.layout(world_size, 0, "teacher")
     ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
     if not 0 < ranks < world_size:
@@ -275,7 +276,7 @@ def check_replays(config: Config, *, against_reference: bool = False) -> None:
 
 def check_one_teacher(config: Config) -> None:
     """Raises ValueError unless fit-bridge has exactly one teacher with weights of its own."""
-    if config.teachers or config.teacher.weights != "own":
+    if config.teachers or not TEACHER_KINDS[config.teacher.weights].own_model:
         given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
         raise ValueError(
             f"fit-bridge with {given}: a bridge belongs to one teacher; expected one: name it in teacher.hf_path"

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
@@ -238,23 +239,23 @@ def _build_teacher(
     config: Config, student: Student, role: Role, needs: ModelNeeds, number: int, files: ModelFiles
 ) -> Teacher:
     """A teacher with only the layers and the head that the updates need; the student with teacher.weights=student."""
-    weights = config.teacher.weights
-    if weights == "student":
+    kind = TEACHER_KINDS[config.teacher.weights]
+    if not kind.copied:
         return Teacher(number, student.role, student.chunks or None, student.dtype)
     chunks = None
     if role.is_member:
         # a moving average is saved in checkpoints, and Megatron saves a model only with its head
-        head = weights == "ema" or needs.teacher_logprobs
+        head = kind.averages or needs.teacher_logprobs
         depth = needs.teacher_depth(student.objective, number)
         # weights of the student are computed with as the student computes
-        router_dtype = None if weights == "own" else config.student.router_dtype
+        router_dtype = None if kind.own_model else config.student.router_dtype
         chunks = files.build(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
         load_hf(chunks, files.spec, role, files.read, files.source.path)
     teacher = Teacher(number, role, chunks, student.dtype)
-    if weights == "ema" and chunks is not None:
+    if kind.averages and chunks is not None:
         student.average = EmaTeacher(chunks, config.teacher.ema_decay)
     if config.teacher.offload:
         teacher.offload()

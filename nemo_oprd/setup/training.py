@@ -17,6 +17,7 @@ from nemo_oprd.checkpointing.checkpointer import Checkpointer, skipped_in_a_row
 from nemo_oprd.checkpointing.directory import find_checkpoint
 from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.sampling_check import SamplingCheck
@@ -205,7 +206,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     if data.report is not None:
         _record_prompts(run, data.report)
     _show_bridges(run)
-    if config.teacher.weights == "student":
+    if not TEACHER_KINDS[config.teacher.weights].copied:
         logger.info(
             "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
             "validation metrics, or choose ema or initial weights (docs/teachers.md)"

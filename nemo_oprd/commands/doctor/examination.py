@@ -26,6 +26,7 @@ from nemo_oprd.commands.doctor.layer_states import layer_similarity
 from nemo_oprd.commands.doctor.settings import Settings, evaluation_limit
 from nemo_oprd.commands.doctor.static import static_findings, teacher_reads
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.order import prompt_order
 from nemo_oprd.data.prompts import Prompt
@@ -165,7 +166,7 @@ class Examination:
     def _compared_on(self, number: int) -> Problems | str:
         """The problems on which the student and teacher `number` are compared, or why they are not."""
         teacher, student = self.files.teachers[number], self.files.student
-        if self.run.teacher.weights != "own" or self.run.teacher.prompt is not None:
+        if not TEACHER_KINDS[self.run.teacher.weights].own_model or self.run.teacher.prompt is not None:
             return "the teacher knows more than a validation problem tells (teacher.prompt), so it can't be compared"
         room = min(student.spec.max_positions, teacher.spec.max_positions)
         problems = self._problems(number, [student.tokenizer, self._reader(number).tokenizer], room)
@@ -272,7 +273,7 @@ class Examination:
             for check in ("similar layers", "massive activations"):
                 yield Finding(check, "skipped", "the run compares no hidden states")
             return
-        if self.run.teacher.weights == "own":
+        if TEACHER_KINDS[self.run.teacher.weights].own_model:
             yield layer_similarity(distiller, rollouts, number)
         else:
             yield Finding("similar layers", "ok", "the teacher has the student's layers")

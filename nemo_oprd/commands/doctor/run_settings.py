@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nemo_oprd.commands.doctor.findings import Finding, Verdict
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import Weight, largest
 from nemo_oprd.losses.layer_mapping import weights_of_layers
 
@@ -104,7 +105,7 @@ def _updates(config: Config) -> Iterator[Finding]:
             text += "before; expected "
             yield _say("warning", "stage-never-reached", f"{text}all stages within the run; fix: correct until")
     teacher = config.teacher
-    if teacher.weights == "ema":
+    if TEACHER_KINDS[teacher.weights].averages:
         decay = teacher.ema_decay
         moved = -math.expm1(train.steps * math.log(decay)) if decay else 1.0
         if moved < EMA_MOVES or decay < EMA_LASTS:

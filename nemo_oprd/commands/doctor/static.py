@@ -17,6 +17,7 @@ from nemo_oprd.commands.doctor.run_settings import settings
 from nemo_oprd.commands.doctor.tokenizers import own_files
 from nemo_oprd.commands.doctor.weights import damaged_weights, layer_origins, same_weights, survey
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.setup.models import RunFiles
@@ -52,7 +53,7 @@ def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
         taught = [p for p in prompts if routing.teachers_of([p.data_source]) == [number]] or prompts
         for finding in _of_teacher(run, files, number, taught):
             yield finding.about(source.label if run.teachers else None)
-        if run.teacher.weights != "own":
+        if not TEACHER_KINDS[run.teacher.weights].own_model:
             for check in ("teacher's weights", "layer map"):
                 yield Finding(check, "ok", "the teacher has the student's weights, layer for layer")
         else:
@@ -79,7 +80,7 @@ def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt])
     yield file_checks.rope(student.spec, teacher.spec)
     limits = {"rollout.max_new_tokens": run.rollout.max_new_tokens} if run.rollout.replay is None else {}
     yield from config_values(student, teacher, response_tokens=limits, shares_ids=reads != "text")
-    if run.teacher.weights != "own":
+    if not TEACHER_KINDS[run.teacher.weights].own_model:
         text = f"teacher.weights={run.teacher.weights}: the teacher is the student, with a prompt of its own"
         yield Finding("same weights", "skipped", text)
         return

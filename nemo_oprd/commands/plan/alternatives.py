@@ -18,6 +18,7 @@ from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster
 from nemo_oprd.commands.plan.memory import student_state, teacher_weights
 from nemo_oprd.config.checks import check
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.engine_kinds import ENGINES
@@ -151,7 +152,7 @@ class Search:
 
     def _teachers(self) -> list[_Place]:
         """The teacher's layouts, beside a student that fits any number of ranks."""
-        if self.config.teacher.weights in ("student", "ema"):
+        if TEACHER_KINDS[self.config.teacher.weights].moves:
             return [_Place({}, 0.0)]
         spec, found = self.works.longest.teachers[0].spec, []
         pipeline = self.config.teacher.parallel.pipeline
@@ -219,7 +220,7 @@ class Search:
     def _options(self) -> list[Changes]:
         """Settings beside layouts that make room, the last ones most."""
         teacher, rollout = self.config.teacher, self.config.rollout
-        own_weights = teacher.weights not in ("student", "ema")
+        own_weights = not TEACHER_KINDS[teacher.weights].moves
         offload = [True] if teacher.offload else [False, True] if own_weights else [False]
         waves = [teacher.resident_microbatches] + (["auto"] if teacher.resident_microbatches is None else [])
         engine: list[tuple[int, int]] = [(rollout.tensor, rollout.expert)]

@@ -22,7 +22,9 @@ from nemo_oprd.commands.plan.seconds import bubble, training_seconds
 from nemo_oprd.commands.plan.workload import Workload, make_workload
 from nemo_oprd.config.memory_bounds import TARGET_SHARE
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.layout import Layout
+from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup.checks import check_layouts
 from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
 from nemo_oprd.setup.resolve import RunModels, RunSpec
@@ -217,16 +219,15 @@ def _without_sampling(
     phases: dict[str, dict[str, float]] = {}
     captured = targets = 0.0
     if teaches is not None:
-        weights = teacher_weights(work, teacher, teaches) if config.teacher.weights != "student" else 0.0
+        weights = teacher_weights(work, teacher, teaches) if TEACHER_KINDS[config.teacher.weights].copied else 0.0
         captured = captured_bytes(work, student, teacher, teaches)
         phases["teacher"] = {"forward pass": teacher_forward(work, teacher), "captured rows": captured}
         (phases["teacher"] if config.teacher.offload else always)["teacher weights"] = weights
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)
-        copy = rollout_copy(work)
-        if copy:
-            always["rollout copy"] = copy
+        if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
+            always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)
     phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
     if learns is not None:

@@ -14,6 +14,7 @@ from nemo_oprd.commands.plan.activations import (
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import TeacherWork, Workload
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.chunk_sizes import ROW_CHUNK, SLAB
 from nemo_oprd.losses.registry import DIVERGENCES
@@ -79,7 +80,7 @@ def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
     """Bytes of the teachers' weights on a rank of their stage `pipeline`; with `teacher.offload` of the largest."""
     each = []
     for teacher in work.teachers:
-        head = teacher.head or work.config.teacher.weights == "ema"
+        head = teacher.head or TEACHER_KINDS[work.config.teacher.weights].averages
         count = stage_parameters(teacher.spec, layout, pipeline, depth=teacher.depth, head=head)
         each.append(float(count.all_held * work.value_bytes))
     return max(each) if work.config.teacher.offload else sum(each)
@@ -87,7 +88,7 @@ def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
 
 def teacher_heads(work: Workload, layout: Layout, pipeline: int) -> float:
     """Bytes of the copies of the teachers' heads on the student's last stage."""
-    if pipeline != layout.pipeline - 1 or work.config.teacher.weights in ("student", "ema"):
+    if pipeline != layout.pipeline - 1 or TEACHER_KINDS[work.config.teacher.weights].moves:
         return 0.0
     rows = work.student.padded_vocab(layout.tensor) // layout.tensor
     return float(sum(rows * t.spec.hidden_size * work.value_bytes for t in work.teachers if t.sends_states))

@@ -96,10 +96,8 @@ def _in_process(work: Workload, demand: Demand, groups: Groups, gpu: Gpu, left: 
 
 
 def rollout_copy(work: Workload) -> float:
-    """Bytes of the engine's copy of the student on one of the student's ranks."""
+    """Bytes of the copy of the student that an engine in the trainer's processes has on one rank."""
     sizes = work.config.rollout
-    if sizes.replay is not None or not ENGINES[sizes.engine].in_process:
-        return 0.0
     held = stage_parameters(work.student, Layout(tensor=sizes.tensor, expert=sizes.expert), 0).all_held
     return float(held * work.value_bytes)
 

@@ -22,10 +22,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 GRACE_S = 10.0
 SHARED_MEMORY = "/dev/shm/"
 SHARED_NAMES = "NEMO_OPRD_SHARED_NAMES"
+
+
+def start(command: list[str], directory: Path, **process: Any) -> subprocess.Popen:
+    """Starts a guard of this process that runs `command` and removes `directory`; `process`: see `Popen`."""
+    guarded = [sys.executable, __file__, "--remove", str(directory), "--", *command]
+    return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, **process)
 
 
 def group_members(group: int) -> list[int]:

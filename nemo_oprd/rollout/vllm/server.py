@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -134,19 +133,12 @@ class LocalServer(Server):
         port = _free_port()
         self.base_url = f"http://127.0.0.1:{port}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [str(self.python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *self.flags]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command = server_command(self.python, self.flags, "127.0.0.1", port)
         with self.log.open("ab") as log:
             log.write(f"\n--- start {self.generation}: {' '.join(command)}\n".encode())
             log.flush()
-            self._process = subprocess.Popen(
-                [sys.executable, guard.__file__, "--remove", str(self.directory), "--", *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=server_environment(self.devices) | {guard.SHARED_NAMES: self._shared_names},
-                start_new_session=True,
-            )
+            environment = server_environment(self.devices) | {guard.SHARED_NAMES: self._shared_names}
+            self._process = guard.start(command, self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     @property
     def _shared_names(self) -> str:
@@ -206,6 +198,12 @@ class LocalServer(Server):
         lines = [line.strip() for line in said[-_LOG_LINES:] if line.strip()]
         errors = [line for line in lines if "Error" in line and "Engine core" not in line]
         return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
+
+
+def server_command(python: Path, flags: list[str], host: str, port: int) -> list[str]:
+    """What starts a server; `flags`: `server_arguments`."""
+    script = WORKER_FOLDER / "nemo_oprd_serve.py"
+    return [str(python), str(script), *flags, "--host", host, "--port", str(port)]
 
 
 def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:

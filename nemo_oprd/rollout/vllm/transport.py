@@ -14,7 +14,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -68,8 +67,7 @@ class SharedFolder:
     def guard(self) -> None:
         """Starts a guard of its own, for servers without one: endpoints."""
         if self._guard is None:
-            command = [sys.executable, guard.__file__, "--remove", str(self.path), "--", "sleep", "infinity"]
-            self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            self._guard = guard.start(["sleep", "infinity"], self.path)
 
     def write(self, bucket: Bucket) -> Path:
         """Writes the bytes of a bucket to a new file.

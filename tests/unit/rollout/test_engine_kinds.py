@@ -1,4 +1,4 @@
-"""The records of the rollout engines: one for every name of a configuration, and no other place that compares names."""
+"""The records of rollout engines and teachers: one for every name of a configuration, compared nowhere else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from nemo_oprd.config.engine_records import RECORDS, EngineName
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS, TeacherWeights
 from nemo_oprd.rollout.engine_kinds import ENGINES, Groups
 
 ROOT = Path(__file__).parents[3] / "nemo_oprd"
@@ -17,10 +18,12 @@ ROOT = Path(__file__).parents[3] / "nemo_oprd"
 
 def test_every_name_has_its_records() -> None:
     assert set(get_args(EngineName)) == set(RECORDS) == set(ENGINES)
+    assert set(get_args(TeacherWeights)) == set(TEACHER_KINDS)
 
 
-def test_nothing_compares_names_of_engines() -> None:
-    """No comparison in the package has an attribute or a variable `engine` on one side and a name on the other."""
+@pytest.mark.parametrize("key", ["rollout.engine", "teacher.weights"])
+def test_nothing_compares_names(key: str) -> None:
+    """No comparison in the package has an attribute or a variable of the key's name, and a text on the other side."""
     found = []
     for file in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -28,7 +31,7 @@ def test_nothing_compares_names_of_engines() -> None:
                 continue
             sides = [node.left, *node.comparators]
             named = any(isinstance(part, ast.Constant) and part.value for side in sides for part in ast.walk(side))
-            if named and any(ast.unparse(side).split(".")[-1] == "engine" for side in sides):
+            if named and any(ast.unparse(side).split(".")[-1] == key.split(".")[-1] for side in sides):
                 found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert not found
 

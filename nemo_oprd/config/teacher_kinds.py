@@ -1,0 +1,36 @@
+"""The kinds of teachers by `teacher.weights`: whose weights a teacher has, and what follows from that.
+
+`setup/models.py` builds them. Nothing else compares the values of `teacher.weights`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TeacherWeights = Literal["own", "student", "ema", "initial"]
+
+
+@dataclass(frozen=True)
+class TeacherKind:
+    """One kind of teacher.
+
+    Attributes:
+        own_model: it is a model of its own, with files of its own; otherwise it starts as the student.
+        moves: its weights change with the student's updates, so that it has the student's ranks and layout.
+        copied: its weights are in memory beside the student's.
+        averages: it is the moving average of the student, which checkpoints hold.
+    """
+
+    own_model: bool = False
+    moves: bool = False
+    copied: bool = True
+    averages: bool = False
+
+
+TEACHER_KINDS: dict[TeacherWeights, TeacherKind] = {
+    "own": TeacherKind(own_model=True),
+    "student": TeacherKind(moves=True, copied=False),
+    "ema": TeacherKind(moves=True, averages=True),
+    "initial": TeacherKind(),
+}
