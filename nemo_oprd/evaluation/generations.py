@@ -104,16 +104,17 @@ class SetKey:
 
     def record(self, index: int, rollout: Rollout, text: str) -> dict[str, Any]:
         """The line of response `index`."""
+        problem, sample = divmod(index, self.samples)
         record = {
-            "problem": index // self.samples,
-            "sample": index % self.samples,
+            "problem": problem,
+            "sample": sample,
             "prompt_ids": rollout.prompt_ids,
             "response_ids": rollout.response_ids,
             "response": text,
             "finish_reason": rollout.finish_reason,
             "seed": [*self.key, index],
             "model": self.model,
-            **(self.facts[index // self.samples] if self.facts else {}),
+            **(self.facts[problem] if self.facts else {}),
         }
         return record if rollout.logprobs is None else {**record, "logprobs": rollout.logprobs}
 
@@ -187,8 +188,9 @@ class Generations:
         lines = [json.dumps(of.record(*each), ensure_ascii=False) + "\n" for each in responses]
         with naming(path), path.open("a+b") as file:
             # a process that was killed while it wrote left half a line, which must not swallow the next one
-            if file.seek(0, 2) and not _ends_a_line(path):
-                file.write(b"\n")
+            if file.seek(0, 2):
+                file.seek(-1, 2)
+                file.write(b"" if file.read() == b"\n" else b"\n")
             file.write("".join(lines).encode())
 
     def kept(self, of: SetKey, requests: Sequence[Request]) -> dict[int, Rollout]:
@@ -234,12 +236,6 @@ class Generations:
         """The parts of all ranks, also of an earlier start with more ranks."""
         pattern = re.compile(rf"\.{re.escape(name)}\.part_\d+\.jsonl")
         return sorted(path for path in self._responses.glob(".*.jsonl") if pattern.fullmatch(path.name))
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read() == b"\n"
 
 
 def _read(path: Path, of: SetKey, requests: Sequence[Request]) -> Iterable[tuple[int, Rollout]]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from nemo_oprd.evaluation.set_metrics import DIVERSITY, Sample, check_samples, distinct_ratio, summarize
+from nemo_oprd.evaluation.set_metrics import DIVERSITY, Sample, by_problem, check_samples, distinct_ratio, summarize
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -27,22 +27,6 @@ PROBLEMS = "problems"
 
 Values = dict[str, np.ndarray]
 Metrics = dict[str, float | list[float]]
-
-
-@dataclass(frozen=True)
-class GradedSample(Sample):
-    """A `Sample` with all that the metrics need.
-
-    Attributes:
-        vote: what equal wrong answers share; None without a gradable answer. Right answers need no common spelling.
-        truncated: whether the response was cut off; None if it is not known.
-        subject, level: of the problem; None if the data has none.
-    """
-
-    vote: str | None = None
-    truncated: bool | None = None
-    subject: str | None = None
-    level: str | None = None
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -62,7 +46,7 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
     return np.array(table)[correct]
 
 
-def majority(group: Sequence[GradedSample]) -> float:
+def majority(group: Sequence[Sample]) -> float:
     """The probability that the most frequent answer of a problem's samples is right, ties broken at random.
 
     Right answers are one answer; wrong ones are the same answer if their votes are equal; samples without an answer do
@@ -81,12 +65,12 @@ def ks_of(samples: int) -> list[int]:
     return sorted({*(2**i for i in range(samples.bit_length())), samples})
 
 
-def per_problem(samples: Sequence[GradedSample], k: int) -> Values:
+def per_problem(samples: Sequence[Sample], k: int) -> Values:
     """Metric -> float [P], one value per problem in the order of their numbers; NaN where a problem has none.
 
     A metric for which no problem has a value is left out.
     """
-    groups = _by_problem(samples)
+    groups = by_problem(samples)
     correct = np.array([sum(s.correct for s in group) for group in groups])
     values = {f"avg@{k}": correct / k, f"best@{k}": (correct > 0).astype(float)}
     values |= {f"pass@{each}": pass_at_k(correct, k, each) for each in ks_of(k)}
@@ -101,14 +85,7 @@ def per_problem(samples: Sequence[GradedSample], k: int) -> Values:
     return values
 
 
-def _by_problem(samples: Iterable[GradedSample]) -> list[list[GradedSample]]:
-    groups: dict[int, list[GradedSample]] = defaultdict(list)
-    for sample in samples:
-        groups[sample.problem].append(sample)
-    return [groups[problem] for problem in sorted(groups)]
-
-
-def measure(samples: Sequence[GradedSample], k: int, values: Values | None = None) -> Metrics:
+def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> Metrics:
     """The metrics of a set with k samples per problem, each with its interval under METRIC/ci.
 
     Also avg@k, its interval and the number of problems of every subject and level, if the set has at least two, as
@@ -129,7 +106,7 @@ def measure(samples: Sequence[GradedSample], k: int, values: Values | None = Non
     found[PROBLEMS] = len(values[f"avg@{k}"])
     for kind in ("subject", "level"):
         rows: dict[str, list[int]] = defaultdict(list)
-        for row, group in enumerate(_by_problem(samples)):
+        for row, group in enumerate(by_problem(samples)):
             rows[getattr(group[0], kind) or "none"].append(row)
         for name in sorted(rows) if len(rows) > 1 else ():
             label = re.sub(r"[^\w.-]+", "_", name)

@@ -32,6 +32,16 @@ def kind_of(metric: str) -> str:
     return metric.rsplit("/", 1)[-1].partition("@")[0]
 
 
+def order_of(metric: str) -> tuple[int, int]:
+    """Sorts metrics without a prefix as `MEANINGS` has them, then by their k."""
+    return list(MEANINGS).index(kind_of(metric)), int(metric.partition("@")[2] or 0)
+
+
+def repeated(metrics: Iterable[str]) -> set[str]:
+    """The metrics that are others by another name: pass@1 is avg@n, and pass@n of all n responses is best@n."""
+    return {"pass@1", *(metric.replace("best", "pass") for metric in metrics if metric.startswith("best@"))}
+
+
 @dataclass(frozen=True)
 class Sample:
     """One graded response.
@@ -41,12 +51,27 @@ class Sample:
         response: text of the response.
         correct: the grade.
         num_tokens: length in the student's tokens, including the end-of-sequence token.
+        vote: what equal wrong answers share; None without a gradable answer. Right answers need no common spelling.
+        truncated: whether the response was cut off; None if it is not known.
+        subject, level: of the problem; None if the data has none.
     """
 
     problem: int
     response: str
     correct: bool
     num_tokens: int
+    vote: str | None = None
+    truncated: bool | None = None
+    subject: str | None = None
+    level: str | None = None
+
+
+def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The samples of each problem, in the order of the problems' numbers."""
+    groups = defaultdict[int, list[Sample]](list)
+    for sample in samples:
+        groups[sample.problem].append(sample)
+    return [groups[problem] for problem in sorted(groups)]
 
 
 def check_samples(samples: Sequence[Sample], k: int) -> None:
@@ -79,10 +104,7 @@ def summarize(samples: Sequence[Sample], k: int, diversity: Sequence[float] | No
         ValueError: as `check_samples`.
     """
     check_samples(samples, k)
-    by_problem: dict[int, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        by_problem[sample.problem].append(sample)
-    groups = list(by_problem.values())
+    groups = by_problem(samples)
     if diversity is None:
         diversity = [ratio for group in groups if (ratio := distinct_ratio(s.response for s in group)) is not None]
     metrics = {

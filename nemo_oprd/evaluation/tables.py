@@ -11,6 +11,7 @@ from typing import Any
 from nemo_oprd.evaluation.files import METRICS
 from nemo_oprd.evaluation.grading.grade_sets import compare, read_graded
 from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference
+from nemo_oprd.evaluation.set_metrics import order_of, repeated
 
 EVALUATIONS = "evaluations"  # of a run: one directory per evaluation
 _COMPARED = ("avg", "best", "pass", "maj")  # prefixes: avg_len, too
@@ -130,8 +131,7 @@ def differences(found: Mapping[str, Mapping[str, Difference]], after: str, befor
     """
     lines: list[list[str]] = []
     for name, metrics in sorted(found.items()):
-        same = {"pass@1", *(each.replace("best", "pass") for each in metrics if each.startswith("best@"))}
-        for metric in [each for each in metrics if each.startswith(_COMPARED) and each not in same]:
+        for metric in [each for each in metrics if each.startswith(_COMPARED) and each not in repeated(metrics)]:
             gap = metrics[metric]
             scale, unit = (1, "tokens") if metric == "avg_len" else (100, "points")
             value = f"{scale * gap.value:+.1f} [{scale * gap.low:+.1f}, {scale * gap.high:+.1f}]"
@@ -147,8 +147,7 @@ def _of_set(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _with_k(own: Mapping[str, Any], kind: str) -> list[str]:
     """The metrics `kind@k` of a set, in the order of k."""
-    found = [key for key in own if re.fullmatch(rf"{kind}@\d+", key)]
-    return sorted(found, key=lambda key: int(key.partition("@")[2]))
+    return sorted((key for key in own if re.fullmatch(rf"{kind}@\d+", key)), key=order_of)
 
 
 def _cell(own: Mapping[str, Any], name: str) -> str:

@@ -140,8 +140,7 @@ class Comparison:
         settings = self.settings
         if self.recorded is not None:
             settings |= {"responses": _digest_of(self.recorded)}
-        kept = self._kept(TEACHER, settings)
-        if kept is not None:
+        if self._kept(TEACHER, settings) is not None:
             return _read_responses(self.options.output / f"{TEACHER}.jsonl")
         logger.info(f"{TEACHER}: {self.options.teacher}")
         responses = self._sample(self.teacher) if self.recorded is None else self.recorded
@@ -160,15 +159,14 @@ class Comparison:
         logger.info(f"{name}: {directory}")
         model = self._load(directory)
         own = self._sample(model)
-        parts = {
-            source: measure(model, self.teacher, responses, self.tokenizer.vocab_size)
-            for source, responses in (("on_teacher", teachers), ("on_student", own))
-        }
+        on_teacher, on_student = (
+            measure(model, self.teacher, responses, self.tokenizer.vocab_size) for responses in (teachers, own)
+        )
         result = {
             **settings,
-            "on_teacher": summarize(parts["on_teacher"]),
-            "on_student": {**summarize(parts["on_student"]), **describe_text(own)},
-            "per_prompt": {source: [asdict(part) for part in found] for source, found in parts.items()},
+            "on_teacher": summarize(on_teacher),
+            "on_student": {**summarize(on_student), **describe_text(own)},
+            "per_prompt": {"on_teacher": list(map(asdict, on_teacher)), "on_student": list(map(asdict, on_student))},
         }
         self._write(name, result, own)
         return result
@@ -193,19 +191,17 @@ class Comparison:
     def _write(self, name: str, result: dict[str, Any], responses: list[Response]) -> None:
         """Responses first: the other file, of which an older one is removed before, says that both are whole."""
         (self.options.output / f"{name}.json").unlink(missing_ok=True)
-        write_lines(
-            self.options.output / f"{name}.jsonl",
-            (
-                {
-                    "prompt": prompt.messages[-1]["content"],
-                    "response": self.tokenizer.decode(response.tokens),
-                    "ended": response.ended,
-                    "prompt_ids": response.prompt,
-                    "response_ids": response.tokens,
-                }
-                for prompt, response in zip(self.prompts, responses, strict=True)
-            ),
+        lines = (
+            {
+                "prompt": prompt.messages[-1]["content"],
+                "response": self.tokenizer.decode(response.tokens),
+                "ended": response.ended,
+                "prompt_ids": response.prompt,
+                "response_ids": response.tokens,
+            }
+            for prompt, response in zip(self.prompts, responses, strict=True)
         )
+        write_lines(self.options.output / f"{name}.jsonl", lines)
         write_atomically(self.options.output / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
     def _recorded(self, file: Path) -> list[Response]:
@@ -226,7 +222,7 @@ class Comparison:
 
 
 def _digest_of(responses: Sequence[Response]) -> str:
-    return digest([asdict(response) for response in responses])
+    return digest(list(map(asdict, responses)))
 
 
 def _weights_digest(directory: Path) -> str:

@@ -54,9 +54,8 @@ def stop_ids(student: Tokenizer, teacher: Tokenizer, reads: Reads) -> Finding:
         text = f"{both}: {why}; expected {end} among the student's; {fix}"
         return Finding("stop ids", "wrong", text, numbers, code="stop-id-not-sampled")
     why = f"both end a turn with {end}, but where one of the other ids is written, only one of them stops"
-    return Finding(
-        "stop ids", "warning", f"{both}: {why}; expected the same ids; {fix}", numbers, code="stop-ids-differ"
-    )
+    text = f"{both}: {why}; expected the same ids; {fix}"
+    return Finding("stop ids", "warning", text, numbers, code="stop-ids-differ")
 
 
 def _named(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -93,14 +92,9 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: R
             if len(text.split()) > 1:
                 code = "template-adds-system-prompt"
                 where = f"only the {role}'s template adds a system prompt, {text[:60]!r}; {where}"
-        return Finding(
-            "templates",
-            "warning",
-            f"{where}; expected the same text, because the teacher reads the student's; fix: use one "
-            f"chat_template.jinja for both, or give the teacher its own with teacher.prompt='{{prompt}}'",
-            {"character": at, "student": ours, "teacher": theirs},
-            code=code,
-        )
+        text = f"{where}; expected the same text, because the teacher reads the student's; fix: use one "
+        text += "chat_template.jinja for both, or give the teacher its own with teacher.prompt='{prompt}'"
+        return Finding("templates", "warning", text, {"character": at, "student": ours, "teacher": theirs}, code=code)
     return Finding("templates", "ok", "both templates render the same text, without and with a training prompt")
 
 

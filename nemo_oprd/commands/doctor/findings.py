@@ -50,6 +50,11 @@ class Finding:
         return replace(self, text=f"teacher {teacher}: {self.text}", numbers={"teacher": teacher, **self.numbers})
 
 
+def flag(check: str, verdict: Verdict, code: str, text: str, **numbers: Any) -> Finding:
+    """A warning or something wrong."""
+    return Finding(check, verdict, text, numbers, code)
+
+
 class Report:
     """The findings of one command, printed as they come. Findings count on the first rank only.
 

@@ -9,10 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.doctor.findings import Finding, Verdict
+from nemo_oprd.commands.doctor.findings import Finding, flag
 from nemo_oprd.commands.doctor.instructions import SPECIAL
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport
@@ -21,6 +22,7 @@ from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.setup.prompt_files import prepare_prompts, training_prompts, validation_problems
 
 CHECK = "data"
+_say = partial(flag, CHECK)
 # A set whose problems nearly all stand in the training data is the training data.
 NEARLY_ALL = 0.9
 # DAPO-Math-17k repeats 7 % of its prompts.
@@ -57,10 +59,6 @@ def prompt_files(config: Config) -> Iterator[Finding]:
     if not found:
         text = f"{len(training):,} prompts and {sum(map(len, sets.values())):,} problems of validation: few repeat,"
         yield Finding(CHECK, "ok", f"{text} none hold their answers")
-
-
-def _say(verdict: Verdict, code: str, text: str, **numbers: Any) -> Finding:
-    return Finding(CHECK, verdict, text, numbers, code=code)
 
 
 def _counted(config: Config, content: dict[str, Any]) -> Iterator[Finding]:
@@ -114,9 +112,8 @@ def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
         match = SPECIAL.search(marked[0])
         mark = "" if match is None else match[0]
         text = f"{source}: {len(marked):,} of {count:,} prompts hold marks of a chat template, e.g. {mark!r}; expected "
-        yield _say(
-            "warning", "template-marks-in-prompt", f"{text}text alone, because the template adds them; fix: remove them"
-        )
+        text += "text alone, because the template adds them; fix: remove them"
+        yield _say("warning", "template-marks-in-prompt", text)
     empty = sum(not re.search(r"\w", text) for text in contents)
     if many(empty, EMPTY):
         text = f"{source}: {empty:,} of {count:,} prompts hold no word; expected problems; fix: correct the file"

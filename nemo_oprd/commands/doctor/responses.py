@@ -47,25 +47,15 @@ def truncation(rollouts: list[Rollout], limit: int, run_limit: int) -> Finding:
     said += f" (mean length {numbers['mean_tokens']:.0f})"
     if looping > LOOPS_DOMINATE:
         text = f"{said}; expected endings: a loop never ends; fix: a student that ends, or another rollout.temperature"
-        return Finding(
-            "truncation",
-            "warning",
-            f"{text}; compare the stop ids and the templates above",
-            numbers,
-            code="responses-loop",
-        )
+        text += "; compare the stop ids and the templates above"
+        return Finding("truncation", "warning", text, numbers, code="responses-loop")
     if share <= DOMINATES:
         return Finding("truncation", "ok", said, numbers)
     if limit < run_limit:
         text = f"{said}, but the run's limit is {run_limit}: what is cut here may end; --max-new-tokens {run_limit} "
         return Finding("truncation", "skipped", f"{text}shows it", numbers)
-    return Finding(
-        "truncation",
-        "warning",
-        f"{said}; expected at most half; fix: raise rollout.max_new_tokens={run_limit}, or compare the stop ids above",
-        numbers,
-        code="responses-cut",
-    )
+    text = f"{said}; expected at most half; fix: raise rollout.max_new_tokens={run_limit}, or compare the stop ids "
+    return Finding("truncation", "warning", f"{text}above", numbers, code="responses-cut")
 
 
 def repeats_itself(ids: Sequence[int]) -> bool:
@@ -142,13 +132,8 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
     if wins > losses and _chance(wins, losses) < SIGNIFICANCE:
         return Finding(check, "ok", said, numbers)
     text = f"{said}: no more than the student beyond chance ({_both(student, teacher, limit)}); expected a better "
-    return Finding(
-        check,
-        "warning",
-        f"{text}teacher; fix: another teacher, or --problems above {count} to see a small difference",
-        numbers,
-        code="teacher-not-better",
-    )
+    text += f"teacher; fix: another teacher, or --problems above {count} to see a small difference"
+    return Finding(check, "warning", text, numbers, code="teacher-not-better")
 
 
 def _both(student: Answers, teacher: Answers, limit: int) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from nemo_oprd.commands.doctor.findings import Finding, Verdict
+from nemo_oprd.commands.doctor.findings import Finding, Verdict, flag
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import Weight, largest
 from nemo_oprd.losses.layer_mapping import weights_of_layers
 
 CHECK = "settings"
+_say = partial(flag, CHECK)
 # Adam moves a weight by at most about lr in a step, whatever the gradient. Matrices of language models have weights of
 # about 0.02: a step of 0.01 replaces them. Published runs end at 1e-3, those of wide models at 2e-4.
 RATE_WRONG, RATE_HIGH, RATE_HIGH_WIDE, WIDE = 1e-2, 2e-3, 2e-4, 1024
@@ -46,10 +48,6 @@ def settings(config: Config, num_layers: int, hidden_size: int) -> Iterator[Find
     yield from found
     if not found:
         yield Finding(CHECK, "ok", "no value of the configuration is outside what a run can use")
-
-
-def _say(verdict: Verdict, code: str, text: str, **numbers: float) -> Finding:
-    return Finding(CHECK, verdict, text, dict(numbers), code=code)
 
 
 def _optimizer(config: Config, hidden_size: int) -> Iterator[Finding]:

@@ -56,9 +56,5 @@ def _stop_ids(role: str, tokenizer: Tokenizer) -> Iterator[Finding]:
         yield Finding("stop ids", "wrong", f"{text}fix: eos_token_id in {name}", code="stop-id-ordinary")
     elif own is not None and own not in tokenizer.eos_ids:
         text = f"the {role} stops at {list(tokenizer.eos_ids)}, and its tokenizer's end of a sequence is {own}; "
-        yield Finding(
-            "stop ids",
-            "warning",
-            f"{text}expected {own} among them; fix: eos_token_id in {name}",
-            code="stop-ids-of-files-differ",
-        )
+        text += f"expected {own} among them; fix: eos_token_id in {name}"
+        yield Finding("stop ids", "warning", text, code="stop-ids-of-files-differ")

@@ -77,6 +77,21 @@ class Evaluation:
     files: dict[str, Path]
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """An evaluation with the responses of its sets and the choice of their graders."""
+
+    of: Evaluation
+    sets: dict[str, list[Response]]
+    choice: GraderChoice
+
+    def side(self, name: str) -> Side:
+        """A set as `check_comparable` takes it."""
+        answers = {response.problem: response.answer for response in self.sets[name]}
+        graders = {self.choice.of(name, response.data_source).name for response in self.sets[name]}
+        return str(self.of.directory), answers, graders
+
+
 def by_set(key: str, texts: Sequence[str]) -> dict[str, str]:
     """`SET=VALUE` or `VALUE` for all sets, as set -> value; "" stands for all sets.
 
@@ -132,34 +147,29 @@ def grade(options: GradeOptions) -> None:
                 "correct the name"
             )
     loaded = [_load(each, options) for each in every]
-    for number in range(len(evaluations)) if other else ():
-        _check_comparable(every[number], loaded[number], every[-1], loaded[-1])
+    for mine in loaded[: len(evaluations)] if other else ():
+        for name in mine.sets.keys() & loaded[-1].sets.keys():
+            check_comparable(name, mine.side(name), loaded[-1].side(name))
     with ExitStack() as stack:
         for each in every:
             check_output(str(each.directory))
         for directory in {each.directory.resolve(): None for each in every}:
             stack.callback(RunLock(directory).undo)
-        graded, rows = _grade(every, loaded)
+        graded, rows = _grade(loaded)
         print(table(rows), flush=True)
         print(details(rows), flush=True)
         _compare(evaluations, list(zip(rows, graded, strict=True)), len(other))
 
 
-Loaded = tuple[dict[str, list[Response]], GraderChoice]
-
-
-def _grade(
-    every: Sequence[Evaluation], loaded: Sequence[Loaded]
-) -> tuple[list[list[GradedSet]], dict[str, dict[str, Any]]]:
+def _grade(loaded: Sequence[Loaded]) -> tuple[list[list[GradedSet]], dict[str, dict[str, Any]]]:
     """(The grades of each evaluation, label of an evaluation -> its metrics), both in the order of the evaluations."""
     graded: list[list[GradedSet]] = []
     rows: dict[str, dict[str, Any]] = {}
-    for number, (each, (sets, choice)) in enumerate(zip(every, loaded, strict=True), 1):
-        label = next(
-            text for text in (each.label, str(each.directory), f"{each.directory} ({number})") if text not in rows
-        )
-        graded.append([grade_set(each.directory, name, responses, choice) for name, responses in sets.items()])
-        rows[label] = finish(each.directory, graded[-1], keep_others=True)
+    for number, each in enumerate(loaded, 1):
+        directory = each.of.directory
+        label = next(text for text in (each.of.label, str(directory), f"{directory} ({number})") if text not in rows)
+        graded.append([grade_set(directory, name, own, each.choice) for name, own in each.sets.items()])
+        rows[label] = finish(directory, graded[-1], keep_others=True)
         for line in (line for one in graded[-1] for line in one.statement()):
             logger.info(f"{label}: {line}")
     return graded, rows
@@ -184,18 +194,6 @@ def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return list(found.values())
 
 
-def _check_comparable(mine: Evaluation, loaded: Loaded, other: Evaluation, others: Loaded) -> None:
-    """Raises ValueError if a set of both evaluations has other problems or graders in one than in the other."""
-
-    def side(each: Evaluation, of: Loaded, name: str) -> Side:
-        sets, choice = of
-        answers = {response.problem: response.answer for response in sets[name]}
-        return str(each.directory), answers, {choice.of(name, response.data_source).name for response in sets[name]}
-
-    for name in mine.files.keys() & other.files.keys():
-        check_comparable(name, side(mine, loaded, name), side(other, others, name))
-
-
 def find(target: Path) -> list[Evaluation]:
     """The evaluations of a target; those of a run in the order of their steps, then the teacher's.
 
@@ -214,7 +212,7 @@ def find(target: Path) -> list[Evaluation]:
     if not directory.is_dir():
         raise ValueError(f"{target}: there is no such file or directory, expected responses to grade; {FIX}")
     files = {file.stem: file for file in sorted((directory / GENERATIONS).glob("[!.]*.jsonl"))}
-    inner = [path for path in sorted((directory / EVALUATIONS).glob("*")) if (path / GENERATIONS).is_dir()]
+    inner = sorted((directory / EVALUATIONS).glob("*"))
     found = [each for path in inner if any((path / GENERATIONS).glob("[!.]*.jsonl")) for each in find(path)]
     if files:  # earlier versions let `evaluate` write into a run, whose own evaluations count all the same
         found.append(Evaluation(_label(directory), directory, files))
@@ -235,7 +233,7 @@ def _label(directory: Path) -> str:
 
 
 def _load(each: Evaluation, options: GradeOptions) -> Loaded:
-    """(Set -> responses, the choice of graders) of an evaluation; nothing is graded yet."""
+    """Reads and checks an evaluation; nothing is graded yet."""
     sets: dict[str, list[Response]] = {}
     graders = dict(options.graders)
     for name, file in each.files.items():
@@ -258,7 +256,7 @@ def _load(each: Evaluation, options: GradeOptions) -> Loaded:
         # everything is checked before anything is written
         samples_per_problem(name, responses)
         check_answers(name, responses, [choice.of(name, response.data_source) for response in responses])
-    return sets, choice
+    return Loaded(each, sets, choice)
 
 
 def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list[GradedSet]]], others: int) -> None:
@@ -270,17 +268,18 @@ def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list
             runs[each.directory.parent].append(number)
     pairs += sorted((steps[-1], steps[0]) for steps in runs.values() if len(steps) > 1)
     for after, before in pairs:
+        (label, mine), (against, theirs) = graded[after], graded[before]
         try:
-            found = compare(graded[after][1], graded[before][1])
+            found = compare(mine, theirs)
         except ValueError as error:  # of a run, which may have begun with other problems or graders
-            logger.info(f"no comparison of {graded[after][0]} with {graded[before][0]}: {error}")
+            logger.info(f"no comparison of {label} with {against}: {error}")
             continue
-        print(differences(found, graded[after][0], graded[before][0]), flush=True)
+        print(differences(found, label, against), flush=True)
         flat = {
             f"val/{name}/{metric}{suffix}": value
             for name, metrics in found.items()
             for metric, gap in metrics.items()
             for suffix, value in (("", gap.value), (CI, [gap.low, gap.high]))
         }
-        content = {"against": graded[before][0], **flat}
-        write_atomically(evaluations[after].directory / DIFFERENCES, json.dumps(content, indent=1) + "\n")
+        text = json.dumps({"against": against, **flat}, indent=1) + "\n"
+        write_atomically(evaluations[after].directory / DIFFERENCES, text)

@@ -14,11 +14,10 @@ from typing import Any
 
 from nemo_oprd.commands.report.figures import Key, run_key
 from nemo_oprd.commands.report.numbers import interval, number, signed
-from nemo_oprd.commands.report.panels import METRICS as ORDER
 from nemo_oprd.evaluation.files import GRADES, METRICS
 from nemo_oprd.evaluation.grading.grade_sets import GradedSet, compare, read_graded
 from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference
-from nemo_oprd.evaluation.set_metrics import MEANINGS, UNDEFINED, kind_of
+from nemo_oprd.evaluation.set_metrics import MEANINGS, UNDEFINED, kind_of, order_of, repeated
 from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
 from nemo_oprd.observability.run_reader import Run
 from nemo_oprd.runtime.files import read_json
@@ -97,7 +96,9 @@ def meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
     names: dict[str, list[str]] = {}
     for metric in dict.fromkeys(metrics):
         names.setdefault(kind_of(metric), []).append(metric)
-    return [(", ".join(sorted(names[kind], key=_k)), meaning) for kind, meaning in MEANINGS.items() if kind in names]
+    return [
+        (", ".join(sorted(names[kind], key=order_of)), meaning) for kind, meaning in MEANINGS.items() if kind in names
+    ]
 
 
 def undefined(metric: str) -> str:
@@ -148,8 +149,7 @@ def paired(runs: Sequence[RunEvaluations]) -> Differences:
             pairs.append((run.last, run.key, runs[0].last, runs[0].key))
     found = [(pair, *_compared(pair[0], pair[2])) for pair in pairs]
     names = {name for _, sets, _ in found for metrics in sets.values() for name in metrics}
-    known = {"pass@1", *(name.replace("best", "pass") for name in names if name.startswith("best@"))}
-    metrics = sorted(names - known, key=lambda name: (ORDER.index(name.split("@")[0]), _k(name)))
+    metrics = sorted(names - repeated(names), key=order_of)
     rows = []
     for (after, after_key, before, before_key), sets, note in found:
         sides = (after_key, after.label), (None if after_key == before_key else before_key, before.label)
@@ -166,10 +166,6 @@ def _compared(after: Evaluation, before: Evaluation) -> tuple[dict[str, dict[str
         return compare(after.graded.values(), before.graded.values()), ""
     except ValueError as error:  # other problems or other graders
         return {}, str(error)
-
-
-def _k(metric: str) -> int:
-    return int(metric.partition("@")[2] or 0)
 
 
 def _cell(metric: str, gap: Difference | None) -> DifferenceCell | None:

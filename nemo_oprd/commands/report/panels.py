@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nemo_oprd.commands.report.figures import COLORS, SMOOTH_FROM, Draw, Key, Panel, line, run_key, smooth
+from nemo_oprd.evaluation.set_metrics import order_of, repeated
 from nemo_oprd.observability.run_reader import Run
 
 CURVES = (  # metric, title, note, logarithmic
@@ -37,7 +38,6 @@ CURVES = (  # metric, title, note, logarithmic
 NUM_LOSSES = 6  # the first of CURVES, which stand before the figures of the models' outputs
 LAYER_COSINE = re.compile(r"rep/cosine_similarity_layer/(\d+)")
 POSITION_COSINE = re.compile(r"rep/cosine_(first|last)_k/(\d+)")
-METRICS = ("avg", "best", "pass", "maj", "avg_len", "truncated", "no_answer", "dist_4g")
 PHASES = ("generate", "check", "teacher", "update", "sync", "gradient_noise")
 VALIDATION = re.compile(r"val/(.+?)(/teacher)?/((?:avg|best|pass|maj)@\d+|avg_len|truncated|no_answer|dist_4g)")
 
@@ -54,16 +54,14 @@ def panels(runs: list[Run]) -> list[Panel]:
 
 
 def validation_names(runs: list[Run]) -> list[tuple[str, str]]:
-    """The (set, metric) pairs of all students' validations: sets by name, metrics in the order of `METRICS`.
-
-    pass@1, which is avg@k, and pass@k of all k samples, which is best@k, are left out.
-    """
+    """The (set, metric) pairs of all students' validations: sets by name, metrics by `order_of`, without `repeated`."""
     matches = [match for run in runs for name in run.metrics if (match := VALIDATION.fullmatch(name))]
-    pairs = {(match[1], match[3]) for match in matches if not match[2]}
-    known = {(name, "pass@1") for name, _ in pairs}
-    known |= {(name, metric.replace("best", "pass")) for name, metric in pairs if metric.startswith("best@")}
-    order = {pair: (METRICS.index(pair[1].split("@")[0]), int(pair[1].partition("@")[2] or 0)) for pair in pairs}
-    return sorted(pairs - known, key=lambda pair: (pair[0], order[pair]))
+    sets: dict[str, set[str]] = {}
+    for match in matches:
+        sets.setdefault(match[1], set()).update([] if match[2] else [match[3]])
+    return [
+        (name, metric) for name, own in sorted(sets.items()) for metric in sorted(own - repeated(own), key=order_of)
+    ]
 
 
 def _curve(runs: list[Run], metric: str, title: str, note: str, logarithmic: bool) -> Panel:

@@ -17,22 +17,23 @@ from nemo_oprd.evaluation.grading.spelling import UNITS
 _THINK = re.compile(r"<(/?)think>")
 _ANSWER = re.compile(r"\banswer\s*(?:[*_]{1,3}\s*)?(?:is\s*)?:", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"\banswer\s+is\b(?!\s*:)", re.IGNORECASE)
-_STATED_NUMBER = re.compile(r"[\s*_$(\\]*[-+\N{MINUS SIGN}]?\s*[\\$]*(?:\(\s*)?(?:[dtc]?frac\s*\{?\s*-?)?\.?\d")
+_NUMBER_BEGINS = r"(?:[dtc]?frac\s*\{?\s*-?)?\.?\d"
+_STATED_NUMBER = re.compile(r"[\s*_$(\\]*[-+\N{MINUS SIGN}]?\s*[\\$]*(?:\(\s*)?" + _NUMBER_BEGINS)
 _STATEMENT = 500  # characters of what follows `answer is`, or a number in prose
 _CONDITION_LENGTH = 30  # characters before `answer` in which one may stand
 _CONDITION = re.compile(r"\b(?:if|whether|assume|suppose|say)\s+(?:that\s+)?(?:the|your|my|our)?\s*\Z", re.IGNORECASE)
 # `####` before an answer, as GSM8K writes it; at the start of a line it also begins a heading of Markdown
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*")
-_HASHED_NUMBER = re.compile(r"[-+$\\*_\N{MINUS SIGN}]*(?:[dtc]?frac\s*\{?\s*-?)?\.?\d")
+_HASHED_NUMBER = re.compile(r"[-+$\\*_\N{MINUS SIGN}]*" + _NUMBER_BEGINS)
 # a line with nothing but arithmetic, a unit, other numbers and a remark in brackets: no "2. Add the prices"
 _NUMBER_LINE = re.compile(
-    r"(?!\d++[.)][ \t]+\S)(?=[-+$\\* \N{MINUS SIGN}]*(?:[dtc]?frac\s*\{?\s*-?)?\.?\d)"
+    rf"(?!\d++[.)][ \t]+\S)(?=[-+$\\* \N{{MINUS SIGN}}]*{_NUMBER_BEGINS})"
     r"(?:[\d\s.,+*/^=$\\%{}\N{MINUS SIGN}\N{MULTIPLICATION SIGN}-]|(?<=\\)[a-z]++|(?<=\d)e(?=[-+]?\d)"
     r"|(?:or|and|to|of)[ \t]++(?=[-$\\{ ]*\.?\d))*+"
     r"(?:(?:[a-z][\w/]*+|[A-Z]{3}\b)[ \t]*+){0,4}+(?:\([^()]*+\))?[.*!\s]*+"
 )
 # a line that begins with a number and holds LaTeX is no heading
-_FORMULA_LINE = re.compile(r"[-+$\\* \N{MINUS SIGN}]*(?:[dtc]?frac\s*\{?\s*-?)?\.?\d[^\n]*\\[A-Za-z]")
+_FORMULA_LINE = re.compile(r"[-+$\\* \N{MINUS SIGN}]*" + _NUMBER_BEGINS + r"[^\n]*\\[A-Za-z]")
 _HASHED_LETTER = re.compile(r"(?<!#)####[ \t]*(?=[(\[*_$]*[A-Za-z][)\]*_$.]*\s*$)", re.MULTILINE)
 # a number as people write it: sign, thousands separators, decimals, a unit; not the digits inside a word or a number
 _NUMBER = re.compile(

@@ -24,6 +24,7 @@ from nemo_oprd.evaluation.grading.equality import MAX_CHARACTERS
 from nemo_oprd.evaluation.grading.graders import Grade, Grader, GraderChoice
 from nemo_oprd.evaluation.grading.spelling import canonical
 from nemo_oprd.evaluation.responses import Response, read_responses
+from nemo_oprd.evaluation.set_metrics import Sample
 from nemo_oprd.losses.import_path import is_import_path
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import read_json, write_atomically
@@ -57,7 +58,7 @@ class GradedSet:
     name: str
     place: str
     k: int
-    samples: list[intervals.GradedSample]
+    samples: list[Sample]
     answers: dict[int, str]
     graders: dict[str, int]
     undecided: int
@@ -360,13 +361,13 @@ def _write_disagreements(
     return len(found)
 
 
-def _sample(response: Response, record: Mapping[str, Any]) -> intervals.GradedSample:
+def _sample(response: Response, record: Mapping[str, Any]) -> Sample:
     extracted = record["extracted"]
     # an empty box is no answer, but a user's grader that returns a bare bool has seen some answer
     none = extracted is None or (not extracted and not is_import_path(record["grader"]))
     # a text that is too long to be an answer is compared with others as it is written
     spelling = extracted if none or len(extracted) > MAX_CHARACTERS else canonical(extracted)
-    return intervals.GradedSample(
+    return Sample(
         problem=response.problem,
         response=response.text,
         correct=record["correct"],

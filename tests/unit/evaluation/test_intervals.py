@@ -13,7 +13,6 @@ from nemo_oprd.evaluation import intervals
 from nemo_oprd.evaluation import set_metrics as metrics
 from nemo_oprd.evaluation.grading.grade_sets import GradedSet
 from nemo_oprd.evaluation.intervals import (
-    GradedSample,
     bootstrap,
     ks_of,
     majority,
@@ -23,6 +22,7 @@ from nemo_oprd.evaluation.intervals import (
     per_problem,
     scalars,
 )
+from nemo_oprd.evaluation.set_metrics import Sample as GradedSample
 from nemo_oprd.evaluation.set_metrics import distinct_ratio
 
 
