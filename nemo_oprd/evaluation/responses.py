@@ -86,5 +86,6 @@ def response_of(record: Mapping[str, Any]) -> Response:
         text=record["response"],
         tokens=len(record["response_ids"]),
         truncated=None if finish_reason is None else finish_reason == "length",
-        **{name: record.get(name) for name in FACTS},
+        answer=record["answer"],
+        **{name: record.get(name) for name in FACTS if name != "answer"},
     )

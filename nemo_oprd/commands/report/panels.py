@@ -225,7 +225,7 @@ def _layers(runs: list[Run]) -> Panel:
         axes.grid(False)
         axes.figure.colorbar(mesh, ax=axes, pad=0.02).outline.set_visible(False)
 
-    plots = [(name if len(runs) > 1 else "", partial(draw, *one)) for name, *one in maps]
+    plots: list[tuple[str, Draw]] = [(name if len(runs) > 1 else "", partial(draw, s, n, v)) for name, s, n, v in maps]
     return Panel("Cosine similarity by layer", "student layer over steps; brighter is closer", [], plots)
 
 
@@ -246,7 +246,8 @@ def _positions(runs: list[Run]) -> Panel:
         axes.set_ylim(*limits)
 
     limits = _position_limits(runs)
-    plots, drawn = [], set()
+    plots: list[tuple[str, Draw]] = []
+    drawn = set()
     for run in runs:
         curves: dict[tuple[str, int], dict[int, float]] = {}
         for name, series in run.metrics.items():
@@ -279,7 +280,7 @@ def _phases(runs: list[Run]) -> Panel:
         axes.stackplot(steps, stack, colors=[COLORS[key.color][0] for key in keys], linewidth=0)
         axes.set_ylim(0, 1.08 * top)
 
-    plots = [(name if len(runs) > 1 else "", partial(draw, steps, stack)) for name, steps, stack in stacks]
+    plots: list[tuple[str, Draw]] = [(n if len(runs) > 1 else "", partial(draw, s, stack)) for n, s, stack in stacks]
     return Panel("Time per step", "seconds, by phase", keys, plots)
 
 
