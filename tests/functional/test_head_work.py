@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from pool import Pools
 
-from benchmarks.objective_flops import RESPONSES, Count
 from benchmarks.random_pair import Shape
+from studies.objective_flops import RESPONSES, Count
 from studies.toy_arms import OPD
 
 SHAPE = Shape(2, 32, 64, 4, 2, 128, 512)
@@ -27,7 +27,7 @@ PASSES = {
 def test_passes_through_the_head(pools: Pools, objective: str) -> None:
     settings, passes = PASSES[objective]
     counts: list[Count] = [
-        pools[1].run("benchmarks.objective_flops:count", shape=replace(SHAPE, vocab_size=ids), settings=settings)
+        pools[1].run("studies.objective_flops:count", shape=replace(SHAPE, vocab_size=ids), settings=settings)
         for ids in (128, 256)
     ]
     one = 2 * SHAPE.hidden_size * (256 - 128) * sum(RESPONSES)

@@ -33,6 +33,7 @@ ORDER = [
     ("setup",),
     ("train",),
     ("nemo",),
+    ("commands.options", "commands.parser"),
     ("commands.plan", "commands.report", "commands.toy"),
     ("commands.doctor", "commands.fit_bridge", "commands.from_nemo_rl"),
     ("commands",),
@@ -80,6 +81,26 @@ def test_no_module_imports_itself_over_others() -> None:
     """Inside packages, too: `static_order` raises CycleError, which names the circle."""
     graph = {module: imports(file) - {module} for module, file in FILES.items()}
     assert set(TopologicalSorter(graph).static_order()) == set(FILES)
+
+
+def test_benchmarks_and_studies_import_in_one_direction() -> None:
+    """No circle in either, and benchmarks, which measure the product, import no study."""
+    files = {
+        f"{folder}.{file.stem}": file
+        for folder in ("benchmarks", "studies")
+        for file in (ROOT.parent / folder).glob("*.py")
+    }
+    graph = {}
+    for name, file in files.items():
+        found = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        graph[name] = found & set(files) - {name}
+        assert not (name.startswith("benchmarks.") and any(other.startswith("studies.") for other in graph[name])), name
+    assert len(graph) > 40 and set(TopologicalSorter(graph).static_order()) == set(graph)
 
 
 def test_few_loose_files() -> None:

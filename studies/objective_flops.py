@@ -1,6 +1,6 @@
 """Counts the floating-point operations of one update per objective at the shape of R1-Distill-Qwen-1.5B.
 
-    python -m benchmarks.objective_flops
+    python -m studies.objective_flops
 
 A step of the real code runs under torch's FlopCounterMode at the model's real width with 1 or 2 layers and 1,024 or
 2,048 ids. The operations of matrix products are linear in both numbers, so the exact counts for 28 layers and 151,936
