@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.phase import Outcome, Settings
+from benchmarks.outcome import Outcome, Settings
 from benchmarks.plain_bf16 import plain_bf16_gradients
 from nemo_oprd.commands.verify.step import verify
 from nemo_oprd.config.loading import load_config

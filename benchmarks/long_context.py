@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.phase import Outcome, Settings
+from benchmarks.outcome import Outcome, Settings
 from benchmarks.random_pair import read_shape
 from benchmarks.real_shape import QUICK, REAL, Meter, configure
 from nemo_oprd.layout import Layout

@@ -8,48 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings that all phases share.
-
-    `scratch` is a directory for models and run directories, deleted at the end. `layers` is the depth of the real-shape
-    models; None chooses it by the free GPU memory.
-    """
-
-    scratch: Path
-    quick: bool
-    layers: int | None
-
-
-@dataclass
-class Outcome:
-    """The results of a phase: numbers for the JSON file, lines for the table, and the limits that were exceeded.
-
-    `skipped` is why the phase cannot run on this machine.
-    """
-
-    numbers: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    skipped: str | None = None
-
-    def require(self, holds: bool, problem: str) -> None:
-        """Records `problem` unless `holds`; the phase continues, so that its other numbers are not lost."""
-        if not holds:
-            self.problems.append(problem)
+from benchmarks import correctness, long_context, real_shape, short_training, two_ranks
+from benchmarks.outcome import Outcome, Settings
 
 
 def phases() -> dict[str, Callable[[Settings], Outcome]]:
     """Name -> function of the phase; `gpu_check.PHASES` has the order and the time limits."""
-    from benchmarks import correctness, long_context, real_shape, short_training, two_ranks
-
     return {
         "environment": correctness.environment,
         "golden_fp32": correctness.golden_fp32,

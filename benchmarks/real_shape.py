@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.phase import Outcome, Settings
+from benchmarks.outcome import Outcome, Settings
 from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.phase import Outcome, Settings
+from benchmarks.outcome import Outcome, Settings
 from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config

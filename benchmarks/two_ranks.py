@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.correctness import all_golden_cases, compare_with_golden, configure, worst_line
-from benchmarks.phase import Outcome, Settings
+from benchmarks.outcome import Outcome, Settings
 from nemo_oprd.commands.verify.step import verify
 from nemo_oprd.setup.models import world_size
 from nemo_oprd.setup.preflight import preflight

@@ -112,7 +112,7 @@ def test_a_phase_that_fails_or_hangs_is_a_line(tmp_path: Path) -> None:
 
 
 def test_two_ranks_are_skipped_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.phase import Settings
+    from benchmarks.outcome import Settings
     from benchmarks.two_ranks import two_ranks
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
