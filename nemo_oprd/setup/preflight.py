@@ -17,6 +17,7 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
     Raises:
         ValueError: a mistake that the configuration and the models' config.json show by themselves.
     """
+    assert command in ("train", "verify", "fit-bridge"), command
     samples = command != "verify" and config.rollout.replay is None
     if command == "train":
         checks.check_trains(config)

@@ -137,7 +137,7 @@ def test_an_expert_is_split_only_where_ranks_would_have_none(tmp_path: Path) -> 
     """4 experts: on 8 ranks of a stage each of 2 ranks has half an expert; on 4 ranks each has one."""
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_MOE, "num_experts": 4, "num_experts_per_tok": 2}))
     config = load_config("verify", [f"{role}.hf_path={tmp_path}" for role in ("student", "teacher")] + ["output=x"])
-    search = Search(config, on(8), Lengths())
+    search = Search(resolve(config, 8), on(8), Lengths())
     spec = search.works.longest.student
     assert search._expert_sizes(spec, 4, (1, 1)) == [(1, 1), (2, 1), (4, 1)]
     assert search._expert_sizes(spec, 8, (1, 1)) == [(1, 1), (2, 1), (4, 1), (4, 2)]

@@ -13,7 +13,7 @@ import pytest
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models.checkpoint_directory import check_torch_dist
-from nemo_oprd.setup.preflight import preflight
+from nemo_oprd.setup.preflight import preflight, preflight_evaluation
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # The command line as `python -m nemo_oprd` runs it; at exit the modules that a mistake must not have waited for.
@@ -115,11 +115,15 @@ def test_the_config_of_a_checkpoint_is_read_without_torch(tmp_path: Path) -> Non
 def test_what_each_command_needs(command: str, overrides: list[str], message: str | None) -> None:
     """None: nothing is wrong on two ranks."""
     config = load_config("verify", [*PAIR, *overrides])
+
+    def check() -> object:
+        return preflight_evaluation(config, 2) if command == "evaluate" else preflight(config, 2, command)
+
     if message is None:
-        preflight(config, 2, command)
+        check()
     else:
         with pytest.raises(ValueError) as error:
-            preflight(config, 2, command)
+            check()
         assert message in str(error.value)
 
 
