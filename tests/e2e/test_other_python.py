@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridge_environment import PYTHON, make_environment
 from golden_runs import BASE, weights
+from megatron_bridge_environment import PYTHON, make_environment
 from nemo_environment import STEPS, settings
 
 HERE = Path(__file__).parent

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_environment import make_environment
 from layout_cases import Workbench
+from megatron_bridge_environment import make_environment
 from pool import HostedPools, Pools
 
 
@@ -39,6 +39,6 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 
 @pytest.fixture(scope="session")
-def bridge_environment() -> dict[str, str]:
+def megatron_bridge() -> dict[str, str]:
     """The variables of a process in Megatron-Bridge's environment."""
     return make_environment()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from adopted_golden import EVERYWHERE, check
-from bridge_environment import run
 from golden_runs import EXPECTED, GOLDEN, overrides
 from golden_runs import check as check_verify
+from megatron_bridge_environment import run
 from pool import Pools
 from safetensors.torch import load_file
 
@@ -45,17 +45,25 @@ def trained(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(bridge_environment: dict[str, str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_rank(megatron_bridge: dict[str, str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of the cases of one rank."""
     root = tmp_path_factory.mktemp("bridge")
     hf_to_megatron(GOLDEN / "student", root / "converted", tensor=2, progress=False)
     ours = {"converted_again": str(root / "converted"), "trained": str(trained / "checkpoints" / "iter_0000001")}
-    run(bridge_environment, 1, CASES, "one_rank", directory=str(root), ours=ours, run=str(trained / "checkpoints"))
+    run(
+        megatron_bridge,
+        1,
+        CASES,
+        "one_rank",
+        directory=str(root),
+        ours=ours,
+        run=str(trained / "checkpoints"),
+    )
     return root
 
 
 @pytest.fixture(scope="module")
-def two_ranks(bridge_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of the cases of two ranks."""
     root = tmp_path_factory.mktemp("train_step")
     cases = [
@@ -69,7 +77,7 @@ def two_ranks(bridge_environment: dict[str, str], tmp_path_factory: pytest.TempP
         }
         for name, (sizes, size, case) in LAYOUTS.items()
     ]
-    run(bridge_environment, 2, CASES, "two_ranks", cases=cases)
+    run(megatron_bridge, 2, CASES, "two_ranks", cases=cases)
     return root
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the fields of Megatron-Bridge's provider; the installed one's are in test_bridge_families.py."""
+"""What becomes of the fields of Megatron-Bridge's provider; test_megatron_bridge_families.py has all of them."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_environment import run
-from bridge_family_cases import COMMON, FAMILIES
 from golden_runs import EXPECTED, GOLDEN
+from megatron_bridge_environment import run
+from megatron_bridge_family_cases import COMMON, FAMILIES
 from safetensors.torch import load_file
 
 from nemo_oprd.config.loading import load_config
@@ -27,7 +27,7 @@ from nemo_oprd.rollout.replay import read_rollouts
 pytestmark = pytest.mark.nemo
 # fp32 against float64 over four layers, as in test_layouts.py
 TOLERANCE = 1e-5
-CASES = "bridge_family_cases.py"
+CASES = "megatron_bridge_family_cases.py"
 FULL_RECOMPUTE = ("student.recompute=full", "student.recompute_method=uniform", "student.recompute_num_layers=1")
 # name -> settings, on two ranks
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -48,10 +48,10 @@ RUNS = {f"{family}, {layout}": (family, layout) for family in FAMILIES for layou
 
 
 @pytest.fixture(scope="module")
-def models(bridge_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FAMILY/{student,teacher}, written by Megatron-Bridge's version of transformers."""
     root = tmp_path_factory.mktemp("families")
-    run(bridge_environment, 0, CASES, "make_models", directory=str(root))
+    run(megatron_bridge, 0, CASES, "make_models", directory=str(root))
     return root
 
 
@@ -67,14 +67,14 @@ def place(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def verified(bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def verified(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of `verify` with all settings, in one start of the two ranks, because importing takes the longest."""
     root = tmp_path_factory.mktemp("verified")
     runs = {
         name: [*settings(models, family, root / place(name)), *LAYOUTS[layout]]
         for name, (family, layout) in RUNS.items()
     }
-    run(bridge_environment, 2, CASES, "verify", runs=runs)
+    run(megatron_bridge, 2, CASES, "verify", runs=runs)
     return root
 
 
@@ -84,14 +84,14 @@ def test_gradients(models: Path, verified: Path, tmp_path: Path, name: str) -> N
     check(verified / place(name), [*settings(models, family, tmp_path), *LAYOUTS[layout]])
 
 
-def test_gradients_through_a_bridge(bridge_environment: dict[str, str], models: Path, tmp_path: Path) -> None:
+def test_gradients_through_a_bridge(megatron_bridge: dict[str, str], models: Path, tmp_path: Path) -> None:
     """A student that Megatron-Bridge builds, and a wider teacher that this project builds."""
     roles = [f"student.hf_path={models}/gemma/student", f"teacher.hf_path={GOLDEN}/teacher", "student.provider=bridge"]
     common = [*roles, "student.parallel.tensor=2", f"rollout.replay={GOLDEN}/rollouts.jsonl"]
     bridge = f"bridge.path={tmp_path / 'bridge'}"
     fit = [*common, bridge, f"output={tmp_path / 'bridge'}", "bridge.rank=4"]
     overrides = [*common, bridge, "teacher.parallel.pipeline=2", f"output={tmp_path / 'out'}"]
-    run(bridge_environment, 2, CASES, "fit_and_verify", fit=fit, runs={"bridge": overrides})
+    run(megatron_bridge, 2, CASES, "fit_and_verify", fit=fit, runs={"bridge": overrides})
     check(tmp_path / "out", overrides)
 
 
@@ -109,7 +109,7 @@ def check(found: Path, overrides: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FAMILY-whole: four updates at TP2. FAMILY-parts: two updates at TP2, then two more at PP2."""
     root = tmp_path_factory.mktemp("trained")
     sizes = {
@@ -130,7 +130,7 @@ def trained(bridge_environment: dict[str, str], models: Path, tmp_path_factory: 
             one(family, "parts", "tensor", 2),
             one(family, "parts", "pipeline", 4),
         ]
-    run(bridge_environment, 2, CASES, "train", runs=runs)
+    run(megatron_bridge, 2, CASES, "train", runs=runs)
     return root
 
 
@@ -151,9 +151,9 @@ def test_training_resumes_at_another_layout(models: Path, trained: Path, family:
 
 
 @pytest.fixture(scope="module")
-def converted(bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("converted")
-    run(bridge_environment, 1, CASES, "convert", models=str(models), directory=str(root))
+    run(megatron_bridge, 1, CASES, "convert", models=str(models), directory=str(root))
     return root
 
 
@@ -175,7 +175,7 @@ def test_conversion(models: Path, converted: Path, family: str) -> None:
     torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-4)
 
 
-MODULE = "bridge_family_cases"
+MODULE = "megatron_bridge_family_cases"
 # case -> (settings, what is said); the models are those of gemma
 REFUSED = {
     "another model": ([f"student.provider={MODULE}:another_model"], "ffn_hidden_size=64, but"),
@@ -213,9 +213,7 @@ WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def refused(
-    bridge_environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
+def refused(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The message of every case."""
     root = tmp_path_factory.mktemp("refused")
     cases = {name: [*settings(models, "gemma", root / "out"), *more] for name, (more, _) in REFUSED.items()}
@@ -224,7 +222,7 @@ def refused(
         (root / place(name)).mkdir()
         (root / place(name) / "config.json").write_text(json.dumps({**config, **changes}))
         cases[name] = [*settings(models, family, root / "out"), f"student.hf_path={root / place(name)}"]
-    run(bridge_environment, 1, CASES, "refusals", cases=cases, output=str(root / "found.json"))
+    run(megatron_bridge, 1, CASES, "refusals", cases=cases, output=str(root / "found.json"))
     return json.loads((root / "found.json").read_text())
 
 
@@ -238,23 +236,23 @@ def test_refusals(refused: dict[str, str], name: str) -> None:
         assert "config.json: " in message, message
 
 
-def test_every_field_of_a_provider_is_accounted_for(bridge_environment: dict[str, str], tmp_path: Path) -> None:
+def test_every_field_of_a_provider_is_accounted_for(megatron_bridge: dict[str, str], tmp_path: Path) -> None:
     """A field that a new Megatron-Bridge adds must be put into a table of provider_fields.py on purpose."""
-    run(bridge_environment, 0, CASES, "provider_fields", output=str(tmp_path / "fields.json"))
+    run(megatron_bridge, 0, CASES, "provider_fields", output=str(tmp_path / "fields.json"))
     found: dict[str, str | None] = json.loads((tmp_path / "fields.json").read_text())
     assert len(found) > 200 and [name for name, kind in found.items() if kind is None] == []
 
 
-def test_a_recipe_of_an_own_family(bridge_environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_recipe_of_an_own_family(megatron_bridge: dict[str, str], tmp_path: Path) -> None:
     """The golden pair (qwen3), built by a recipe whose settings of layout and training this project replaces."""
     case = "mse_all_last_k"
     options = [f"loss.representation.{k}={v}" for k, v in EXPECTED[case]["options"].items()]
     roles = [f"{role}.hf_path={GOLDEN / role}" for role in ("student", "teacher")]
     overrides = [
-        *roles, *options, "student.provider=bridge_family_cases:recipe", "student.parallel.tensor=2",
+        *roles, *options, "student.provider=megatron_bridge_family_cases:recipe", "student.parallel.tensor=2",
         f"rollout.replay={GOLDEN}/rollouts.jsonl", f"output={tmp_path / 'out'}",
     ]  # fmt: skip
-    run(bridge_environment, 2, CASES, "verify", runs={"golden": overrides})
+    run(megatron_bridge, 2, CASES, "verify", runs={"golden": overrides})
     deviations = agreement(
         load_file(tmp_path / "out" / "grads.safetensors"), load_file(GOLDEN / f"grads_{case}.safetensors")
     )

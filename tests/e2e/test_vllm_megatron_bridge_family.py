@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_environment
-from bridge_environment import PYTHON, ROOT, make_environment, run
+from megatron_bridge_environment import PYTHON, ROOT, make_environment, run
 from safetensors.torch import load_file
 
 from nemo_oprd.commands.toy import task
@@ -32,7 +32,7 @@ STEPS = 3
 def test_gemma(tmp_path: Path) -> None:
     environment = make_environment()
     sizes = {"vocabulary": task.VOCAB_SIZE, "end": task.EOS_ID}
-    run(environment, 0, "bridge_family_cases.py", "make_toy_models", directory=str(tmp_path), **sizes)
+    run(environment, 0, "megatron_bridge_family_cases.py", "make_toy_models", directory=str(tmp_path), **sizes)
     for role in ("student", "teacher"):
         task.write_tokenizer(tmp_path / role)
     problems = task.disjoint_problems(np.random.default_rng(0), {"train": 32, "heldout": 4})

@@ -1,4 +1,4 @@
-"""What test_bridge_families.py runs in Megatron-Bridge's environment: `python bridge_family_cases.py CASE ARGUMENTS`.
+"""What test_megatron_bridge_families.py runs in Megatron-Bridge's environment: `python THIS_FILE CASE ARGUMENTS`.
 
 The arguments are those of the function, as JSON. Models of families that only Megatron-Bridge has, in this project's
 loop. Several ranks are started by torchrun.
