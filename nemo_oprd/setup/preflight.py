@@ -11,15 +11,17 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
     """The run that `command` makes of a configuration on `world_size` ranks, checked as far as config.json goes.
 
     Args:
-        command: train, verify or fit-bridge.
+        command: train, verify, fit-bridge, or doctor, which makes the checks of `train` and finds out about the engine
+            itself.
         against_reference: `verify` also computes the Hugging Face reference.
 
     Raises:
         ValueError: a mistake that the configuration and the models' config.json show by themselves.
     """
-    assert command in ("train", "verify", "fit-bridge"), command
+    assert command in ("train", "verify", "fit-bridge", "doctor"), command
+    trains = command in ("train", "doctor")
     samples = command != "verify" and config.rollout.replay is None
-    if command == "train":
+    if trains:
         checks.check_trains(config)
         checks.check_sources_stay(config)
         checks.check_logging(config)
@@ -33,9 +35,9 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         checks.check_prompts_given(config)
     run = resolve(config, world_size, fitting=command == "fit-bridge")
     student, teacher = run.models.student.spec, run.models.teachers[0].spec
-    if samples:
+    if samples and command != "doctor":
         checks.check_engine(config, student)
-    if command == "train" and config.evaluation.teacher and config.rollout.replay is None:
+    if trains and config.evaluation.teacher and config.rollout.replay is None:
         checks.check_same_architecture(student, teacher)
     checks.check_dispatcher(run.student_layout, "student.parallel.dispatcher")
     checks.check_dispatcher(run.teacher_layout, "teacher.parallel.dispatcher")

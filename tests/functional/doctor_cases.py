@@ -39,7 +39,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
         stack.enter_context(redirect_stdout(StringIO()))
         torch.manual_seed(0)
         run, sizes = load_config(config, overrides), Settings(**settings)
-        wrong = command.doctor(run, preflight(for_diagnosis(run, sizes), world_size(), "train"), sizes)
+        wrong = command.doctor(run, preflight(for_diagnosis(run, sizes), world_size(), "doctor"), sizes)
     return wrong, made[0].findings
 
 

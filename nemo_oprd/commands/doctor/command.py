@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     file = json_file(options, r'\{\s*"summary":')
     config = config_of(options)
     settings = Settings(options.prompts, options.problems, options.max_new_tokens)
-    spec = preflight(for_diagnosis(config, settings), ranks(), "train")
+    spec = preflight(for_diagnosis(config, settings), ranks(), options.command)
     from nemo_oprd.commands.doctor.examination import doctor
 
     return int(doctor(config, spec, settings, file))
