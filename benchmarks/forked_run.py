@@ -124,7 +124,8 @@ def import_everything(calls: Iterable[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    modules = (
+    modules = "train", "cli", "commands.evaluate.student", "checkpointing.in_process_writer"
+    modules += ("models.megatron.cpu_patches",)
         "train",
         "cli",
         "commands.evaluate.student",
