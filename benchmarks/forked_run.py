@@ -124,8 +124,7 @@ def import_everything(calls: Iterable[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    modules = "train", "cli", "commands.evaluate.student", "checkpointing.in_process_writer"
-    modules += ("models.megatron.cpu_patches",)
+    modules = (
         "train",
         "cli",
         "commands.evaluate.student",
