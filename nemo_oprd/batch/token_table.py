@@ -50,9 +50,7 @@ class TokenTable:
 
     def for_responses(self, responses: Sequence[int] | np.ndarray) -> TokenTable:
         """The rows of some responses, with the weights that they have in the whole batch."""
-        kept = self.rows_of(responses)
-        arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
-        return TokenTable(**arrays, num_responses=_distinct(arrays["response"]))
+        return self._taken(self.rows_of(responses))
 
     def scale_responses(self, factors: Sequence[float]) -> TokenTable:
         """The same rows, whose weights are multiplied by the factor of their response."""
@@ -73,9 +71,12 @@ class TokenTable:
 
     def select(self, chosen: np.ndarray) -> TokenTable:
         """Some of the rows, by their ascending indices, with equal weights."""
+        return replace(self._taken(chosen), weight=np.full(len(chosen), 1.0 / len(chosen)))
+
+    def _taken(self, chosen: np.ndarray) -> TokenTable:
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "num_responses"}
-        arrays["weight"] = np.full(len(chosen), 1.0 / len(chosen))
-        return TokenTable(**arrays, num_responses=len(np.unique(self.response[chosen])))
+        distinct = int(np.count_nonzero(np.diff(arrays["response"], prepend=-1)))  # responses ascend
+        return TokenTable(**arrays, num_responses=distinct)
 
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
         """int64 [N]: ids of the response tokens that the rows belong to."""
@@ -83,14 +84,8 @@ class TokenTable:
 
     def engine_logprobs(self, rollouts: list[Rollout]) -> np.ndarray:
         """float32 [N]: the recorded log-probabilities of the same tokens; NaN where a rollout has none."""
-        return self._of_tokens(
-            [
-                np.full(len(rollout.response_ids), np.nan, dtype=np.float32)
-                if rollout.logprobs is None
-                else np.asarray(rollout.logprobs, dtype=np.float32)
-                for rollout in rollouts
-            ]
-        )
+        known = ([np.nan] * len(each.response_ids) if each.logprobs is None else each.logprobs for each in rollouts)
+        return self._of_tokens([np.asarray(logprobs, dtype=np.float32) for logprobs in known])
 
     def _of_tokens(self, values: list[np.ndarray]) -> np.ndarray:
         """[N]: the rows' entries of `values`, which has one array [response tokens] per rollout."""
@@ -107,11 +102,6 @@ class TokenTable:
         if len(first):
             needed[self.response[first]] = np.maximum.reduceat(self.position, first) + 1
         return needed.tolist()
-
-
-def _distinct(ascending: np.ndarray) -> int:
-    """The number of distinct values of an ascending array of numbers >= 0."""
-    return int(np.count_nonzero(np.diff(ascending, prepend=-1)))
 
 
 def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.ndarray:

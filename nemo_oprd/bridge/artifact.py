@@ -88,12 +88,7 @@ def describe_tensors(
 
 
 def open_bridge(
-    directory: Path,
-    *,
-    student: ModelIdentity,
-    teacher: ModelIdentity,
-    layers: Sequence[int],
-    capture: CapturePoint,
+    directory: Path, *, student: ModelIdentity, teacher: ModelIdentity, layers: Sequence[int], capture: CapturePoint
 ) -> Bridge:
     """The bridge of a run; the layer map is that of the bridge.
 
@@ -152,14 +147,13 @@ def load_bridge(
         )
     try:
         pairs = [LayerPair(int(s), int(t)) for s, t in manifest["layer_pairs"]]
-        made_for = {role: ModelIdentity(**manifest[role]) for role in ("student", "teacher")}
+        models = ModelIdentity(**manifest["student"]), ModelIdentity(**manifest["teacher"])
         taken = CapturePoint(**manifest["capture"])
         made_rank, full_width = int(manifest["rank"]), bool(manifest.get("full_width", False))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}/{MANIFEST}: {error}; expected a manifest that fit-bridge wrote") from error
-    models = made_for["student"], made_for["teacher"]
     maps = checked_pairs(tensors, pairs, made_rank, *models, where, full_width=full_width)
-    bridge = Bridge(made_rank, maps, made_for["student"], made_for["teacher"], taken, manifest["report"])
+    bridge = Bridge(made_rank, maps, *models, taken, manifest["report"])
     _check_models(bridge, {"student": student, "teacher": teacher}, where)
     for key, value in asdict(capture).items() if capture else ():
         if getattr(taken, key) != value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,16 +101,11 @@ class Bridge:
 
     def to(self, device: torch.device | str, *, student: bool = True) -> Bridge:
         """The same bridge with its tensors on `device`; without `student`, only the teacher's maps are moved."""
-        moved = {
-            pair: LayerBridge(
-                **{
-                    name: value.to(device) if student or name.startswith("teacher") else value
-                    for name, value in maps.tensors().items()
-                }
-            )
-            for pair, maps in self.pairs.items()
-        }
-        return Bridge(self.rank, moved, self.student, self.teacher, self.capture, self.report)
+        pairs = {}
+        for pair, maps in self.pairs.items():
+            moved = {n: t.to(device) for n, t in maps.tensors().items() if student or n.startswith("teacher")}
+            pairs[pair] = replace(maps, **moved)
+        return replace(self, pairs=pairs)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by its name in the file, such as "s2.t3.teacher_basis"."""

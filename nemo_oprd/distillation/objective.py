@@ -394,10 +394,7 @@ def _bridge(
     if source.bridge is None:
         return None
     loss = config.loss.representation
-    models = (
-        model_identity(student, config.student.path),
-        model_identity(teacher, source.path),
-    )
+    models = (model_identity(student, config.student.path), model_identity(teacher, source.path))
     capture = CapturePoint(loss.position, loss.final_norm)
     if source.bridge == FULL_WIDTH:
         return full_width_bridge(pairs, *models, capture)

@@ -49,12 +49,7 @@ class Teacher:
 
     @torch.no_grad()
     def targets(
-        self,
-        rollouts: list[Rollout],
-        plan: StepPlan,
-        student_plan: StepPlan,
-        student: Role,
-        objective: StepObjective,
+        self, rollouts: list[Rollout], plan: StepPlan, student_plan: StepPlan, student: Role, objective: StepObjective
     ) -> TeacherTargets:
         """Forward pass over the teacher's sequences, then the transfer. Every rank of the world calls this.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 
 def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
     """The supervised layers (1-based, ascending) of a model with `num_layers` blocks.
@@ -106,12 +108,5 @@ def layer_map(student_layers: list[int], student_depth: int, teacher_depth: int)
     if student_depth == 1:
         return dict.fromkeys(student_layers, teacher_depth)
     return {
-        layer: 1 + _round_half_even((layer - 1) * (teacher_depth - 1), student_depth - 1) for layer in student_layers
+        layer: 1 + round(Fraction((layer - 1) * (teacher_depth - 1), student_depth - 1)) for layer in student_layers
     }
-
-
-def _round_half_even(numerator: int, denominator: int) -> int:
-    whole, rest = divmod(numerator, denominator)
-    if 2 * rest == denominator:
-        return whole + whole % 2
-    return whole + (2 * rest > denominator)
