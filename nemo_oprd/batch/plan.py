@@ -22,11 +22,10 @@ class LocalRows:
     """The supervised rows of one microbatch whose hidden states one rank holds.
 
     Attributes:
-        table_index: int64 [n], indices of the rows in the batch's `TokenTable`, ascending.
         hidden_index: int64 [n], indices of the same rows in the rank's hidden state [S, 1, D] of the microbatch.
     """
 
-    table_index: np.ndarray
+    table_index: np.ndarray  # int64 [n], indices of the rows in the batch's `TokenTable`, ascending
     hidden_index: np.ndarray
 
 
@@ -46,18 +45,16 @@ class RowPlaces:
     """Places of n rows; int64 arrays [n].
 
     Attributes:
-        table_index: indices of the rows in the batch's `TokenTable`.
         data, microbatch, context: the data-parallel rank, the microbatch and the context-parallel rank.
         tensor: the tensor-parallel rank that owns the row. Under sequence parallelism no other one holds the row.
-        hidden_index: indices of the rows in that rank's hidden state [S, 1, D] of the microbatch.
     """
 
-    table_index: np.ndarray
+    table_index: np.ndarray  # indices of the rows in the batch's `TokenTable`
     data: np.ndarray
     microbatch: np.ndarray
     context: np.ndarray
     tensor: np.ndarray
-    hidden_index: np.ndarray
+    hidden_index: np.ndarray  # indices of the rows in that rank's hidden state [S, 1, D] of the microbatch
 
     def select(self, chosen: np.ndarray) -> RowPlaces:
         """Some of the rows, by their indices here."""

@@ -16,27 +16,16 @@ from nemo_oprd.batch.types import Rollout
 
 @dataclass(frozen=True)
 class TokenTable:
-    """N supervised rows, ordered by response, then by position.
+    """N supervised rows, ordered by response, then by position."""
 
-    Attributes:
-        response: int64 [N], index of the row's response in the step's rollouts.
-        position: int64 [N], position in prompt + response at which the student's hidden state is taken.
-        teacher_position: int64 [N], the same in the sequence that the teacher reads.
-        token: int64 [N], the response token that the row belongs to.
-        from_start: int64 [N], 0-based number of that token among the response's tokens that can be supervised.
-        from_end: int64 [N], the same number counted from the end.
-        weight: float64 [N], sums to 1 over the batch unless teachers have weights.
-        num_responses: number of responses that have rows.
-    """
-
-    response: np.ndarray
-    position: np.ndarray
-    teacher_position: np.ndarray
-    token: np.ndarray
-    from_start: np.ndarray
-    from_end: np.ndarray
-    weight: np.ndarray
-    num_responses: int
+    response: np.ndarray  # int64 [N], index of the row's response in the step's rollouts
+    position: np.ndarray  # int64 [N], position in prompt + response at which the student's hidden state is taken
+    teacher_position: np.ndarray  # int64 [N], the same in the sequence that the teacher reads
+    token: np.ndarray  # int64 [N], the response token that the row belongs to
+    from_start: np.ndarray  # int64 [N], 0-based number of that token among the response's tokens that can be supervised
+    from_end: np.ndarray  # int64 [N], the same number counted from the end
+    weight: np.ndarray  # float64 [N], sums to 1 over the batch unless teachers have weights
+    num_responses: int  # number of responses that have rows
 
     def __len__(self) -> int:
         return len(self.response)

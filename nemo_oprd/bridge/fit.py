@@ -68,20 +68,16 @@ class PairFit:
     """A fitted layer pair.
 
     Attributes:
-        eigenvalues_Dt: [Dt] eigenvalues of the training part's Sigma_TT, in descending order.
         penalty_R: [R] the chosen penalties in units of the mean eigenvalue of Sigma_SS; None for AdamW, which has none.
-        signal_R: [R] mean of z_i^2 over the test part, which is the error of predicting the training mean.
-        error_R: [R] mean over the test part of the squared prediction error of z_i.
-        rows: number of rows of the training, selection and test parts.
     """
 
     pair: LayerPair
     projection: Projection
-    eigenvalues_Dt: torch.Tensor
+    eigenvalues_Dt: torch.Tensor  # [Dt] eigenvalues of the training part's Sigma_TT, in descending order
     penalty_R: torch.Tensor | None
-    signal_R: torch.Tensor
-    error_R: torch.Tensor
-    rows: tuple[int, int, int]
+    signal_R: torch.Tensor  # [R] mean of z_i^2 over the test part, which is the error of predicting the training mean
+    error_R: torch.Tensor  # [R] mean over the test part of the squared prediction error of z_i
+    rows: tuple[int, int, int]  # number of rows of the training, selection and test parts
     center_student: bool
 
     @property

@@ -43,13 +43,12 @@ class LayerBridge:
     Attributes:
         teacher_mean, teacher_basis: [Dt], [R, Dt]; None in a full-width bridge, whose teacher side is the identity.
         student_projector: [R, Ds]; None in a full-width bridge before the projector is drawn from the seed.
-        student_bias: [R], or None for a bridge without bias.
     """
 
     teacher_mean: torch.Tensor | None = None
     teacher_basis: torch.Tensor | None = None
     student_projector: torch.Tensor | None = None
-    student_bias: torch.Tensor | None = None
+    student_bias: torch.Tensor | None = None  # [R], or None for a bridge without bias
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The maps that are not None, by their name in the file."""

@@ -40,7 +40,6 @@ class OutputTerm:
             the teacher's distribution. False: two numbers, the log-probability of the sampled token and the entropy.
         drawn_rows: 0 for a loss, which covers all response tokens. A positive number means that the divergence is only
             measured, on that many rows (`watched_metrics.py`).
-        draw_key: seed that selects the drawn rows.
     """
 
     loss: OutputLoss
@@ -49,7 +48,7 @@ class OutputTerm:
     chunk_tokens: int
     sends_states: bool
     drawn_rows: int = 0
-    draw_key: tuple[int, ...] = ()
+    draw_key: tuple[int, ...] = ()  # seed that selects the drawn rows
 
     @staticmethod
     def build(config: OutputLossConfig, rollout: RolloutConfig) -> OutputTerm | None:
@@ -102,17 +101,15 @@ class TeacherMatch:
     """How the hidden states of one teacher are compared with the student's.
 
     Attributes:
-        layers: supervised student layer -> teacher layer, both 1-based.
         bridge: projects the states of both models before they are compared; None: the states are compared directly.
         final_layer: the teacher's last layer if its state is taken after the final norm; None: no layer's state is.
-        shared_vocab: number of ids that both models know. Models of one family pad their vocabularies differently.
     """
 
     spec: ModelSpec
-    layers: dict[int, int]
+    layers: dict[int, int]  # supervised student layer -> teacher layer, both 1-based
     bridge: Bridge | None
     final_layer: int | None
-    shared_vocab: int
+    shared_vocab: int  # number of ids that both models know. Models of one family pad their vocabularies differently
 
     @property
     def width(self) -> int:
@@ -133,33 +130,27 @@ class Objective:
     `layer_weights[l]`.
 
     Attributes:
-        row_loss: (student [n, D], teacher [n, D], dim_reduction) -> loss per row [n].
-        final_norm: whether the state of each model's last layer is taken after the final norm.
         positions, k, position, aggregation: the supervised rows and their weights, see `make_rows`.
-        output: the output loss at its largest weight; None if there is none.
-        reads_ids: whether teachers read the student's token ids (`teacher.reads=ids`).
-        trains_bridge: whether the student's side of the bridge is trained with the student.
         weights: of the representation loss and of the output loss: numbers, or schedules over the updates.
         router_weights: of the load-balancing loss and of the z-loss of the student's routers (`router_losses.py`).
-        replays_routes: whether the student's tokens visit the experts that their rollouts have recorded.
     """
 
     student: ModelSpec
     teachers: tuple[TeacherMatch, ...]
     layer_weights: dict[int, float]
-    row_loss: RowLoss
+    row_loss: RowLoss  # (student [n, D], teacher [n, D], dim_reduction) -> loss per row [n]
     dim_reduction: str
-    final_norm: bool
+    final_norm: bool  # whether the state of each model's last layer is taken after the final norm
     positions: str
     k: int
     position: str
     aggregation: str
-    output: OutputTerm | None
-    reads_ids: bool = True
-    trains_bridge: bool = False
+    output: OutputTerm | None  # the output loss at its largest weight; None if there is none
+    reads_ids: bool = True  # whether teachers read the student's token ids (`teacher.reads=ids`)
+    trains_bridge: bool = False  # whether the student's side of the bridge is trained with the student
     weights: tuple[Weight, Weight] = (1.0, 0.0)
     router_weights: tuple[float, float] = (0.0, 0.0)
-    replays_routes: bool = False
+    replays_routes: bool = False  # whether the student's tokens visit the experts that their rollouts have recorded
 
     @staticmethod
     def build(
@@ -297,21 +288,17 @@ class StepObjective:
     """The losses of one update: the run's objective with the weights of this update.
 
     Attributes:
-        run: the objective of the run.
-        weight: the weight of the representation loss.
-        layer_weights: student layer -> its weight within the representation loss.
         position_factors: [PROFILE_BINS], factors of the rows' weights by position in the response; None: 1 for all.
         output: the output loss at the weight of this update, which may be 0, or a divergence that is only measured;
             None if there is neither.
-        kept_responses: number of responses whose values per token are kept (`token_metrics.py`).
     """
 
-    run: Objective
-    weight: float
-    layer_weights: dict[int, float]
+    run: Objective  # the objective of the run
+    weight: float  # the weight of the representation loss
+    layer_weights: dict[int, float]  # student layer -> its weight within the representation loss
     position_factors: np.ndarray | None
     output: OutputTerm | None
-    kept_responses: int = 0
+    kept_responses: int = 0  # number of responses whose values per token are kept (`token_metrics.py`)
 
     @property
     def output_weight(self) -> float:

@@ -35,17 +35,14 @@ class Teacher:
     """A teacher on this rank.
 
     Attributes:
-        number: index of the teacher in the configuration.
         chunks: this rank's model chunks; None on ranks outside the role, which only take part in transfers.
-        dtype: the run's precision.
-        host_weights: copies of the weights in host memory, once `offload` was called.
     """
 
-    number: int
+    number: int  # index of the teacher in the configuration
     role: Role
     chunks: list[DistillingModel] | None
-    dtype: torch.dtype
-    host_weights: list[torch.Tensor] | None = None
+    dtype: torch.dtype  # the run's precision
+    host_weights: list[torch.Tensor] | None = None  # copies of the weights in host memory, once `offload` was called
 
     @torch.no_grad()
     def targets(

@@ -30,13 +30,11 @@ class TokenSlots:
     """The kept responses of a batch, and the slots of their tokens.
 
     Attributes:
-        responses: indices of the kept responses, ascending.
-        lengths: their numbers of tokens.
         start: int64 [responses of the batch], the slot of each response's first token; -1 for one that is not kept.
     """
 
-    responses: list[int]
-    lengths: list[int]
+    responses: list[int]  # indices of the kept responses, ascending
+    lengths: list[int]  # their numbers of tokens
     start: np.ndarray
 
     @staticmethod
@@ -79,17 +77,11 @@ class TokenSlots:
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """Where the values of one layer's n rows are added, and the share of this layer in a token's values.
+    """Where the values of one layer's n rows are added, and the share of this layer in a token's values."""
 
-    Attributes:
-        slots: int64 [n], see `TokenSlots.of_rows`.
-        count: number of slots.
-        shares: float64 [2], the layer's weight as a share of all layers' weights, and 1 / number of layers.
-    """
-
-    slots: torch.Tensor
-    count: int
-    shares: torch.Tensor
+    slots: torch.Tensor  # int64 [n], see `TokenSlots.of_rows`
+    count: int  # number of slots
+    shares: torch.Tensor  # float64 [2], the layer's weight as a share of all layers' weights, and 1 / number of layers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,7 +98,6 @@ class TokenMetrics:
     """Values per response token of the kept responses; the same on every rank of the student.
 
     Attributes:
-        responses: indices of the responses in the step's rollouts.
         values: per response, name -> one value per response token. None where a token has no row. A name is absent if
             the update did not measure it. The names:
             rep_loss: sum_l w_l loss_l / sum_l w_l of the token over the supervised layers l.
@@ -115,7 +106,7 @@ class TokenMetrics:
             log_ratio: log p - log q of the token itself, of which `kl` is the mean over tokens from the student.
     """
 
-    responses: list[int]
+    responses: list[int]  # indices of the responses in the step's rollouts
     values: list[dict[str, list[float | None]]]
 
     @staticmethod

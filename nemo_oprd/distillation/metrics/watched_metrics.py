@@ -20,11 +20,10 @@ class WatchedMetrics:
     """Which updates are watched, and what is measured in them.
 
     Attributes:
-        every: `logging.output_metrics_every`.
         drawn: the divergence that is measured in a run without an output loss; None in a run with `sampled_token`.
     """
 
-    every: int
+    every: int  # `logging.output_metrics_every`
     drawn: OutputTerm | None
 
     @staticmethod
@@ -61,17 +60,11 @@ class WatchedMetrics:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What the models of a run must be able to compute in some of its updates.
+    """What the models of a run must be able to compute in some of its updates."""
 
-    Attributes:
-        output: the output loss, or the divergence that is only measured.
-        teacher_states: whether a teacher sends final hidden states, so that the student's last stage needs its head.
-        teacher_logprobs: whether a teacher computes log-probabilities of sampled tokens, so that it needs its head.
-    """
-
-    output: OutputTerm | None
-    teacher_states: bool
-    teacher_logprobs: bool
+    output: OutputTerm | None  # the output loss, or the divergence that is only measured
+    teacher_states: bool  # whether a teacher sends final hidden states, so that the student's last stage needs its head
+    teacher_logprobs: bool  # whether a teacher computes log-probabilities of sampled tokens, so that it needs its head
 
     @staticmethod
     def build(objective: Objective, watched: WatchedMetrics | None) -> ModelNeeds:
