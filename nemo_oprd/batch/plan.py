@@ -19,14 +19,10 @@ from nemo_oprd.layout import Coordinates, Layout
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The supervised rows of one microbatch whose hidden states one rank holds.
-
-    Attributes:
-        hidden_index: int64 [n], indices of the same rows in the rank's hidden state [S, 1, D] of the microbatch.
-    """
+    """The supervised rows of one microbatch whose hidden states one rank holds."""
 
     table_index: np.ndarray  # int64 [n], indices of the rows in the batch's `TokenTable`, ascending
-    hidden_index: np.ndarray
+    hidden_index: np.ndarray  # int64 [n], indices of the same rows in the rank's hidden state [S, 1, D]
 
 
 @dataclass(frozen=True)
@@ -42,18 +38,13 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Places of n rows; int64 arrays [n].
-
-    Attributes:
-        data, microbatch, context: the data-parallel rank, the microbatch and the context-parallel rank.
-        tensor: the tensor-parallel rank that owns the row. Under sequence parallelism no other one holds the row.
-    """
+    """Places of n rows; int64 arrays [n]."""
 
     table_index: np.ndarray  # indices of the rows in the batch's `TokenTable`
-    data: np.ndarray
+    data: np.ndarray  # the data-parallel rank
     microbatch: np.ndarray
-    context: np.ndarray
-    tensor: np.ndarray
+    context: np.ndarray  # the context-parallel rank
+    tensor: np.ndarray  # the tensor-parallel rank that owns the row; with sequence parallelism no other one holds it
     hidden_index: np.ndarray  # indices of the rows in that rank's hidden state [S, 1, D] of the microbatch
 
     def select(self, chosen: np.ndarray) -> RowPlaces:
@@ -246,9 +237,7 @@ class StepPlan:
         """Packs the tokens that the rows depend on, and no others, for `layout`.
 
         Args:
-            hidden: the rows of the representation loss.
-            output: the rows of the output loss; None without such a loss.
-            num_responses: responses in the batch.
+            hidden, output: the rows of the representation loss, and of the output loss if there is one.
             token_budget: `train.tokens_per_microbatch`.
             taught_by: the number of each response's teacher; None: all responses have the same teacher.
         """

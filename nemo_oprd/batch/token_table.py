@@ -104,10 +104,8 @@ def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.nd
 def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
     """int64 [response tokens]: position of the teacher's hidden state for each token, in the sequence that it reads.
 
-    -1 for a token without a state of the teacher.
-
-    Args:
-        shift: 1 takes the state one token earlier; for the first response token, the state of the prompt's last token.
+    -1 for a token without a state of the teacher. With `shift` 1 it is the state one token earlier; for the first
+    response token, that of the prompt's last token.
     """
     prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
     if rollout.teacher_index is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -71,17 +72,18 @@ def describe_tensors(
     """A bridge from `bridge.safetensors` alone: names and shapes of the tensors give the layer pairs and the rank.
 
     It serves tensors that another program made; `write_manifest(describe_tensors(...), directory)` turns them into an
-    artifact.
-
-    Raises:
-        ValueError: as `load_bridge`.
+    artifact. Errors as in `load_bridge`.
     """
     file = Path(directory) / TENSORS
     tensors, _ = _read_tensors(file)
     pairs, rank = [], 0
     for name, value in tensors.items():
         if name.endswith(".teacher_basis"):
-            pairs.append(_pair(name.removesuffix(".teacher_basis"), file))
+            key = name.removesuffix(".teacher_basis")
+            numbers = re.fullmatch(r"s(\d+)\.t(\d+)", key)
+            if numbers is None:
+                raise ValueError(f"{file}: tensor group {key!r}, expected names like s2.t3.teacher_basis")
+            pairs.append(LayerPair(*map(int, numbers.groups())))
             rank = value.shape[0]
     maps = checked_pairs(tensors, pairs, rank, student, teacher, str(file))
     return Bridge(rank, maps, student, teacher, capture)
@@ -240,13 +242,6 @@ def checked_pairs(
             parts[name] = value.float()
         result[pair] = LayerBridge(**parts)
     return result
-
-
-def _pair(key: str, file: Path) -> LayerPair:
-    student, _, teacher = key.removeprefix("s").partition(".t")
-    if not (key.startswith("s") and student.isdigit() and teacher.isdigit()):
-        raise ValueError(f"{file}: tensor group {key!r}, expected names like s2.t3.teacher_basis")
-    return LayerPair(int(student), int(teacher))
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str]:

@@ -65,16 +65,12 @@ class Projection:
 
 @dataclass(frozen=True)
 class PairFit:
-    """A fitted layer pair.
-
-    Attributes:
-        penalty_R: [R] the chosen penalties in units of the mean eigenvalue of Sigma_SS; None for AdamW, which has none.
-    """
+    """A fitted layer pair."""
 
     pair: LayerPair
     projection: Projection
     eigenvalues_Dt: torch.Tensor  # [Dt] eigenvalues of the training part's Sigma_TT, in descending order
-    penalty_R: torch.Tensor | None
+    penalty_R: torch.Tensor | None  # [R] chosen, in units of the mean eigenvalue of Sigma_SS; None for AdamW
     signal_R: torch.Tensor  # [R] mean of z_i^2 over the test part, which is the error of predicting the training mean
     error_R: torch.Tensor  # [R] mean over the test part of the squared prediction error of z_i
     rows: tuple[int, int, int]  # number of rows of the training, selection and test parts
@@ -106,11 +102,7 @@ class PairFit:
             )
 
     def bridge(self, rank: int) -> LayerBridge:
-        """The maps of this pair in the artifact: R = `rank`, float32, on the CPU.
-
-        Raises:
-            ValueError: the rank is not in 1..largest_rank.
-        """
+        """The maps of this pair in the artifact: R = `rank`, float32, on the CPU; errors as in `check_rank`."""
         self.check_rank(rank)
         head = self.projection.head(rank)
 

@@ -38,16 +38,11 @@ class CapturePoint:
 
 @dataclass(frozen=True)
 class LayerBridge:
-    """The maps of one layer pair, float32.
+    """The maps of one layer pair, float32. The teacher side of a full-width bridge is the identity."""
 
-    Attributes:
-        teacher_mean, teacher_basis: [Dt], [R, Dt]; None in a full-width bridge, whose teacher side is the identity.
-        student_projector: [R, Ds]; None in a full-width bridge before the projector is drawn from the seed.
-    """
-
-    teacher_mean: torch.Tensor | None = None
-    teacher_basis: torch.Tensor | None = None
-    student_projector: torch.Tensor | None = None
+    teacher_mean: torch.Tensor | None = None  # [Dt]; None in a full-width bridge
+    teacher_basis: torch.Tensor | None = None  # [R, Dt]; None in a full-width bridge
+    student_projector: torch.Tensor | None = None  # [R, Ds]; None in a full-width bridge before it is drawn
     student_bias: torch.Tensor | None = None  # [R], or None for a bridge without bias
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -67,9 +67,7 @@ def choose_rank(curves: Sequence[torch.Tensor]) -> int:
     An artifact has one rank. Each layer's curve is in units of the layer's variance, so that the large norms of late
     layers do not decide alone; for one layer, or for layers that agree, the result is r*. A median of the layers' r*
     would be worse: layers with massive activations have r* = 1 or 2 on an almost flat curve and would outvote others.
-
-    Args:
-        curves: `normalized_curve` of every layer pair.
+    `curves` has the `normalized_curve` of every layer pair.
     """
     shortest = min(len(curve) for curve in curves)
     return 1 + int(torch.stack([curve[:shortest] for curve in curves]).mean(0)[1:].argmin())

@@ -14,10 +14,8 @@ from nemo_oprd.distillation.output_head import FinalStateRows
 class HiddenStateCapture:
     """An observer that copies the given rows of the given layers, and nothing else.
 
-    Args:
-        keys_of_layer: layer -> the keys under which `captured` holds its rows. For a teacher layer these are the
-            student layers that are matched with it.
-        project: (key, [n, D]) -> [n, R], the projection that is kept; None: the states are kept.
+    `captured` holds the rows of a layer under its `keys_of_layer`; for a teacher layer these are the student layers
+    that are matched with it. `project` takes (key, [n, D]) to the projection [n, R] that is kept; None: the states are.
     """
 
     rows: torch.Tensor  # int64 [n], indices into this rank's hidden state, on its device

@@ -93,7 +93,6 @@ class HiddenStateLoss:
         counts_rows: whether this rank adds its rows to the metrics; False on replicas of another rank's rows (tensor
             parallelism without sequence parallelism).
         project: (layer, float32 [n, D]) -> what is compared with the target: the states, or a projection [n, R].
-        projector_parameters: layer -> the trained parameters of `project`.
 
     Attributes:
         sums: name -> float64 sum over this microbatch; absent if nothing was measured. "layers" [layers,
@@ -109,7 +108,7 @@ class HiddenStateLoss:
     final_layer: int | None = None  # the layer that is supervised after the final norm; None if there is none
     counts_rows: bool = True
     project: Callable[[int, torch.Tensor], torch.Tensor] = lambda layer, rows_ND: rows_ND
-    projector_parameters: Mapping[int, Parameters] = field(default_factory=dict)
+    projector_parameters: Mapping[int, Parameters] = field(default_factory=dict)  # layer -> trained ones of `project`
     output: OutputHeadLoss | None = None  # the output loss, on the last stage
     measured: set[int] = field(default_factory=set)  # the layers whose rows have been measured
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -209,8 +208,6 @@ def hidden_state_metrics(
     Args:
         sums: of all ranks, as `layer_sums`.
         profile: [2, PROFILE_BINS], sums of the deepest layer's cosines by position from a response's start and end.
-        weights: layer -> its weight.
-        table: the rows of the batch.
         positions: `loss.representation.positions`.
     """
     if not sums:

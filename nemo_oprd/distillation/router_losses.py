@@ -45,18 +45,14 @@ from nemo_oprd.models.megatron.router_replay import Routes
 
 @dataclass(frozen=True)
 class RouterTerm:
-    """What an update computes of the student's routers.
-
-    Attributes:
-        aux, z: the factors of the load-balancing loss and of the z-loss in the total loss.
-    """
+    """What an update computes of the student's routers."""
 
     experts: int
     per_token: int
     layers: tuple[int, ...]  # the layers with experts that the losses of the update reach, ascending, 1-based
     lengths: np.ndarray  # int64 [responses], for each response how many of its tokens count, from the first one on
-    aux: float
-    z: float
+    aux: float  # the factor of the load-balancing loss in the total loss
+    z: float  # and of the z-loss
     replay: bool  # whether tokens visit the experts that their rollouts have recorded
 
     @staticmethod
@@ -129,9 +125,6 @@ class TokenPlaces:
 class RouterLosses:
     """The router's losses and metrics in one microbatch; a `RouterObserver`.
 
-    Args:
-        fractions: layer -> f float32 [E], with a load-balancing loss.
-
     Attributes:
         sums: "routers" -> float64 [layers of the term, 2 * E + len(SUMS)], sums over the rows of each layer: how often
             each expert was chosen, the sum of its probability, and `SUMS`. A token's route has changed if the router
@@ -142,7 +135,7 @@ class RouterLosses:
     term: RouterTerm
     rows: torch.Tensor  # int64 [n], the counted tokens
     recorded: dict[int, torch.Tensor] | None = None  # layer -> recorded experts int16 [N, K], -1 for tokens without
-    fractions: dict[int, torch.Tensor] = field(default_factory=dict)
+    fractions: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> f float32 [E], for load balancing
     measured: set[int] = field(default_factory=set)  # the layers whose rows have been measured
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 

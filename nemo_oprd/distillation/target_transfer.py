@@ -216,9 +216,7 @@ def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group:
 
     Args:
         shard: the part that this rank received; its values are taken out, layer by layer.
-        rows: table indices [n] of all rows.
-        owner: [n], the tensor rank that received each of them.
-        group: the tensor-parallel group.
+        rows, owner: table indices [n] of all rows, and the tensor rank [n] that received each of them.
     """
     size = dist.get_world_size(group)
     counts = np.bincount(owner, minlength=size).tolist()

@@ -61,8 +61,7 @@ def layer_pairs(
     """Student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or `layer_map` where that is None.
 
     Raises:
-        ValueError: `chosen` does not name exactly the supervised layers, or names a layer that the teacher does not
-            have.
+        ValueError: `chosen` does not name exactly the supervised layers, or names a layer that the teacher lacks.
     """
     if chosen is None:
         return layer_map(student_layers, student_depth, teacher_depth)
@@ -81,11 +80,8 @@ def layer_pairs(
 
 
 def check_norms_match(pairs: dict[int, int], student_depth: int, teacher_depth: int) -> None:
-    """Raises ValueError if a state after the final norm would be compared with one before it.
-
-    Args:
-        pairs: student layer -> teacher layer; the last layer of either model is taken after its final norm.
-    """
+    """Raises ValueError if a state after the final norm, as each model's last one is, would be compared with one
+    before it; `pairs` are student layer -> teacher layer."""
     for student, teacher in pairs.items():
         if (student == student_depth) != (teacher == teacher_depth):
             last, other = ("student", "teacher") if student == student_depth else ("teacher", "student")

@@ -82,10 +82,8 @@ def step_metrics(
     """Means and norms from the sums of all ranks.
 
     Args:
-        sums: of `step_sums`, on the CPU.
-        layers: those of its sum "layers".
+        sums: of `step_sums`, on the CPU; `layers` are those of its sum "layers".
         adaptive: the metrics of adaptive weights.
-        targets_bytes: the most bytes of targets that this rank held at a time.
     """
     plan, objective = batch.plan, batch.objective
     table, output_table = plan.hidden.table, None if plan.output is None else plan.output.table
@@ -121,10 +119,7 @@ def _loss_per_teacher(
 ) -> dict[int, float]:
     """Teacher's number -> mean of one loss over the teacher's rows; empty if the loss has no weight or no rows.
 
-    Args:
-        shares: [responses], the responses' contributions of this loss to the total loss.
-        table: the rows of this loss.
-        weight: the weight of this loss.
+    `shares` [responses] are the responses' contributions of this loss to the total loss.
     """
     if table is None or not weight:
         return {}
@@ -143,7 +138,7 @@ def _loss_per_teacher(
 
 def _scheduled_weights(objective: StepObjective) -> dict[str, float]:
     """The weights of the losses by metric name, if any of them changes over the updates."""
-    if not objective.run.scheduled:
+    if not any(isinstance(weight, list) for weight in objective.run.weights):
         return {}
     named = {"loss/weight_representation": objective.weight} if objective.run.layers else {}
     return named if objective.run.output is None else {**named, "loss/weight_output": objective.output_weight}

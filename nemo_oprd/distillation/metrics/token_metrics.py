@@ -27,15 +27,11 @@ OUTPUT_METRICS = ("reverse_kl", "student_logprob", "teacher_logprob")
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """The kept responses of a batch, and the slots of their tokens.
-
-    Attributes:
-        start: int64 [responses of the batch], the slot of each response's first token; -1 for one that is not kept.
-    """
+    """The kept responses of a batch, and the slots of their tokens."""
 
     responses: list[int]  # indices of the kept responses, ascending
     lengths: list[int]  # their numbers of tokens
-    start: np.ndarray
+    start: np.ndarray  # int64 [responses of the batch], the slot of each one's first token; -1 for one that is not kept
 
     @staticmethod
     def choose(rollouts: Sequence[Rollout], count: int) -> TokenSlots | None:
@@ -117,12 +113,9 @@ class TokenMetrics:
         output: TokenTable | None,
         metrics: Mapping[str, float],
     ) -> TokenMetrics:
-        """The values from the sums of all ranks.
+        """The values from the sums of all ranks, of which "rep_tokens" and "output_tokens" are [2, count + 1] each.
 
-        Args:
-            sums: on the CPU, "rep_tokens" and "output_tokens", float64 [2, count + 1] each.
-            hidden, output: the rows of the batch.
-            metrics: the metrics of the update.
+        `hidden` and `output` are the rows of the batch, `metrics` those of the update.
         """
         values: list[dict[str, list[float | None]]] = [{} for _ in slots.responses]
         for kind, table, names in (("rep", hidden, REPRESENTATION), ("output", output, OUTPUT)):

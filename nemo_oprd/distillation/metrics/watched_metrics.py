@@ -17,14 +17,10 @@ from nemo_oprd.losses.output_loss import OutputLoss
 
 @dataclass(frozen=True)
 class WatchedMetrics:
-    """Which updates are watched, and what is measured in them.
-
-    Attributes:
-        drawn: the divergence that is measured in a run without an output loss; None in a run with `sampled_token`.
-    """
+    """Which updates are watched, and what is measured in them."""
 
     every: int  # `logging.output_metrics_every`
-    drawn: OutputTerm | None
+    drawn: OutputTerm | None  # what is measured in a run without an output loss; None in one with `sampled_token`
 
     @staticmethod
     def build(config: OutputLossConfig, logging: LoggingConfig, seed: int) -> WatchedMetrics | None:
@@ -43,11 +39,7 @@ class WatchedMetrics:
         return step == 0 or (step + 1) % self.every == 0
 
     def add_to(self, objective: StepObjective, step: int | None) -> StepObjective:
-        """`objective` with the divergence that is measured in this update.
-
-        Args:
-            step: number of updates before this one; None: the gradient check, which tries the drawn rows, too.
-        """
+        """`objective` with what is measured after `step` updates; None: the gradient check, which tries drawn rows."""
         if step is None:
             return objective if self.drawn is None else replace(objective, output=self.drawn)
         if not self.is_due(step):
