@@ -88,7 +88,7 @@ class GradientAccumulation:
         if not self.logprobs:
             self._routers = self._routers_of_all_microbatches()
         routers, self._routers = self._routers[:count], self._routers[count:]
-        routes = [router.routes for router in routers] or [None] * count
+        routes: list[Routes | None] = [router.routes for router in routers] or [None] * count
         own = MicrobatchGroup(batch.rollouts, group, targets, coords, batch.token_slots)
         observers, microbatches = self._microbatches(own, routes)
         last = len(self.logprobs) + count == len(batch.plan.taught_by)

@@ -116,11 +116,10 @@ def chunked_output_loss(
     elif head_grad.dtype != dtype:
         raise ValueError(f"head_grad is {head_grad.dtype}: chunks accumulate in {dtype}; pass such a buffer, or none")
     grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
-    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard
-    logprobs = {"old_logprob_N": old_logprob_N, "engine_logprob_N": engine_logprob_N}
+    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard, old_logprob_N, engine_logprob_N
     sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        rows = _rows(*arguments, chunk, **logprobs, with_grad=True)
+        rows = _rows(*arguments, chunk, with_grad=True)
         sums.add(rows, chunk)
         assert rows.grad_logits is not None
         rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
@@ -147,11 +146,10 @@ def output_metrics(
     keep: Sequence[str] = (),
 ) -> OutputSums:
     """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
-    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard
-    logprobs = {"old_logprob_N": old_logprob_N, "engine_logprob_N": engine_logprob_N}
+    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard, old_logprob_N, engine_logprob_N
     sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        sums.add(_rows(*arguments, chunk, **logprobs, with_grad=False), chunk)
+        sums.add(_rows(*arguments, chunk, with_grad=False), chunk)
     return sums.result()
 
 
@@ -193,10 +191,10 @@ def _rows(
     teacher: Teacher,
     tokens_N: torch.Tensor,
     shard: VocabShard,
-    chunk: slice,
-    *,
     old_logprob_N: torch.Tensor | None,
     engine_logprob_N: torch.Tensor | None,
+    chunk: slice,
+    *,
     with_grad: bool,
 ) -> OutputRows:
     """`output_rows` of one chunk. Logits are computed for real ids only, so they have no padding columns."""
