@@ -19,51 +19,33 @@ from nemo_oprd.layout import Coordinates, Layout
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The supervised rows of one microbatch whose hidden states one rank holds.
+    """The supervised rows of one microbatch whose hidden states one rank holds."""
 
-    Attributes:
-        table_index: int64 [n], indices of the rows in the batch's `TokenTable`, ascending.
-        hidden_index: int64 [n], indices of the same rows in the rank's hidden state [S, 1, D] of the microbatch.
-    """
-
-    table_index: np.ndarray
-    hidden_index: np.ndarray
+    table_index: np.ndarray  # int64 [n], indices of the rows in the batch's `TokenTable`, ascending
+    hidden_index: np.ndarray  # int64 [n], indices of the same rows in the rank's hidden state [S, 1, D]
 
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Places of the sequences of a plan; int64 arrays with one entry per response of the batch.
-
-    Attributes:
-        data, microbatch: the data-parallel rank and the microbatch.
-        offset, padded: first token and padded length in the whole pack.
-        pack_tokens: tokens of the whole pack.
-    """
+    """Places of the sequences of a plan; int64 arrays with one entry per response of the batch."""
 
     data: np.ndarray
     microbatch: np.ndarray
-    offset: np.ndarray
-    padded: np.ndarray
-    pack_tokens: np.ndarray
+    offset: np.ndarray  # first token in the whole pack
+    padded: np.ndarray  # padded length
+    pack_tokens: np.ndarray  # tokens of the whole pack
 
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Places of n rows; int64 arrays [n].
+    """Places of n rows; int64 arrays [n]."""
 
-    Attributes:
-        table_index: indices of the rows in the batch's `TokenTable`.
-        data, microbatch, context: the data-parallel rank, the microbatch and the context-parallel rank.
-        tensor: the tensor-parallel rank that owns the row. Under sequence parallelism no other one holds the row.
-        hidden_index: indices of the rows in that rank's hidden state [S, 1, D] of the microbatch.
-    """
-
-    table_index: np.ndarray
-    data: np.ndarray
+    table_index: np.ndarray  # indices of the rows in the batch's `TokenTable`
+    data: np.ndarray  # the data-parallel rank
     microbatch: np.ndarray
-    context: np.ndarray
-    tensor: np.ndarray
-    hidden_index: np.ndarray
+    context: np.ndarray  # the context-parallel rank
+    tensor: np.ndarray  # the tensor-parallel rank that owns the row; with sequence parallelism no other one holds it
+    hidden_index: np.ndarray  # indices of the rows in that rank's hidden state [S, 1, D] of the microbatch
 
     def select(self, chosen: np.ndarray) -> RowPlaces:
         """Some of the rows, by their indices here."""
@@ -71,11 +53,7 @@ class RowPlaces:
 
 
 def _equal_parts(group: np.ndarray, parts: int) -> np.ndarray:
-    """Divides each group of rows into `parts` consecutive parts, equal but for one row; the part of each row.
-
-    Args:
-        group: int64 [n], the group of each row.
-    """
+    """Divides each group of rows into `parts` consecutive parts, equal but for one row: groups [n] -> parts [n]."""
     if parts == 1:
         return np.zeros(len(group), dtype=np.int64)
     order = np.argsort(group, kind="stable")
@@ -109,16 +87,11 @@ class BatchPlan:
         all_packs = (pack for packs in self.packs for pack in packs)
         return {i: length for pack in all_packs for i, length in zip(pack.sequences, pack.lengths, strict=True)}
 
-    def microbatch_groups(self, microbatches: int | None) -> list[BatchPlan]:
-        """The batch in groups of at most `microbatches` microbatches per data-parallel rank (None: one group).
-
-        Rows keep the weights that they have in the whole batch, so the gradients of the groups add up to the gradient
-        of the batch. An interleaved schedule needs groups whose size is a positive multiple of the pipeline size.
-        """
-        return [self.part(numbers) for numbers in self.group_numbers(microbatches)]
-
     def group_numbers(self, microbatches: int | None) -> list[range]:
-        """The microbatch numbers of each group."""
+        """The microbatch numbers of groups of at most `microbatches` per data-parallel rank (None: one group).
+
+        An interleaved schedule needs groups whose size is a positive multiple of the pipeline size.
+        """
         count = len(self.packs[0])
         size = count if microbatches is None else microbatches
         if self.layout.virtual_pipeline > 1:
@@ -126,7 +99,11 @@ class BatchPlan:
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def part(self, microbatches: Sequence[int]) -> BatchPlan:
-        """The plan of some of the microbatches, with their rows."""
+        """The plan of some of the microbatches, with their rows.
+
+        Rows keep the weights that they have in the whole batch, so the gradients of the parts add up to the gradient
+        of the batch.
+        """
         if len(microbatches) == len(self.packs[0]):
             return self
         return self._part(self.table, [[packs[m] for m in microbatches] for packs in self.packs])
@@ -224,12 +201,10 @@ class BatchPlan:
     def held_microbatches(self) -> int:
         """Pairs of a rank of one pipeline stage and a microbatch of which the rank holds rows."""
         layout, places = self.layout, self.places([i for packs in self.packs for pack in packs for i in pack.sequences])
-        tensor = 0 if self.replicated else places.tensor
-        size = 1 if self.replicated else layout.tensor
-        shape = (layout.data, len(self.packs[0]), layout.context, size)
-        held = np.zeros(shape, dtype=bool)
+        held = np.zeros((layout.data, len(self.packs[0]), layout.context, layout.tensor), dtype=bool)
+        tensor = slice(None) if self.replicated else places.tensor
         held[places.data, places.microbatch, places.context, tensor] = True
-        return int(held.sum()) * (layout.tensor if self.replicated else 1)
+        return int(held.sum())
 
     @property
     def replicated(self) -> bool:
@@ -262,9 +237,7 @@ class StepPlan:
         """Packs the tokens that the rows depend on, and no others, for `layout`.
 
         Args:
-            hidden: the rows of the representation loss.
-            output: the rows of the output loss; None without such a loss.
-            num_responses: responses in the batch.
+            hidden, output: the rows of the representation loss, and of the output loss if there is one.
             token_budget: `train.tokens_per_microbatch`.
             taught_by: the number of each response's teacher; None: all responses have the same teacher.
         """
@@ -283,7 +256,7 @@ class StepPlan:
         return StepPlan(plan, None if output is None else plan.with_rows(output), tuple(teachers))
 
     def microbatch_groups(self, microbatches: int | None) -> list[StepPlan]:
-        """See `BatchPlan.microbatch_groups`."""
+        """The parts of the update for `BatchPlan.group_numbers`."""
         return [self.part(numbers) for numbers in self.hidden.group_numbers(microbatches)]
 
     def part(self, microbatches: Sequence[int]) -> StepPlan:

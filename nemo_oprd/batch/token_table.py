@@ -16,27 +16,16 @@ from nemo_oprd.batch.types import Rollout
 
 @dataclass(frozen=True)
 class TokenTable:
-    """N supervised rows, ordered by response, then by position.
+    """N supervised rows, ordered by response, then by position."""
 
-    Attributes:
-        response: int64 [N], index of the row's response in the step's rollouts.
-        position: int64 [N], position in prompt + response at which the student's hidden state is taken.
-        teacher_position: int64 [N], the same in the sequence that the teacher reads.
-        token: int64 [N], the response token that the row belongs to.
-        from_start: int64 [N], 0-based number of that token among the response's tokens that can be supervised.
-        from_end: int64 [N], the same number counted from the end.
-        weight: float64 [N], sums to 1 over the batch unless teachers have weights.
-        num_responses: number of responses that have rows.
-    """
-
-    response: np.ndarray
-    position: np.ndarray
-    teacher_position: np.ndarray
-    token: np.ndarray
-    from_start: np.ndarray
-    from_end: np.ndarray
-    weight: np.ndarray
-    num_responses: int
+    response: np.ndarray  # int64 [N], index of the row's response in the step's rollouts
+    position: np.ndarray  # int64 [N], position in prompt + response at which the student's hidden state is taken
+    teacher_position: np.ndarray  # int64 [N], the same in the sequence that the teacher reads
+    token: np.ndarray  # int64 [N], the response token that the row belongs to
+    from_start: np.ndarray  # int64 [N], 0-based number of that token among the response's tokens that can be supervised
+    from_end: np.ndarray  # int64 [N], the same number counted from the end
+    weight: np.ndarray  # float64 [N], sums to 1 over the batch unless teachers have weights
+    num_responses: int  # number of responses that have rows
 
     def __len__(self) -> int:
         return len(self.response)
@@ -50,9 +39,7 @@ class TokenTable:
 
     def for_responses(self, responses: Sequence[int] | np.ndarray) -> TokenTable:
         """The rows of some responses, with the weights that they have in the whole batch."""
-        kept = self.rows_of(responses)
-        arrays = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name != "num_responses"}
-        return TokenTable(**arrays, num_responses=_distinct(arrays["response"]))
+        return self._taken(self.rows_of(responses))
 
     def scale_responses(self, factors: Sequence[float]) -> TokenTable:
         """The same rows, whose weights are multiplied by the factor of their response."""
@@ -73,9 +60,12 @@ class TokenTable:
 
     def select(self, chosen: np.ndarray) -> TokenTable:
         """Some of the rows, by their ascending indices, with equal weights."""
+        return replace(self._taken(chosen), weight=np.full(len(chosen), 1.0 / len(chosen)))
+
+    def _taken(self, chosen: np.ndarray) -> TokenTable:
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "num_responses"}
-        arrays["weight"] = np.full(len(chosen), 1.0 / len(chosen))
-        return TokenTable(**arrays, num_responses=len(np.unique(self.response[chosen])))
+        distinct = int(np.count_nonzero(np.diff(arrays["response"], prepend=-1)))  # responses ascend
+        return TokenTable(**arrays, num_responses=distinct)
 
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
         """int64 [N]: ids of the response tokens that the rows belong to."""
@@ -83,14 +73,8 @@ class TokenTable:
 
     def engine_logprobs(self, rollouts: list[Rollout]) -> np.ndarray:
         """float32 [N]: the recorded log-probabilities of the same tokens; NaN where a rollout has none."""
-        return self._of_tokens(
-            [
-                np.full(len(rollout.response_ids), np.nan, dtype=np.float32)
-                if rollout.logprobs is None
-                else np.asarray(rollout.logprobs, dtype=np.float32)
-                for rollout in rollouts
-            ]
-        )
+        known = ([np.nan] * len(each.response_ids) if each.logprobs is None else each.logprobs for each in rollouts)
+        return self._of_tokens([np.asarray(logprobs, dtype=np.float32) for logprobs in known])
 
     def _of_tokens(self, values: list[np.ndarray]) -> np.ndarray:
         """[N]: the rows' entries of `values`, which has one array [response tokens] per rollout."""
@@ -109,11 +93,6 @@ class TokenTable:
         return needed.tolist()
 
 
-def _distinct(ascending: np.ndarray) -> int:
-    """The number of distinct values of an ascending array of numbers >= 0."""
-    return int(np.count_nonzero(np.diff(ascending, prepend=-1)))
-
-
 def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.ndarray:
     """The supervised tokens of one response: those with mask 1 ("all"), or the last or first k of those."""
     tokens = np.flatnonzero(np.asarray(mask))
@@ -125,10 +104,8 @@ def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.nd
 def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
     """int64 [response tokens]: position of the teacher's hidden state for each token, in the sequence that it reads.
 
-    -1 for a token without a state of the teacher.
-
-    Args:
-        shift: 1 takes the state one token earlier; for the first response token, the state of the prompt's last token.
+    -1 for a token without a state of the teacher. With `shift` 1 it is the state one token earlier; for the first
+    response token, that of the prompt's last token.
     """
     prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
     if rollout.teacher_index is None:

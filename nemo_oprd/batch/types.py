@@ -79,13 +79,12 @@ class TeacherTargets:
         hidden: student layer (1-based) -> target [n, D] in the run's precision, or [n, R] float32 with a bridge whose
             teacher side is projected. The rows are in the order of the rank's microbatches. Empty on a rank that owns
             no supervised layer.
-        bytes_received: bytes that came from other ranks.
         output: on the last pipeline stage, the targets of the output loss: the teacher's final hidden states [n, D], or
             for sampled_token the log-probability of the token and the entropy, float32 [n, 2].
     """
 
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    bytes_received: int = 0
+    bytes_received: int = 0  # bytes that came from other ranks
     output: torch.Tensor | None = None
 
     @property

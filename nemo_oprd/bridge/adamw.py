@@ -1,7 +1,6 @@
 """The paper's training of the student projector (`bridge.fit=adamw`): 20 epochs of AdamW on sampled rows.
 
-It exists to compare the closed form (`fit.fit_ridge`) with. It trains a projector of one rank at a time, and keeps that
-of the best epoch.
+It exists to compare the closed form (`fit.fit_ridge`) with.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.nn.functional import cosine_similarity
 
 from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PairFit, evaluated
-from nemo_oprd.bridge.row_sample import PARTS, SELECTION, TRAIN
+from nemo_oprd.bridge.row_sample import SELECTION, TRAIN
 
 # the paper's; it does not give a batch size
 EPOCHS, LEARNING_RATE = 20, 1e-4
@@ -48,18 +47,15 @@ def fit_adamw(
     mean_Ds = statistics.moments[TRAIN].mean_Ds
     data = []
     for part in (TRAIN, SELECTION):
-        teacher_NDt, student_NDs = statistics.reservoir.rows(part)
-        if not len(teacher_NDt):
-            raise ValueError(
-                f"layer pair {ridge.pair.key}: none of the {len(statistics.reservoir)} sampled rows belongs to the "
-                f"{PARTS[part]} part, expected at least one; use more rollouts or change bridge.held_out"
-            )
+        teacher_NDt, student_NDs = statistics.sampled(part)
         student_NDs = student_NDs.to(mean_Ds)
         centred_NDs = student_NDs - mean_Ds if ridge.center_student else student_NDs
         data.append((centred_NDs.float(), head.teacher(teacher_NDt).float()))
     (train_NDs, train_NR), (selection_NDs, selection_NR) = data
     generator = torch.Generator().manual_seed(seed)
-    projector_RDs = _initial(rank, len(mean_Ds), generator).to(train_NDs.device).requires_grad_()
+    width = len(mean_Ds)
+    initial_RDs = (2 * torch.rand(rank, width, generator=generator) - 1) / width**0.5  # as torch.nn.Linear starts
+    projector_RDs = initial_RDs.to(train_NDs.device).requires_grad_()
     optimizer = torch.optim.AdamW([projector_RDs], lr=lr)
     best_cosine, best_RDs = -2.0, projector_RDs.detach().clone()
     for epoch in range(1, EPOCHS + 1):
@@ -75,15 +71,5 @@ def fit_adamw(
             progress(epoch, cosine)
     final_RDs = best_RDs.to(head.basis_RDt)
     bias_R = -final_RDs @ mean_Ds if ridge.center_student else None
-    return evaluated(
-        statistics,
-        replace(head, projector_RDs=final_RDs, bias_R=bias_R),
-        ridge.eigenvalues_Dt,
-        penalty_R=None,
-        center_student=ridge.center_student,
-    )
-
-
-def _initial(rank: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """[R, Ds] uniform in +-1/sqrt(Ds), as torch.nn.Linear starts."""
-    return (2 * torch.rand(rank, width, generator=generator) - 1) / width**0.5
+    trained = replace(head, projector_RDs=final_RDs, bias_R=bias_R)
+    return evaluated(statistics, trained, ridge.eigenvalues_Dt, penalty_R=None, center_student=ridge.center_student)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -71,29 +72,25 @@ def describe_tensors(
     """A bridge from `bridge.safetensors` alone: names and shapes of the tensors give the layer pairs and the rank.
 
     It serves tensors that another program made; `write_manifest(describe_tensors(...), directory)` turns them into an
-    artifact.
-
-    Raises:
-        ValueError: as `load_bridge`.
+    artifact. Errors as in `load_bridge`.
     """
     file = Path(directory) / TENSORS
     tensors, _ = _read_tensors(file)
     pairs, rank = [], 0
     for name, value in tensors.items():
         if name.endswith(".teacher_basis"):
-            pairs.append(_pair(name.removesuffix(".teacher_basis"), file))
+            key = name.removesuffix(".teacher_basis")
+            numbers = re.fullmatch(r"s(\d+)\.t(\d+)", key)
+            if numbers is None:
+                raise ValueError(f"{file}: tensor group {key!r}, expected names like s2.t3.teacher_basis")
+            pairs.append(LayerPair(*map(int, numbers.groups())))
             rank = value.shape[0]
     maps = checked_pairs(tensors, pairs, rank, student, teacher, str(file))
     return Bridge(rank, maps, student, teacher, capture)
 
 
 def open_bridge(
-    directory: Path,
-    *,
-    student: ModelIdentity,
-    teacher: ModelIdentity,
-    layers: Sequence[int],
-    capture: CapturePoint,
+    directory: Path, *, student: ModelIdentity, teacher: ModelIdentity, layers: Sequence[int], capture: CapturePoint
 ) -> Bridge:
     """The bridge of a run; the layer map is that of the bridge.
 
@@ -152,14 +149,13 @@ def load_bridge(
         )
     try:
         pairs = [LayerPair(int(s), int(t)) for s, t in manifest["layer_pairs"]]
-        made_for = {role: ModelIdentity(**manifest[role]) for role in ("student", "teacher")}
+        models = ModelIdentity(**manifest["student"]), ModelIdentity(**manifest["teacher"])
         taken = CapturePoint(**manifest["capture"])
         made_rank, full_width = int(manifest["rank"]), bool(manifest.get("full_width", False))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}/{MANIFEST}: {error}; expected a manifest that fit-bridge wrote") from error
-    models = made_for["student"], made_for["teacher"]
     maps = checked_pairs(tensors, pairs, made_rank, *models, where, full_width=full_width)
-    bridge = Bridge(made_rank, maps, made_for["student"], made_for["teacher"], taken, manifest["report"])
+    bridge = Bridge(made_rank, maps, *models, taken, manifest["report"])
     _check_models(bridge, {"student": student, "teacher": teacher}, where)
     for key, value in asdict(capture).items() if capture else ():
         if getattr(taken, key) != value:
@@ -246,13 +242,6 @@ def checked_pairs(
             parts[name] = value.float()
         result[pair] = LayerBridge(**parts)
     return result
-
-
-def _pair(key: str, file: Path) -> LayerPair:
-    student, _, teacher = key.removeprefix("s").partition(".t")
-    if not (key.startswith("s") and student.isdigit() and teacher.isdigit()):
-        raise ValueError(f"{file}: tensor group {key!r}, expected names like s2.t3.teacher_basis")
-    return LayerPair(int(student), int(teacher))
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], str]:

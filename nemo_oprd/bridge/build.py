@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from nemo_oprd.bridge.adamw import fit_adamw
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
-from nemo_oprd.bridge.fit import PairFit, fit_ridge
+from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.rank import choose_rank, layer_report, normalized_curve
 from nemo_oprd.runtime.messages import ON_STDOUT
@@ -51,7 +52,9 @@ def build_bridge(
     pairs: dict[LayerPair, LayerBridge] = {}
     reports: dict[LayerPair, dict[str, Any]] = {}
     for stats, ridge in zip(statistics, ridge_fits, strict=True):
-        final = ridge if fit == "ridge" else _trained(stats, ridge, chosen, seed)
+        final = ridge
+        if fit == "adamw":
+            final = fit_adamw(stats, ridge, chosen, seed=seed, progress=partial(_log_epoch, stats.pair.key))
         report = layer_report(final, ridge, stats, chosen, baselines=baselines, seed=seed)
         pairs[stats.pair], reports[stats.pair] = final.bridge(chosen), report
         cosine = report["held_out_cosine"]
@@ -62,11 +65,8 @@ def build_bridge(
     return Bridge(chosen, dict(sorted(pairs.items())), student, teacher, capture, report)
 
 
-def _trained(statistics: PairStatistics, ridge: PairFit, rank: int, seed: int) -> PairFit:
-    def log_epoch(epoch: int, cosine: float) -> None:
-        logger.info(f"{ridge.pair.key}: epoch {epoch}, selection cosine {cosine:.4f}", extra=ON_STDOUT)
-
-    return fit_adamw(statistics, ridge, rank, seed=seed, progress=log_epoch)
+def _log_epoch(pair: str, epoch: int, cosine: float) -> None:
+    logger.info(f"{pair}: epoch {epoch}, selection cosine {cosine:.4f}", extra=ON_STDOUT)
 
 
 def _union(parts: Sequence[dict[LayerPair, Any]]) -> dict[LayerPair, Any]:

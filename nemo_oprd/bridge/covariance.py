@@ -33,12 +33,8 @@ class LayerPair(NamedTuple):
 class Moments:
     """Count, means and centred second moments of the pairs (h_T, h_S).
 
-    Attributes:
-        count: number of rows seen.
-        mean_Dt, mean_Ds: [Dt], [Ds].
-        scatter_DtDt, scatter_DsDs, scatter_DsDt: sums of centred products, [Dt, Dt], [Ds, Ds], [Ds, Dt].
-
-    All tensors are float64 on `device`: Dt^2 + Ds^2 + Ds Dt numbers and the means, for any number of rows.
+    `count` is the number of rows seen; the scatters are sums of centred products. All tensors are float64 on `device`:
+    Dt^2 + Ds^2 + Ds Dt numbers and the means, for any number of rows.
     """
 
     def __init__(self, teacher_width: int, student_width: int, device: torch.device | str = "cpu") -> None:
@@ -62,10 +58,7 @@ class Moments:
         self.scatter_DtDt.addmm_(teacher_NDt.T, teacher_NDt)
         self.scatter_DsDs.addmm_(student_NDs.T, student_NDs)
         self.scatter_DsDt.addmm_(student_NDs.T, teacher_NDt)
-        self._shift_means(count, mean_Dt, mean_Ds)
-
-    def _shift_means(self, count: int, mean_Dt: torch.Tensor, mean_Ds: torch.Tensor) -> None:
-        """Chan et al.: moving to the common mean adds n_a n_b / n of the outer product of the mean shift."""
+        # Chan et al.: moving to the common mean adds n_a n_b / n of the outer product of the mean shift
         total = self.count + count
         shift_Dt, shift_Ds = mean_Dt - self.mean_Dt, mean_Ds - self.mean_Ds
         self._add_outer(shift_Dt, shift_Ds, self.count * count / total)
@@ -173,12 +166,21 @@ class PairStatistics:
                     f"{side} layer {layer}: hidden states of shape {list(rows_ND.shape)}, expected "
                     f"[{count} rows, width {len(mean)}]"
                 )
-            bad = int((~torch.isfinite(rows_ND)).any(-1).sum())
-            if bad:
+            if bad := int((~torch.isfinite(rows_ND)).any(-1).sum()):
                 raise ValueError(
                     f"{side} layer {layer}: {bad} of {count} rows have non-finite values; expected finite "
                     f"hidden states: check the {side}'s weights and its precision"
                 )
+
+    def sampled(self, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampled rows of a part, [N, Dt] and [N, Ds]; ValueError where there are none."""
+        teacher_NDt, student_NDs = self.reservoir.rows(part)
+        if not len(teacher_NDt):
+            raise ValueError(
+                f"layer pair {self.pair.key}: none of the {len(self.reservoir)} sampled rows belongs to the "
+                f"{PARTS[part]} part, expected at least one; use more rollouts or change bridge.held_out"
+            )
+        return teacher_NDt, student_NDs
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
         """Merges the statistics of the ranks of `group`; every rank calls this once per pair, after its last update."""

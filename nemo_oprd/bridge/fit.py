@@ -39,13 +39,8 @@ PENALTY_SLACK = 1e-3
 class Projection:
     """R teacher coordinates and the student's prediction of them; the first r rows are the projection of rank r.
 
-    Attributes:
-        mean_Dt: [Dt] the teacher's training mean.
-        basis_RDt: [R, Dt] orthonormal rows.
-        projector_RDs: [R, Ds].
-        bias_R: [R] or None.
-
-    All are float64 on the moments' device.
+    `mean_Dt` is the teacher's training mean; the rows of `basis_RDt` are orthonormal. All tensors are float64 on the
+    moments' device.
     """
 
     mean_Dt: torch.Tensor
@@ -70,23 +65,15 @@ class Projection:
 
 @dataclass(frozen=True)
 class PairFit:
-    """A fitted layer pair.
-
-    Attributes:
-        eigenvalues_Dt: [Dt] eigenvalues of the training part's Sigma_TT, in descending order.
-        penalty_R: [R] the chosen penalties in units of the mean eigenvalue of Sigma_SS; None for AdamW, which has none.
-        signal_R: [R] mean of z_i^2 over the test part, which is the error of predicting the training mean.
-        error_R: [R] mean over the test part of the squared prediction error of z_i.
-        rows: number of rows of the training, selection and test parts.
-    """
+    """A fitted layer pair."""
 
     pair: LayerPair
     projection: Projection
-    eigenvalues_Dt: torch.Tensor
-    penalty_R: torch.Tensor | None
-    signal_R: torch.Tensor
-    error_R: torch.Tensor
-    rows: tuple[int, int, int]
+    eigenvalues_Dt: torch.Tensor  # [Dt] eigenvalues of the training part's Sigma_TT, in descending order
+    penalty_R: torch.Tensor | None  # [R] chosen, in units of the mean eigenvalue of Sigma_SS; None for AdamW
+    signal_R: torch.Tensor  # [R] mean of z_i^2 over the test part, which is the error of predicting the training mean
+    error_R: torch.Tensor  # [R] mean over the test part of the squared prediction error of z_i
+    rows: tuple[int, int, int]  # number of rows of the training, selection and test parts
     center_student: bool
 
     @property
@@ -115,23 +102,15 @@ class PairFit:
             )
 
     def bridge(self, rank: int) -> LayerBridge:
-        """The maps of this pair in the artifact: R = `rank`, float32, on the CPU.
-
-        Raises:
-            ValueError: the rank is not in 1..largest_rank.
-        """
+        """The maps of this pair in the artifact: R = `rank`, float32, on the CPU; errors as in `check_rank`."""
         self.check_rank(rank)
         head = self.projection.head(rank)
 
         def plain(value: torch.Tensor) -> torch.Tensor:
             return value.detach().to("cpu", torch.float32, copy=True).contiguous()
 
-        return LayerBridge(
-            plain(head.mean_Dt),
-            plain(head.basis_RDt),
-            plain(head.projector_RDs),
-            None if head.bias_R is None else plain(head.bias_R),
-        )
+        bias_R = None if head.bias_R is None else plain(head.bias_R)
+        return LayerBridge(plain(head.mean_Dt), plain(head.basis_RDt), plain(head.projector_RDs), bias_R)
 
     def report(self, rank: int) -> dict[str, Any]:
         """The fit's part of the pair's report in the manifest: plain numbers, for the first `rank` coordinates."""
@@ -155,7 +134,12 @@ def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> Pa
         ValueError: a part has no rows, there are fewer than two training rows, or the states do not vary.
     """
     train, selection = statistics.moments[TRAIN], statistics.moments[SELECTION]
-    _check_rows(statistics)
+    for name, moments, needed in zip(PARTS, statistics.moments, (2, 1, 1), strict=True):
+        if moments.count < needed:
+            raise ValueError(
+                f"layer pair {statistics.pair.key}: {moments.count} rows in the {name} part, expected at least "
+                f"{needed}; use more rollouts or check that every layer was captured"
+            )
     eigenvalues_Dt, basis_DtDt = principal_directions(train.sigma_DtDt)
     cross_DtDs = basis_DtDt @ train.sigma_DsDt.T
     gram_DsDs = train.sigma_DsDs
@@ -187,13 +171,8 @@ def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> Pa
     penalty_Dt = torch.where(good_GDt, grid_G[:, None], 0.0).amax(0)
     projector_DtDs = solve(penalty_Dt[:, None]) @ rotation_DsDs.T
     bias_Dt = -projector_DtDs @ train.mean_Ds if center_student else None
-    return evaluated(
-        statistics,
-        Projection(train.mean_Dt, basis_DtDt, projector_DtDs, bias_Dt),
-        eigenvalues_Dt,
-        penalty_R=penalty_Dt,
-        center_student=center_student,
-    )
+    projection = Projection(train.mean_Dt, basis_DtDt, projector_DtDs, bias_Dt)
+    return evaluated(statistics, projection, eigenvalues_Dt, penalty_R=penalty_Dt, center_student=center_student)
 
 
 def principal_directions(sigma_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,16 +197,8 @@ def evaluated(
     """The `PairFit` of a projection, with its errors on the test part."""
     signal_R, error_R = projection_error(statistics.moments[TEST], projection)
     train, selection, test = (moments.count for moments in statistics.moments)
-    return PairFit(
-        statistics.pair,
-        projection,
-        eigenvalues_Dt,
-        penalty_R,
-        signal_R,
-        error_R,
-        (train, selection, test),
-        center_student,
-    )
+    rows = train, selection, test
+    return PairFit(statistics.pair, projection, eigenvalues_Dt, penalty_R, signal_R, error_R, rows, center_student)
 
 
 def projection_error(moments: Moments, projection: Projection) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,18 +214,12 @@ class _CentredMoments:
 
     An error is a centred quadratic form plus the square of a mean. Means of thousands therefore never cancel against
     each other.
-
-    Attributes:
-        variance_R: [R] of z.
-        cross_RDs: [R, Ds] covariance of z and h_S.
-        student_DsDs: [Ds, Ds] covariance of h_S.
-        mean_R: [R] of z.
     """
 
-    variance_R: torch.Tensor
-    cross_RDs: torch.Tensor
-    student_DsDs: torch.Tensor
-    mean_R: torch.Tensor
+    variance_R: torch.Tensor  # of z
+    cross_RDs: torch.Tensor  # covariance of z and h_S
+    student_DsDs: torch.Tensor  # covariance of h_S
+    mean_R: torch.Tensor  # of z
 
     @staticmethod
     def from_moments(
@@ -274,12 +239,3 @@ class _CentredMoments:
         quadratic_R = ((projector_RDs @ self.student_DsDs) * projector_RDs).sum(1)
         varying_R = self.variance_R - 2 * (projector_RDs * self.cross_RDs).sum(1) + quadratic_R
         return varying_R.clamp_min(0) + (at_mean_R - self.mean_R).square()
-
-
-def _check_rows(statistics: PairStatistics) -> None:
-    for name, moments, needed in zip(PARTS, statistics.moments, (2, 1, 1), strict=True):
-        if moments.count < needed:
-            raise ValueError(
-                f"layer pair {statistics.pair.key}: {moments.count} rows in the {name} part, expected at least "
-                f"{needed}; use more rollouts or check that every layer was captured"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,18 +38,12 @@ class CapturePoint:
 
 @dataclass(frozen=True)
 class LayerBridge:
-    """The maps of one layer pair, float32.
+    """The maps of one layer pair, float32. The teacher side of a full-width bridge is the identity."""
 
-    Attributes:
-        teacher_mean, teacher_basis: [Dt], [R, Dt]; None in a full-width bridge, whose teacher side is the identity.
-        student_projector: [R, Ds]; None in a full-width bridge before the projector is drawn from the seed.
-        student_bias: [R], or None for a bridge without bias.
-    """
-
-    teacher_mean: torch.Tensor | None = None
-    teacher_basis: torch.Tensor | None = None
-    student_projector: torch.Tensor | None = None
-    student_bias: torch.Tensor | None = None
+    teacher_mean: torch.Tensor | None = None  # [Dt]; None in a full-width bridge
+    teacher_basis: torch.Tensor | None = None  # [R, Dt]; None in a full-width bridge
+    student_projector: torch.Tensor | None = None  # [R, Ds]; None in a full-width bridge before it is drawn
+    student_bias: torch.Tensor | None = None  # [R], or None for a bridge without bias
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The maps that are not None, by their name in the file."""
@@ -101,16 +95,11 @@ class Bridge:
 
     def to(self, device: torch.device | str, *, student: bool = True) -> Bridge:
         """The same bridge with its tensors on `device`; without `student`, only the teacher's maps are moved."""
-        moved = {
-            pair: LayerBridge(
-                **{
-                    name: value.to(device) if student or name.startswith("teacher") else value
-                    for name, value in maps.tensors().items()
-                }
-            )
-            for pair, maps in self.pairs.items()
-        }
-        return Bridge(self.rank, moved, self.student, self.teacher, self.capture, self.report)
+        pairs = {}
+        for pair, maps in self.pairs.items():
+            moved = {n: t.to(device) for n, t in maps.tensors().items() if student or n.startswith("teacher")}
+            pairs[pair] = replace(maps, **moved)
+        return replace(self, pairs=pairs)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by its name in the file, such as "s2.t3.teacher_basis"."""

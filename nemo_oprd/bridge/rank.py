@@ -29,7 +29,7 @@ from torch.nn.functional import normalize
 
 from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PairFit, Projection, principal_directions, projection_error
-from nemo_oprd.bridge.row_sample import PARTS, TEST, TRAIN
+from nemo_oprd.bridge.row_sample import TEST, TRAIN
 
 
 def error_curve(fit: PairFit) -> torch.Tensor:
@@ -67,9 +67,7 @@ def choose_rank(curves: Sequence[torch.Tensor]) -> int:
     An artifact has one rank. Each layer's curve is in units of the layer's variance, so that the large norms of late
     layers do not decide alone; for one layer, or for layers that agree, the result is r*. A median of the layers' r*
     would be worse: layers with massive activations have r* = 1 or 2 on an almost flat curve and would outvote others.
-
-    Args:
-        curves: `normalized_curve` of every layer pair.
+    `curves` has the `normalized_curve` of every layer pair.
     """
     shortest = min(len(curve) for curve in curves)
     return 1 + int(torch.stack([curve[:shortest] for curve in curves]).mean(0)[1:].argmin())
@@ -93,7 +91,7 @@ def mean_cosines(predicted_NR: torch.Tensor, target_NR: torch.Tensor, ranks: Seq
 
 def sampled_cosine(projection: Projection, statistics: PairStatistics, ranks: Sequence[int]) -> dict[int, float]:
     """Rank -> mean cosine between P_S h_S + b and P_T (h_T - mu_T) on the sampled rows of the test part."""
-    teacher_NDt, student_NDs = _sampled(statistics, TEST)
+    teacher_NDt, student_NDs = statistics.sampled(TEST)
     return mean_cosines(projection.student(student_NDs), projection.teacher(teacher_NDt), ranks)
 
 
@@ -101,9 +99,6 @@ def layer_report(
     fit: PairFit, ridge: PairFit, statistics: PairStatistics, rank: int, *, baselines: bool, seed: int
 ) -> dict[str, Any]:
     """The report of a layer pair in the artifact's manifest; keys are text, as in JSON.
-
-    The report holds that of `PairFit.report`, the mean cosine on the sampled test rows, the ranks that the pair alone
-    would choose, E(r), and the curves of `compare`.
 
     Args:
         fit: the fit that goes into the artifact, with `rank` coordinates or more.
@@ -166,12 +161,8 @@ def _baselines(fit: PairFit, statistics: PairStatistics, seed: int) -> dict[str,
     whole_bias_Dt = None if fitted.bias_R is None else fitted.basis_RDt.T @ fitted.bias_R
 
     def in_basis(basis_RDt: torch.Tensor) -> Projection:
-        return Projection(
-            fitted.mean_Dt,
-            basis_RDt,
-            basis_RDt @ whole_DtDs,
-            None if whole_bias_Dt is None else basis_RDt @ whole_bias_Dt,
-        )
+        bias_R = None if whole_bias_Dt is None else basis_RDt @ whole_bias_Dt
+        return Projection(fitted.mean_Dt, basis_RDt, basis_RDt @ whole_DtDs, bias_R)
 
     _, reduced_DtDt = principal_directions(whole_DtDs @ train.sigma_DsDs @ whole_DtDs.T)
     student_values_Ds, student_DsDs = principal_directions(train.sigma_DsDs)
@@ -197,20 +188,9 @@ def random_orthonormal(width: int, seed: int) -> torch.Tensor:
 
 
 def _constant_cosine(fit: PairFit, statistics: PairStatistics, ranks: Sequence[int]) -> dict[int, float]:
-    train_NR, test_NR = (fit.projection.teacher(_sampled(statistics, part)[0]) for part in (TRAIN, TEST))
+    train_NR, test_NR = (fit.projection.teacher(statistics.sampled(part)[0]) for part in (TRAIN, TEST))
     result = {}
     for rank in ranks:
         direction_R = normalize(normalize(train_NR[:, :rank], dim=1).mean(0), dim=0)
         result[rank] = float((normalize(test_NR[:, :rank], dim=1) @ direction_R).mean())
     return result
-
-
-def _sampled(statistics: PairStatistics, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sampled rows of a part, [N, Dt] and [N, Ds]; ValueError where there are none."""
-    teacher_NDt, student_NDs = statistics.reservoir.rows(part)
-    if not len(teacher_NDt):
-        raise ValueError(
-            f"layer pair {statistics.pair.key}: none of the {len(statistics.reservoir)} sampled rows belongs to the "
-            f"{PARTS[part]} part, expected at least one; use more rollouts or change bridge.held_out"
-        )
-    return teacher_NDt, student_NDs

@@ -34,15 +34,11 @@ def hash_ids(seed: int, *ids_N: np.ndarray) -> np.ndarray:
 
 
 def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> dict[int, int]:
-    """Response id -> TRAIN, SELECTION or TEST.
+    """Response id -> TRAIN, SELECTION or TEST, for distinct ids in any order.
 
     Responses are ordered by a hash of (seed, id). The first `held_out` of them (rounded, at least one) are the test
     part, the next as many are the selection part, and the rest is for training. Responses are not divided, because
     their tokens are far from independent. The fractions are exact, because a few dozen responses may be all there is.
-
-    Args:
-        responses: distinct ids of the responses that have rows, in any order.
-        held_out: `bridge.held_out`.
 
     Raises:
         ValueError: `held_out` is outside (0, 0.5), an id is repeated, or there are fewer than three responses.
@@ -53,10 +49,9 @@ def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> di
             f"bridge.held_out={held_out}: expected a number in (0, 0.5), the share of the responses in the test part "
             "and again in the selection part; change it"
         )
-    if len(np.unique(ids_B)) != len(ids_B):
-        raise ValueError(
-            f"{len(ids_B)} response ids, of which {len(np.unique(ids_B))} are distinct; expected no repeats"
-        )
+    distinct = len(np.unique(ids_B))
+    if distinct != len(ids_B):
+        raise ValueError(f"{len(ids_B)} response ids, of which {distinct} are distinct; expected no repeats")
     if len(ids_B) < 3:
         raise ValueError(
             f"{len(ids_B)} response(s) with supervised tokens: expected at least 3, one each to train, to select the "
@@ -114,19 +109,15 @@ class Reservoir:
         entering = np.sort(keep[keep >= stored] - stored)
         # the first free slots: those past the end while there is room, then those of the rows that leave
         slots = np.setdiff1d(np.arange(min(self.capacity, stored + len(entering))), keep[keep < stored])
-        self._grow(len(keep))
+        if (missing := len(keep) - stored) > 0:
+            self._keys_4N = np.concatenate([self._keys_4N, np.zeros((4, missing), dtype=np.int64)], axis=1)
+            for side, rows_ND in self._rows.items():
+                self._rows[side] = torch.cat([rows_ND, rows_ND.new_zeros(missing, rows_ND.shape[1])])
         self._keys_4N[:, slots] = new_4N[:, entering]
         for side, rows_ND in (("teacher", teacher_NDt), ("student", student_NDs)):
             index = torch.from_numpy(entering).to(rows_ND.device)
             stored_ND = self._rows[side]
             stored_ND[torch.from_numpy(slots)] = rows_ND.detach()[index].to(stored_ND)
-
-    def _grow(self, size: int) -> None:
-        missing = size - len(self)
-        if missing > 0:
-            self._keys_4N = np.concatenate([self._keys_4N, np.zeros((4, missing), dtype=np.int64)], axis=1)
-            for side, rows_ND in self._rows.items():
-                self._rows[side] = torch.cat([rows_ND, rows_ND.new_zeros(missing, rows_ND.shape[1])])
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
         """Gives every rank of `group` the sample of the rows of all ranks.
@@ -168,11 +159,7 @@ class Reservoir:
 
 
 def _smallest(keys_4N: np.ndarray, count: int) -> np.ndarray:
-    """The columns with the `count` smallest (hash, response, token), in ascending order.
-
-    Raises:
-        ValueError: two columns are the same row.
-    """
+    """The columns with the `count` smallest (hash, response, token), ascending; ValueError if two are the same row."""
     hash_N = np.ascontiguousarray(keys_4N[0]).view(np.uint64)
     order = np.lexsort((keys_4N[2], keys_4N[1], hash_N))
     ordered_3N = keys_4N[:3, order]

@@ -16,9 +16,7 @@ _KINDS = ("layers", "positions")
 class AdaptiveWeights:
     """Weight factors of layers and of position bins (`losses/adaptive.py`); 1 for a kind that is not configured.
 
-    Args:
-        adaptive: which of the two kinds are used, and the decay of the averages.
-        positions: `loss.representation.positions`; "last_k" counts positions from the end of a response.
+    `positions` is `loss.representation.positions`; "last_k" counts positions from the end of a response.
     """
 
     def __init__(self, adaptive: AdaptiveConfig, positions: str) -> None:
@@ -44,9 +42,7 @@ class AdaptiveWeights:
     def metrics(self, weights: dict[int, float], batch: BatchPlan) -> dict[str, float]:
         """The factors by their names in metrics.jsonl: layer weights with a mean of 1, factors of position bins.
 
-        Args:
-            weights: layer -> its weight in this update, with its factor.
-            batch: the batch, whose position bins are reported.
+        `weights` are those of the layers in this update, with their factors.
         """
         named = {}
         if "layers" in self._factors:

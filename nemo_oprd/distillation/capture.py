@@ -14,20 +14,15 @@ from nemo_oprd.distillation.output_head import FinalStateRows
 class HiddenStateCapture:
     """An observer that copies the given rows of the given layers, and nothing else.
 
-    Args:
-        rows: int64 [n], indices into this rank's hidden state, on its device.
-        keys_of_layer: layer -> the keys under which `captured` holds its rows. For a teacher layer these are the
-            student layers that are matched with it.
-        final_layer: the layer whose state is taken after the final norm; None: no layer's state is.
-        project: (key, [n, D]) -> [n, R], the projection that is kept; None: the states are kept.
-        final_rows: the rows whose final hidden states `final` keeps for the output loss.
+    `captured` holds the rows of a layer under its `keys_of_layer`; for a teacher layer these are the student layers
+    that are matched with it. `project` takes (key, [n, D]) to the projection [n, R] that is kept; None: the states are.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor  # int64 [n], indices into this rank's hidden state, on its device
     keys_of_layer: dict[int, list[int]]
-    final_layer: int | None = None
+    final_layer: int | None = None  # the layer whose state is taken after the final norm; None: no layer's state is
     project: Callable[[int, torch.Tensor], torch.Tensor] | None = None
-    final_rows: FinalStateRows | None = None
+    final_rows: FinalStateRows | None = None  # the rows whose final hidden states `final` keeps for the output loss
     captured: dict[int, torch.Tensor] = field(default_factory=dict)
     final: torch.Tensor | None = None
 

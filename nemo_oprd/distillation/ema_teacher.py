@@ -14,11 +14,8 @@ from nemo_oprd.models.megatron.param_names import named_parameters
 class EmaTeacher:
     """teacher <- decay * teacher + (1 - decay) * student, for this rank's parameters.
 
-    The average is held in float32: in bfloat16, most changes at decay 0.999 would be lost to rounding.
-
-    Args:
-        chunks: the teacher's chunks on this rank, in the student's layout and with the student's weights.
-        decay: in [0, 1).
+    The average is held in float32: in bfloat16, most changes at decay 0.999 would be lost to rounding. `chunks` are the
+    teacher's on this rank, in the student's layout and with the student's weights; `decay` is in [0, 1).
     """
 
     def __init__(self, chunks: Sequence[DistillingModel], decay: float) -> None:

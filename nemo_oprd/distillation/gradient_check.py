@@ -14,13 +14,10 @@ from nemo_oprd.distillation.step import StepResult
 
 
 def check_gradients(distiller: Distiller, accumulate: Callable[..., StepResult]) -> str:
-    """One forward and backward pass on a few short random responses.
+    """One forward and backward pass on a few short random responses -> the result, as a line for the user.
 
     Args:
         accumulate: `train.accumulate_gradients`.
-
-    Returns:
-        The result of the check, as a line for the user.
 
     Raises:
         CaptureError: a supervised layer does not receive its gradient exactly once on the stage that owns it.

@@ -90,36 +90,27 @@ class HiddenStateLoss:
     attaches the gradient.
 
     Args:
-        targets: layer -> its target.
-        row_loss: the loss per row.
-        dim_reduction: passed to `row_loss`.
-        layers: the supervised layers of all stages, in the order of the sums.
-        num_responses: responses in the whole batch.
-        final_layer: the layer that is supervised after the final norm; None if there is none.
         counts_rows: whether this rank adds its rows to the metrics; False on replicas of another rank's rows (tensor
             parallelism without sequence parallelism).
         project: (layer, float32 [n, D]) -> what is compared with the target: the states, or a projection [n, R].
-        projector_parameters: layer -> the trained parameters of `project`.
-        output: the output loss, on the last stage.
 
     Attributes:
-        measured: the layers whose rows have been measured.
         sums: name -> float64 sum over this microbatch; absent if nothing was measured. "layers" [layers,
             len(LAYER_SUMS)]; "rep_responses" [num_responses], contributions to the total loss; "profile" [2,
             PROFILE_BINS], cosines of the layer whose target has bins; "rep_tokens", see `LayerTokens`.
     """
 
-    targets: dict[int, LayerTarget]
-    row_loss: RowLoss
-    dim_reduction: str
-    layers: Sequence[int]
-    num_responses: int
-    final_layer: int | None = None
+    targets: dict[int, LayerTarget]  # layer -> its target
+    row_loss: RowLoss  # the loss per row
+    dim_reduction: str  # passed to `row_loss`
+    layers: Sequence[int]  # the supervised layers of all stages, in the order of the sums
+    num_responses: int  # responses in the whole batch
+    final_layer: int | None = None  # the layer that is supervised after the final norm; None if there is none
     counts_rows: bool = True
     project: Callable[[int, torch.Tensor], torch.Tensor] = lambda layer, rows_ND: rows_ND
-    projector_parameters: Mapping[int, Parameters] = field(default_factory=dict)
-    output: OutputHeadLoss | None = None
-    measured: set[int] = field(default_factory=set)
+    projector_parameters: Mapping[int, Parameters] = field(default_factory=dict)  # layer -> trained ones of `project`
+    output: OutputHeadLoss | None = None  # the output loss, on the last stage
+    measured: set[int] = field(default_factory=set)  # the layers whose rows have been measured
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def at_layer(self, layer: int, hidden: torch.Tensor, *, stage_ends: bool) -> torch.Tensor:
@@ -217,8 +208,6 @@ def hidden_state_metrics(
     Args:
         sums: of all ranks, as `layer_sums`.
         profile: [2, PROFILE_BINS], sums of the deepest layer's cosines by position from a response's start and end.
-        weights: layer -> its weight.
-        table: the rows of the batch.
         positions: `loss.representation.positions`.
     """
     if not sums:

@@ -92,9 +92,7 @@ def output_head_losses(
 ) -> list[OutputHeadLoss | None]:
     """Per microbatch, its output loss; None without one, before the last stage, and where no output targets came.
 
-    Args:
-        sampled_logprobs: per microbatch, the tokens' log-probabilities under the weights that sampled them; None: the
-            student's current weights sampled them.
+    `sampled_logprobs` are those of the microbatches, see `step.KeptResults`.
     """
     term, model = objective.output, student.chunks[-1]
     if group.plan.output is None or term is None or not model.post_process:

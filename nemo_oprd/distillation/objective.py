@@ -40,7 +40,6 @@ class OutputTerm:
             the teacher's distribution. False: two numbers, the log-probability of the sampled token and the entropy.
         drawn_rows: 0 for a loss, which covers all response tokens. A positive number means that the divergence is only
             measured, on that many rows (`watched_metrics.py`).
-        draw_key: seed that selects the drawn rows.
     """
 
     loss: OutputLoss
@@ -49,7 +48,7 @@ class OutputTerm:
     chunk_tokens: int
     sends_states: bool
     drawn_rows: int = 0
-    draw_key: tuple[int, ...] = ()
+    draw_key: tuple[int, ...] = ()  # seed that selects the drawn rows
 
     @staticmethod
     def build(config: OutputLossConfig, rollout: RolloutConfig) -> OutputTerm | None:
@@ -69,8 +68,7 @@ class OutputTerm:
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
         """One row per response token with mask 1, at the position that predicts the token; or the drawn ones of them.
 
-        Raises:
-            ValueError: as `make_rows`, or a response lacks the log-probabilities that a correction needs.
+        Errors as in `make_rows`; ValueError also if a response lacks the log-probabilities that a correction needs.
         """
         requested_by = "logging.output_metrics_every" if self.only_watched else f"loss.output.kind={self.loss.kind}"
         table = make_rows(
@@ -81,38 +79,25 @@ class OutputTerm:
             aggregation=self.aggregation,
             requested_by=requested_by,
         )
-        if self.loss.correction is not None:
-            _check_logprobs(rollouts, table)
+        for i in np.unique(table.response).tolist() if self.loss.correction is not None else ():
+            if rollouts[i].logprobs is None:
+                raise ValueError(
+                    f"response {i} has no logprobs, by which rollout.correction weighs the tokens; expected one "
+                    "log-probability per response token: sample with an engine that reports them, or set "
+                    "rollout.correction=off"
+                )
         return table.draw(self.drawn_rows, self.draw_key) if self.only_watched else table
-
-
-def _check_logprobs(rollouts: list[Rollout], table: TokenTable) -> None:
-    """Raises ValueError if a response with rows has no log-probabilities."""
-    for i in np.unique(table.response).tolist():
-        if rollouts[i].logprobs is None:
-            raise ValueError(
-                f"response {i} has no logprobs, by which rollout.correction weighs the tokens; expected one "
-                "log-probability per response token: sample with an engine that reports them, or set "
-                "rollout.correction=off"
-            )
 
 
 @dataclass(frozen=True)
 class TeacherMatch:
-    """How the hidden states of one teacher are compared with the student's.
-
-    Attributes:
-        layers: supervised student layer -> teacher layer, both 1-based.
-        bridge: projects the states of both models before they are compared; None: the states are compared directly.
-        final_layer: the teacher's last layer if its state is taken after the final norm; None: no layer's state is.
-        shared_vocab: number of ids that both models know. Models of one family pad their vocabularies differently.
-    """
+    """How the hidden states of one teacher are compared with the student's."""
 
     spec: ModelSpec
-    layers: dict[int, int]
-    bridge: Bridge | None
-    final_layer: int | None
-    shared_vocab: int
+    layers: dict[int, int]  # supervised student layer -> teacher layer, both 1-based
+    bridge: Bridge | None  # projects the states of both models before they are compared; None: no projection
+    final_layer: int | None  # the teacher's last layer if its state is taken after the final norm
+    shared_vocab: int  # number of ids that both models know. Models of one family pad their vocabularies differently
 
     @property
     def width(self) -> int:
@@ -133,33 +118,27 @@ class Objective:
     `layer_weights[l]`.
 
     Attributes:
-        row_loss: (student [n, D], teacher [n, D], dim_reduction) -> loss per row [n].
-        final_norm: whether the state of each model's last layer is taken after the final norm.
         positions, k, position, aggregation: the supervised rows and their weights, see `make_rows`.
-        output: the output loss at its largest weight; None if there is none.
-        reads_ids: whether teachers read the student's token ids (`teacher.reads=ids`).
-        trains_bridge: whether the student's side of the bridge is trained with the student.
-        weights: of the representation loss and of the output loss: numbers, or schedules over the updates.
+        weights: of the representation loss and of the output loss.
         router_weights: of the load-balancing loss and of the z-loss of the student's routers (`router_losses.py`).
-        replays_routes: whether the student's tokens visit the experts that their rollouts have recorded.
     """
 
     student: ModelSpec
     teachers: tuple[TeacherMatch, ...]
     layer_weights: dict[int, float]
-    row_loss: RowLoss
+    row_loss: RowLoss  # (student [n, D], teacher [n, D], dim_reduction) -> loss per row [n]
     dim_reduction: str
-    final_norm: bool
+    final_norm: bool  # whether the state of each model's last layer is taken after the final norm
     positions: str
     k: int
     position: str
     aggregation: str
-    output: OutputTerm | None
-    reads_ids: bool = True
-    trains_bridge: bool = False
+    output: OutputTerm | None  # the output loss at its largest weight; None if there is none
+    reads_ids: bool = True  # whether teachers read the student's token ids (`teacher.reads=ids`)
+    trains_bridge: bool = False  # whether the student's side of the bridge is trained with the student
     weights: tuple[Weight, Weight] = (1.0, 0.0)
     router_weights: tuple[float, float] = (0.0, 0.0)
-    replays_routes: bool = False
+    replays_routes: bool = False  # whether the student's tokens visit the experts that their rollouts have recorded
 
     @staticmethod
     def build(
@@ -173,8 +152,7 @@ class Objective:
         """The losses that the configuration describes, for these models.
 
         Args:
-            student: the student's architecture.
-            teachers: the architectures of the teachers, one per entry of `config.teacher_sources`.
+            teachers: one per entry of `config.teacher_sources`.
             same_tokenizer: teacher's number -> whether the teacher has the student's tokenizer. Called if the models
                 have vocabularies of different sizes, because the difference may be padding.
             fitting: for fit-bridge: the models may differ in shape, all response tokens are rows, and there is no
@@ -222,12 +200,9 @@ class Objective:
         layer_weights: dict[int, float] | None = None,
         position_factors: np.ndarray | None = None,
     ) -> StepObjective:
-        """The objective of one update.
+        """The objective of the update after `step` others; None: every loss at its largest weight.
 
-        Args:
-            step: number of updates before this one; None: every loss at its largest weight.
-            layer_weights: weights that replace `self.layer_weights` (`adaptive_weights.py`).
-            position_factors: see `StepObjective`.
+        `layer_weights` replace those of this objective (`adaptive_weights.py`).
         """
         representation, output = (
             largest(weight) if step is None else weight_at(weight, step) for weight in self.weights
@@ -262,11 +237,6 @@ class Objective:
         return largest(self.weights[1]) > 0 and self.output is not None
 
     @property
-    def scheduled(self) -> bool:
-        """Whether the weight of a loss changes over the updates."""
-        return any(isinstance(weight, list) for weight in self.weights)
-
-    @property
     def trains_in_parts(self) -> bool:
         """Whether the parameters that only the output loss reaches are trained in some updates and not in others."""
         return self.trains_head and vanishes(self.weights[1])
@@ -282,11 +252,7 @@ class Objective:
         return self.student.num_layers if self.final_norm and self.student.num_layers in self.layer_weights else None
 
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
-        """The rows of the representation loss in a batch.
-
-        Raises:
-            ValueError: as `make_rows`.
-        """
+        """The rows of the representation loss in a batch; errors as in `make_rows`."""
         return make_rows(
             rollouts, positions=self.positions, k=self.k, position=self.position, aggregation=self.aggregation
         )
@@ -297,21 +263,17 @@ class StepObjective:
     """The losses of one update: the run's objective with the weights of this update.
 
     Attributes:
-        run: the objective of the run.
-        weight: the weight of the representation loss.
-        layer_weights: student layer -> its weight within the representation loss.
         position_factors: [PROFILE_BINS], factors of the rows' weights by position in the response; None: 1 for all.
         output: the output loss at the weight of this update, which may be 0, or a divergence that is only measured;
             None if there is neither.
-        kept_responses: number of responses whose values per token are kept (`token_metrics.py`).
     """
 
-    run: Objective
-    weight: float
-    layer_weights: dict[int, float]
+    run: Objective  # the objective of the run
+    weight: float  # the weight of the representation loss
+    layer_weights: dict[int, float]  # student layer -> its weight within the representation loss
     position_factors: np.ndarray | None
     output: OutputTerm | None
-    kept_responses: int = 0
+    kept_responses: int = 0  # number of responses whose values per token are kept (`token_metrics.py`)
 
     @property
     def output_weight(self) -> float:
@@ -355,11 +317,7 @@ def model_identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None
 def _match(
     config: Config, source: TeacherSource, student: ModelSpec, teacher: ModelSpec, *, fitting: bool
 ) -> TeacherMatch:
-    """The layer pairs of one teacher, with the teacher's bridge.
-
-    Raises:
-        ValueError: the layers, the models' shapes, the bridge or the loss do not fit together.
-    """
+    """The layer pairs of one teacher, with the teacher's bridge; ValueError if they do not fit together."""
     loss = config.loss.representation
     layers = supervised_layers(loss.layers, student.num_layers)
     pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
@@ -394,10 +352,7 @@ def _bridge(
     if source.bridge is None:
         return None
     loss = config.loss.representation
-    models = (
-        model_identity(student, config.student.path),
-        model_identity(teacher, source.path),
-    )
+    models = (model_identity(student, config.student.path), model_identity(teacher, source.path))
     capture = CapturePoint(loss.position, loss.final_norm)
     if source.bridge == FULL_WIDTH:
         return full_width_bridge(pairs, *models, capture)

@@ -100,9 +100,7 @@ def load_teacher_head(
 ) -> torch.Tensor | None:
     """A teacher's LM head [V, D] for the ids of the student's head on this tensor rank; None before the last stage.
 
-    Args:
-        model: the student's last chunk on this rank.
-        read: returns a tensor of the teacher by its HF name.
+    `model` is the student's last chunk; `read` returns a tensor of the teacher by its HF name.
     """
     if not model.post_process:
         return None
@@ -173,11 +171,8 @@ class OutputHeadLoss:
 
         "output_passes" and "output_loss" are scalars, "output_rows" [len(ROW_METRICS), 2] holds sums over rows with
         the numbers of rows, "output_responses" [num_responses] contributions to the total loss, "output_tokens"
-        [len(OUTPUT), num_slots + 1] values per token.
-
-        Args:
-            num_slots: number of token slots.
-            counts_rows: whether this rank adds the rows. All tensor ranks have the same sums, so one of them does.
+        [len(OUTPUT), num_slots + 1] values per token. With `counts_rows` this rank adds its rows; all tensor ranks have
+        the same sums, so one of them does.
         """
         named: dict[str, torch.Tensor | float] = {"output_passes": self.backward_passes}
         if self.sums is None or not counts_rows:
@@ -200,11 +195,9 @@ class OutputHeadLoss:
 
 
 def output_head_metrics(sums: Mapping[str, torch.Tensor], term: OutputTerm | None) -> dict[str, float]:
-    """The metrics of the output loss by their names in metrics.jsonl.
+    """The metrics of the output loss, or of what is only measured, by their names in metrics.jsonl.
 
-    Args:
-        sums: of all ranks, on the CPU, as `OutputHeadLoss.named_sums`.
-        term: the output loss of the update, or the divergence that is only measured.
+    `sums` are those of `OutputHeadLoss.named_sums` over all ranks, on the CPU.
     """
     pairs = zip(ROW_METRICS, sums["output_rows"].tolist(), strict=True)
     means = {name: total / rows for name, (total, rows) in pairs if rows}

@@ -45,22 +45,15 @@ from nemo_oprd.models.megatron.router_replay import Routes
 
 @dataclass(frozen=True)
 class RouterTerm:
-    """What an update computes of the student's routers.
-
-    Attributes:
-        layers: the layers with experts that the losses of the update reach, ascending, 1-based.
-        lengths: int64 [responses], for each response how many of its tokens count, from the first one on.
-        aux, z: the factors of the load-balancing loss and of the z-loss in the total loss.
-        replay: whether tokens visit the experts that their rollouts have recorded.
-    """
+    """What an update computes of the student's routers."""
 
     experts: int
     per_token: int
-    layers: tuple[int, ...]
-    lengths: np.ndarray
-    aux: float
-    z: float
-    replay: bool
+    layers: tuple[int, ...]  # the layers with experts that the losses of the update reach, ascending, 1-based
+    lengths: np.ndarray  # int64 [responses], for each response how many of its tokens count, from the first one on
+    aux: float  # the factor of the load-balancing loss in the total loss
+    z: float  # and of the z-loss
+    replay: bool  # whether tokens visit the experts that their rollouts have recorded
 
     @staticmethod
     def build(plan: StepPlan, objective: StepObjective, num_responses: int) -> RouterTerm | None:
@@ -132,13 +125,7 @@ class TokenPlaces:
 class RouterLosses:
     """The router's losses and metrics in one microbatch; a `RouterObserver`.
 
-    Args:
-        rows: int64 [n], the counted tokens.
-        recorded: layer -> recorded experts int16 [N, K], -1 for tokens without.
-        fractions: layer -> f float32 [E], with a load-balancing loss.
-
     Attributes:
-        measured: the layers whose rows have been measured.
         sums: "routers" -> float64 [layers of the term, 2 * E + len(SUMS)], sums over the rows of each layer: how often
             each expert was chosen, the sum of its probability, and `SUMS`. A token's route has changed if the router
             chooses another set of experts than the recorded one; it is compared if its experts were recorded. Empty
@@ -146,10 +133,10 @@ class RouterLosses:
     """
 
     term: RouterTerm
-    rows: torch.Tensor
-    recorded: dict[int, torch.Tensor] | None = None
-    fractions: dict[int, torch.Tensor] = field(default_factory=dict)
-    measured: set[int] = field(default_factory=set)
+    rows: torch.Tensor  # int64 [n], the counted tokens
+    recorded: dict[int, torch.Tensor] | None = None  # layer -> recorded experts int16 [N, K], -1 for tokens without
+    fractions: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> f float32 [E], for load balancing
+    measured: set[int] = field(default_factory=set)  # the layers whose rows have been measured
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     SUMS = ("tokens", "entropy", "z", "changed", "compared")

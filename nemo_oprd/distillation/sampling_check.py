@@ -50,8 +50,7 @@ MIN_TOKENS_OF_RESPONSE = 4
 class SamplingCheck:
     """The check of one run. Every rank builds one and calls it alike.
 
-    Args:
-        vocab_limit: only ids below this one are sampled; None: all ids of the student's vocabulary.
+    Only ids below `vocab_limit` are sampled; None: all ids of the student's vocabulary.
     """
 
     def __init__(self, config: Config, vocab_limit: int | None) -> None:
@@ -81,8 +80,7 @@ def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: 
     of r - 1 - log r with r = trainer's / engine's probability, which is never negative.
 
     Args:
-        engine, trainer: [n] log-probabilities of the same tokens.
-        table: the n tokens.
+        engine, trainer: [n] log-probabilities of the tokens of `table`.
 
     Raises:
         ValueError: the gap exceeds its bounds.
@@ -130,51 +128,36 @@ def _draw(rollouts: list[Rollout], count: int, key: tuple[int, ...]) -> TokenTab
     return table.select(drawn)
 
 
+@torch.no_grad()
 def student_logprobs(
     student: Student, rollouts: list[Rollout], table: TokenTable, config: Config, vocab_limit: int | None
 ) -> np.ndarray:
     """The student's log-probabilities float64 [n] of tokens in the distribution of `config.rollout`, on every rank."""
     values = torch.zeros(len(table), dtype=torch.float64, device=device())
-    if student.role.is_member:
-        _fill_own_rows(values, student, rollouts, table, config, vocab_limit)
+    role, spec, coords = student.role, student.spec, student.role.coords
+    if coords is not None:
+        packs = make_packs(table.needed_tokens(len(rollouts)), role.layout, config.train.tokens_per_microbatch)
+        local = BatchPlan(table, role.layout, packs).with_rows(table).local_rows(coords)
+        none = torch.zeros(0, dtype=torch.int64, device=device())
+        captures = [HiddenStateCapture(none, {}, final_rows=final_state_rows(rows, role)) for rows in local]
+        microbatches = [
+            make_microbatch(pack, rollouts, role, capture, spec.num_layers)
+            for pack, capture in zip(packs[coords.data], captures, strict=True)
+        ]
+        run_schedule(student.chunks, role, microbatches, forward_only=True)
+        if coords.pipeline == role.layout.pipeline - 1:
+            rows = np.concatenate([part.table_index for part in local])
+            model = student.chunks[-1]
+            logprob = sampling_logprob(
+                torch.cat([capture.final for capture in captures if capture.final is not None]),
+                model.output_weight(),
+                torch.from_numpy(table.tokens(rollouts)[rows]).to(device()),
+                vocab_shard(model, role, vocab_limit or spec.vocab_size),
+                temperature=config.rollout.temperature,
+                top_p=config.rollout.top_p,
+                chunk_tokens=config.loss.output.chunk_tokens,
+            )
+            if coords.tensor == 0:
+                values[torch.from_numpy(rows).to(device())] = logprob.double()
     dist.all_reduce(values)  # each row comes from one rank
     return values.cpu().numpy()
-
-
-@torch.no_grad()
-def _fill_own_rows(
-    values: torch.Tensor,
-    student: Student,
-    rollouts: list[Rollout],
-    table: TokenTable,
-    config: Config,
-    vocab_limit: int | None,
-) -> None:
-    """The log-probabilities of this rank's rows, on the first tensor rank of the last stage; elsewhere nothing."""
-    role, coords, spec = student.role, student.role.member_coords, student.spec
-    packs = make_packs(table.needed_tokens(len(rollouts)), role.layout, config.train.tokens_per_microbatch)
-    plan = BatchPlan(table, role.layout, packs).with_rows(table)
-    local = plan.local_rows(coords)
-    none = torch.zeros(0, dtype=torch.int64, device=device())
-    captures = [HiddenStateCapture(none, {}, final_rows=final_state_rows(rows, role)) for rows in local]
-    microbatches = [
-        make_microbatch(pack, rollouts, role, capture, spec.num_layers)
-        for pack, capture in zip(packs[coords.data], captures, strict=True)
-    ]
-    run_schedule(student.chunks, role, microbatches, forward_only=True)
-    if coords.pipeline != role.layout.pipeline - 1:
-        return
-    rows = np.concatenate([part.table_index for part in local])
-    states = torch.cat([capture.final for capture in captures if capture.final is not None])
-    model = student.chunks[-1]
-    logprob = sampling_logprob(
-        states,
-        model.output_weight(),
-        torch.from_numpy(table.tokens(rollouts)[rows]).to(device()),
-        vocab_shard(model, role, vocab_limit or spec.vocab_size),
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        chunk_tokens=config.loss.output.chunk_tokens,
-    )
-    if coords.tensor == 0:
-        values[torch.from_numpy(rows).to(device())] = logprob.double()

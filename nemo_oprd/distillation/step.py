@@ -38,15 +38,10 @@ Logprobs: TypeAlias = list[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class KeptResults:
-    """Results of the first update on a step's rollouts that its later updates use (`train.updates_per_rollout`).
+    """Results of the first update on a step's rollouts that its later updates use (`train.updates_per_rollout`)."""
 
-    Attributes:
-        targets: by the teacher's number; None if the batch has more than one group.
-        sampled_logprobs: under the weights that sampled the tokens; None: the student's current weights did.
-    """
-
-    targets: dict[int, TeacherTargets] | None = None
-    sampled_logprobs: Logprobs | None = None
+    targets: dict[int, TeacherTargets] | None = None  # by the teacher's number; None for more than one group
+    sampled_logprobs: Logprobs | None = None  # under the weights that sampled the tokens; None: the current ones did
 
 
 class StepResult(NamedTuple):
@@ -57,11 +52,7 @@ class StepResult(NamedTuple):
 
 
 class GradientAccumulation:
-    """Accumulates the gradient and the metrics of one batch on this rank.
-
-    Attributes:
-        logprobs: of the groups so far, under the student's current weights.
-    """
+    """Accumulates the gradient and the metrics of one batch on this rank."""
 
     def __init__(
         self,
@@ -71,16 +62,13 @@ class GradientAccumulation:
         *,
         whole_gradients: bool = False,
     ) -> None:
-        """Clears the gradients of the previous update.
+        """Clears the gradients of the previous update; `sampled_logprobs` are those of `KeptResults`.
 
-        Args:
-            sampled_logprobs: see `KeptResults`.
-            whole_gradients: reduce gradients so that every student rank has the complete sums, also with the
-                distributed optimizer.
+        With `whole_gradients` every student rank gets the complete sums, also with the distributed optimizer.
         """
         self._student, self._batch, self._whole_gradients = student, batch, whole_gradients
         self._sampled_logprobs = sampled_logprobs
-        self.logprobs: Logprobs = []
+        self.logprobs: Logprobs = []  # of the groups so far, under the student's current weights
         self._targets_bytes = 0
         self._layers = student.objective.layers
         self._sums = step_sums(self._layers, batch, device())
@@ -89,29 +77,27 @@ class GradientAccumulation:
             student.zero_gradients()
 
     def forward_backward(self, group: StepPlan, targets: dict[int, TeacherTargets]) -> None:
-        """Adds the gradient of one group; the call for the last group reduces the gradients over ranks.
+        """Adds the gradient of the batch's next group; the call for the last group reduces the gradients over ranks.
 
-        Args:
-            group: the next of the batch's groups.
-            targets: by the teacher's number, for the teachers that have rows in the group.
+        `targets` are by the teacher's number, for the teachers that have rows in the group.
         """
-        coords = self._student.role.coords
+        student, coords = self._student, self._student.role.coords
         if coords is None:
             return
         batch, count = self._batch, len(group.taught_by)
         if not self.logprobs:
             self._routers = self._routers_of_all_microbatches()
         routers, self._routers = self._routers[:count], self._routers[count:]
-        observers, microbatches = self._microbatches(
-            MicrobatchGroup(batch.rollouts, group, targets, coords, batch.token_slots),
-            [router.routes for router in routers] or [None] * count,
-        )
+        routes: list[Routes | None] = [router.routes for router in routers] or [None] * count
+        own = MicrobatchGroup(batch.rollouts, group, targets, coords, batch.token_slots)
+        observers, microbatches = self._microbatches(own, routes)
+        last = len(self.logprobs) + count == len(batch.plan.taught_by)
         run_schedule(
-            self._student.ddp,
-            self._student.role,
+            student.ddp,
+            student.role,
             microbatches,
             forward_only=False,
-            finalize=len(self.logprobs) + count == len(batch.plan.taught_by),
+            finalize=last,
             force_all_reduce=self._whole_gradients,
         )
         self._targets_bytes = max(self._targets_bytes, sum(sent.bytes_held for sent in targets.values()))
@@ -158,15 +144,11 @@ class GradientAccumulation:
         routers = [RouterMicrobatch.build(term, pack, batch.rollouts, role, spec) for pack in packs]
         if term.aux and term.layers:
             depth = max(term.layers)
-            run_schedule(
-                student.chunks,
-                role,
-                [
-                    make_microbatch(pack, batch.rollouts, role, None, depth, routes=router.routes.unobserved())
-                    for pack, router in zip(packs, routers, strict=True)
-                ],
-                forward_only=True,
-            )
+            microbatches = [
+                make_microbatch(pack, batch.rollouts, role, None, depth, routes=router.routes.unobserved())
+                for pack, router in zip(packs, routers, strict=True)
+            ]
+            run_schedule(student.chunks, role, microbatches, forward_only=True)
             fractions = count_choices(term, routers, role)
             for router in routers:
                 router.losses.fractions = fractions
@@ -175,11 +157,7 @@ class GradientAccumulation:
     def _microbatches(
         self, group: MicrobatchGroup, routes: Sequence[Routes | None]
     ) -> tuple[list[HiddenStateLoss], list[Microbatch]]:
-        """Per microbatch of the group: the losses of its hidden states, and its tokens with these losses attached.
-
-        Args:
-            routes: per microbatch, the experts of its tokens.
-        """
+        """Per microbatch of the group: the losses of its hidden states, and its tokens with these losses attached."""
         student, objective, run = self._student, self._batch.objective, self._batch.objective.run
         sampled = None if self._sampled_logprobs is None else self._sampled_logprobs[len(self.logprobs) :]
         projectors = projectors_of(student.chunks).items()

@@ -65,11 +65,8 @@ class Update:
 class Student:
     """The trained model. Every rank builds it; `role.is_member` says whether this rank holds a part of the model.
 
-    Attributes:
-        chunks: this rank's model chunks; empty outside the role.
-        ddp: the chunks, wrapped for gradient reduction.
-        adaptive: the weights of layers and positions that follow the measured gap.
-        average: with `teacher.weights=ema` the teacher, a moving average of the student; else None.
+    `chunks` are this rank's model chunks (none outside the role), and `ddp` the same, wrapped for gradient reduction.
+    With `teacher.weights=ema`, `average` is the teacher; else None.
     """
 
     def __init__(
@@ -89,10 +86,8 @@ class Student:
 
         Args:
             needs: what the updates compute; says whether the last stage needs the teachers' heads.
-            read: returns one of the student's tensors by its HF name.
-            read_teachers: per teacher, returns one of its tensors by its HF name.
+            read, read_teachers: return a tensor of the student, and of each teacher, by its HF name.
             source: where the student comes from, for messages.
-            build: builds this rank's chunks.
             trainable: False builds no gradients and no optimizer; then only `hidden_states` can be used.
 
         Raises:
@@ -172,8 +167,7 @@ class Student:
 
         Args:
             step: number of steps before this one; it determines the learning rate.
-            objective: the objective of the gradients.
-            metrics: the metrics of the same batch; None on ranks outside the role.
+            metrics: of the batch of the gradients; None on ranks outside the role.
         """
         if metrics is None:
             return None
@@ -249,14 +243,11 @@ class Student:
 def _training_settings(config: Config) -> dict[str, Any]:
     """Megatron's settings for the precision of routers and for activation recomputation."""
     student = config.student
-    router = {"moe_router_dtype": student.router_dtype}
-    if student.recompute == "none":
-        return router
+    settings: dict[str, Any] = {"moe_router_dtype": student.router_dtype}
+    if student.recompute != "none":
+        settings["recompute_granularity"] = student.recompute
     if student.recompute == "selective":
-        return {**router, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {
-        **router,
-        "recompute_granularity": "full",
-        "recompute_method": student.recompute_method,
-        "recompute_num_layers": student.recompute_num_layers,
-    }
+        settings["recompute_modules"] = ["core_attn"]
+    elif student.recompute == "full":
+        settings |= {name: getattr(student, name) for name in ("recompute_method", "recompute_num_layers")}
+    return settings

@@ -19,10 +19,7 @@ def resident_microbatches(
 ) -> int | None:
     """The number of microbatches per group; None: all. With `auto` every rank of the world must call this.
 
-    Args:
-        setting: `teacher.resident_microbatches`.
-        plan: the batch, planned for the student.
-        dtype: the run's precision.
+    `setting` is `teacher.resident_microbatches`, `plan` the batch, planned for the student.
     """
     if setting != "auto":
         return setting

@@ -12,6 +12,7 @@ n rows of a message or a rank, D width of a target (bridge rank R where the teac
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -34,12 +35,7 @@ class Transfer:
 
 
 def plan_transfers(
-    teacher: BatchPlan,
-    student: BatchPlan,
-    layers: dict[int, int],
-    teacher_depth: int,
-    student_depth: int,
-    rank: int,
+    teacher: BatchPlan, student: BatchPlan, layers: dict[int, int], teacher_depth: int, student_depth: int, rank: int
 ) -> list[Transfer]:
     """The messages that `rank` sends or receives, in the same order on both ends.
 
@@ -47,7 +43,6 @@ def plan_transfers(
         teacher, student: the plans of the same rows for the two roles.
         layers: student layer -> teacher layer, both 1-based.
         teacher_depth, student_depth: number of layers of the two models.
-        rank: a rank of the world.
     """
     of_teacher = _owners(teacher, layers, teacher_depth)
     of_student = _owners(student, {s: s for s in layers}, student_depth)
@@ -89,12 +84,7 @@ def _holders(rows: np.ndarray, other: BatchPlan) -> list[tuple[np.ndarray, Coord
 
 
 def _owners(plan: BatchPlan, layers: dict[int, int], depth: int) -> list[set[int]]:
-    """Per pipeline rank of the plan's role, the student layers whose layer of this role's model the rank owns.
-
-    Args:
-        layers: student layer -> layer of this role's model.
-        depth: number of layers of this role's model.
-    """
+    """Per pipeline rank of the plan's role, the student layers (keys) whose layer of its own model the rank owns."""
     owners: list[set[int]] = [set() for _ in range(plan.layout.pipeline)]
     for student_layer, owned_layer in layers.items():
         owners[plan.layout.stage_of_layer(owned_layer, depth)[0]].add(student_layer)
@@ -131,23 +121,22 @@ class _Message:
     placed: torch.Tensor | None
 
 
+# a message, its layers that were exchanged, and their values [layers, rows, width]
+_Arrival: TypeAlias = tuple[_Message, list[int], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Exchange:
     """Carries out `plan_transfers` on this rank.
 
-    Attributes:
-        layers: the student layers that any rank receives, ascending.
-        at_a_time: how many of them are exchanged at the same time, the same number on every rank.
-        width: values per row and layer.
-        dtype: dtype of the values.
-        place: this rank's device.
+    `layers` are the student layers that any rank receives, of which every rank exchanges `at_a_time` at the same time.
     """
 
     layers: list[int]
     at_a_time: int
-    width: int
+    width: int  # values per row and layer
     dtype: torch.dtype
-    place: torch.device
+    place: torch.device  # this rank's
 
     def run(
         self, transfers: list[Transfer], outgoing: RowShard | None, wanted: np.ndarray | None, wanted_layers: list[int]
@@ -160,14 +149,14 @@ class Exchange:
             wanted: table indices of the rows that this rank receives; None on ranks outside the student's role.
         """
         rank, received = dist.get_rank(), 0
-        messages = [
-            _Message(
-                transfer,
-                self._index(None if outgoing is None else outgoing.rows, transfer.rows, here=transfer.source == rank),
-                self._index(wanted, transfer.rows, here=transfer.target == rank),
-            )
-            for transfer in transfers
-        ]
+        messages = []
+        for transfer in transfers:
+            picked = placed = None
+            if outgoing is not None and transfer.source == rank:
+                picked = _index_of(outgoing.rows, transfer.rows, self.place)
+            if wanted is not None and transfer.target == rank:
+                placed = _index_of(wanted, transfer.rows, self.place)
+            messages.append(_Message(transfer, picked, placed))
         values: dict[int, torch.Tensor] = {}
         for start in range(0, len(self.layers), self.at_a_time):
             part = self.layers[start : start + self.at_a_time]
@@ -180,15 +169,12 @@ class Exchange:
                     outgoing.values.pop(layer, None)
         return None if wanted is None else RowShard(wanted, values), received
 
-    def _index(self, rows: np.ndarray | None, chosen: np.ndarray, *, here: bool) -> torch.Tensor | None:
-        return _index_of(rows, chosen, self.place) if here and rows is not None else None
-
     def _send_and_receive(
         self, messages: list[_Message], outgoing: RowShard | None, part: list[int]
-    ) -> tuple[list[tuple[_Message, list[int], torch.Tensor]], int]:
-        """([(message, its layers of `part`, their values [layers, rows, width]) that arrived], bytes from others)."""
+    ) -> tuple[list[_Arrival], int]:
+        """(What arrived of the layers `part`, bytes from other ranks)."""
         operations: list[dist.P2POp] = []
-        arrived: list[tuple[_Message, list[int], torch.Tensor]] = []
+        arrived: list[_Arrival] = []
         received = 0
         for message in messages:
             transfer = message.transfer
@@ -212,9 +198,7 @@ class Exchange:
                 request.wait()
         return arrived, received
 
-    def _place(
-        self, arrived: list[tuple[_Message, list[int], torch.Tensor]], count: int, layers: list[int]
-    ) -> dict[int, torch.Tensor]:
+    def _place(self, arrived: list[_Arrival], count: int, layers: list[int]) -> dict[int, torch.Tensor]:
         """Layer -> the values [count, width] of all rows that this rank receives."""
         values = {layer: torch.empty(count, self.width, dtype=self.dtype, device=self.place) for layer in layers}
         filled = dict.fromkeys(layers, 0)
@@ -232,9 +216,7 @@ def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group:
 
     Args:
         shard: the part that this rank received; its values are taken out, layer by layer.
-        rows: table indices [n] of all rows.
-        owner: [n], the tensor rank that received each of them.
-        group: the tensor-parallel group.
+        rows, owner: table indices [n] of all rows, and the tensor rank [n] that received each of them.
     """
     size = dist.get_world_size(group)
     counts = np.bincount(owner, minlength=size).tolist()

@@ -32,38 +32,22 @@ SAMPLED_COLUMNS = 2
 
 @dataclass
 class Teacher:
-    """A teacher on this rank.
+    """A teacher on this rank."""
 
-    Attributes:
-        number: index of the teacher in the configuration.
-        chunks: this rank's model chunks; None on ranks outside the role, which only take part in transfers.
-        dtype: the run's precision.
-        host_weights: copies of the weights in host memory, once `offload` was called.
-    """
-
-    number: int
+    number: int  # index of the teacher in the configuration
     role: Role
-    chunks: list[DistillingModel] | None
-    dtype: torch.dtype
-    host_weights: list[torch.Tensor] | None = None
+    chunks: list[DistillingModel] | None  # None on ranks outside the role, which only take part in transfers
+    dtype: torch.dtype  # the run's precision
+    host_weights: list[torch.Tensor] | None = None  # copies of the weights in host memory, once `offload` was called
 
     @torch.no_grad()
     def targets(
-        self,
-        rollouts: list[Rollout],
-        plan: StepPlan,
-        student_plan: StepPlan,
-        student: Role,
-        objective: StepObjective,
+        self, rollouts: list[Rollout], plan: StepPlan, student_plan: StepPlan, student: Role, objective: StepObjective
     ) -> TeacherTargets:
         """Forward pass over the teacher's sequences, then the transfer. Every rank of the world calls this.
 
         Args:
-            rollouts: the rollouts of the batch.
-            plan: the teacher's rows, packed for the teacher's layout.
-            student_plan: the same rows, packed for the student's layout.
-            student: the student's role.
-            objective: the objective of the update.
+            plan, student_plan: the teacher's rows, packed for the teacher's layout and for the student's.
 
         Returns:
             The targets that this rank needs as a student; empty on ranks outside the student's role.
@@ -117,12 +101,8 @@ class Teacher:
     def _forward(
         self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
     ) -> tuple[RowShard, RowShard | None]:
-        """Forward pass on this rank.
-
-        Returns:
-            (The rows that this rank owns, by student layer; those of the output loss, or None before the last stage and
-            without such a loss).
-        """
+        """Forward pass on this rank -> the rows that it owns, by student layer, and those of the output loss; None
+        before the last stage and without such a loss."""
         assert self.chunks is not None
         coords, match = self.role.member_coords, objective.run.teachers[self.number]
         owned = plan.hidden.owned_rows(coords)
@@ -150,9 +130,7 @@ class Teacher:
                 output = self._output(rollouts, plan, states, output_rows, objective, objective.output)
         layers = sorted(layer for layers in student_layers.values() for layer in layers)
         # the rows of a microbatch are freed as soon as they are joined
-        return RowShard(
-            owned, {layer: torch.cat([c.captured.pop(layer) for c in captures]) for layer in layers}
-        ), output
+        return RowShard(owned, {at: torch.cat([c.captured.pop(at) for c in captures]) for at in layers}), output
 
     def _student_layers(self, match: TeacherMatch) -> dict[int, list[int]]:
         """Matched teacher layer of this stage -> the student layers that are matched with it."""
@@ -179,30 +157,17 @@ class Teacher:
         objective: StepObjective,
         term: OutputTerm,
     ) -> RowShard:
-        """The output targets that this rank owns: final states, or `SAMPLED_COLUMNS` values per row.
-
-        Args:
-            states_ND: final hidden states of all output rows on this rank, microbatch by microbatch.
-            local: per microbatch, these rows.
-            term: the output loss.
-        """
+        """The output targets that this rank owns, from the final states of its rows `local`, microbatch by microbatch:
+        these states, or `SAMPLED_COLUMNS` values per row."""
         assert plan.output is not None and self.chunks is not None
-        values = states_ND
+        values, match = states_ND, objective.run.teachers[self.number]
         rows = np.concatenate([part.table_index for part in local])
         if not term.sends_states:
             tokens = torch.from_numpy(plan.output.table.tokens(rollouts)[rows]).to(device())
-            vocab = objective.run.teachers[self.number].shared_vocab
-            values = torch.stack(
-                chunked_logprob(
-                    states_ND,
-                    self.chunks[-1].output_weight(),
-                    tokens,
-                    vocab_shard(self.chunks[-1], self.role, vocab),
-                    temperature=term.loss.temperature,
-                    chunk_tokens=term.chunk_tokens,
-                ),
-                dim=1,
-            )
+            model, temperature = self.chunks[-1], term.loss.temperature
+            arguments = states_ND, model.output_weight(), tokens, vocab_shard(model, self.role, match.shared_vocab)
+            both = chunked_logprob(*arguments, temperature=temperature, chunk_tokens=term.chunk_tokens)
+            values = torch.stack(both, dim=1)
         owned, last = plan.output.owned_rows(self.role.member_coords), objective.run.student.num_layers
         if not np.array_equal(owned, rows):
             values = RowShard(rows, {last: values}).pick(last, owned)

@@ -123,12 +123,9 @@ def bridge_gradients(
 def trained_bridge(
     chunks: Sequence[DistillingModel], role: Role, objective: Objective, report: dict[str, Any]
 ) -> Bridge | None:
-    """The bridge with its trained projectors, on the CPU of rank 0; None on other ranks.
+    """The bridge with its trained projectors and a `report` for its manifest, on the CPU of rank 0; None elsewhere.
 
     Every rank of the role calls this.
-
-    Args:
-        report: the report in the bridge's manifest.
     """
     bridge, trained = objective.teachers[0].bridge, dict[LayerPair, dict[str, torch.Tensor]]()
     assert bridge is not None and objective.trains_bridge

@@ -116,10 +116,10 @@ def chunked_output_loss(
     elif head_grad.dtype != dtype:
         raise ValueError(f"head_grad is {head_grad.dtype}: chunks accumulate in {dtype}; pass such a buffer, or none")
     grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
+    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard, old_logprob_N, engine_logprob_N
     sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        logprobs = _part(old_logprob_N, chunk), _part(engine_logprob_N, chunk)
-        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, logprobs, with_grad=True)
+        rows = _rows(*arguments, chunk, with_grad=True)
         sums.add(rows, chunk)
         assert rows.grad_logits is not None
         rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
@@ -146,11 +146,10 @@ def output_metrics(
     keep: Sequence[str] = (),
 ) -> OutputSums:
     """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
+    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard, old_logprob_N, engine_logprob_N
     sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        logprobs = _part(old_logprob_N, chunk), _part(engine_logprob_N, chunk)
-        rows = _rows(loss, hidden_ND, head_VD, teacher, tokens_N, shard, chunk, logprobs, with_grad=False)
-        sums.add(rows, chunk)
+        sums.add(_rows(*arguments, chunk, with_grad=False), chunk)
     return sums.result()
 
 
@@ -185,10 +184,6 @@ def _chunks(n: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk_tokens, n)) for start in range(0, max(n, 1), chunk_tokens))
 
 
-def _part(values_N: torch.Tensor | None, chunk: slice) -> torch.Tensor | None:
-    return None if values_N is None else values_N[chunk]
-
-
 def _rows(
     loss: OutputLoss,
     hidden_ND: torch.Tensor,
@@ -196,15 +191,13 @@ def _rows(
     teacher: Teacher,
     tokens_N: torch.Tensor,
     shard: VocabShard,
+    old_logprob_N: torch.Tensor | None,
+    engine_logprob_N: torch.Tensor | None,
     chunk: slice,
-    logprobs: tuple[torch.Tensor | None, torch.Tensor | None],
     *,
     with_grad: bool,
 ) -> OutputRows:
-    """`output_rows` of one chunk. Logits are computed for real ids only, so they have no padding columns.
-
-    `logprobs` are the chunk's `old_logprob_C` and `engine_logprob_C`.
-    """
+    """`output_rows` of one chunk. Logits are computed for real ids only, so they have no padding columns."""
     student_CV = head_logits(hidden_ND[chunk], head_VD, shard)
     teacher_CV = None
     if isinstance(teacher, TeacherStates):
@@ -217,8 +210,8 @@ def _rows(
         shard.trimmed(),
         teacher_logits_CV=teacher_CV,
         teacher_logprob_C=None if isinstance(teacher, TeacherStates) else teacher[chunk],
-        old_logprob_C=logprobs[0],
-        engine_logprob_C=logprobs[1],
+        old_logprob_C=None if old_logprob_N is None else old_logprob_N[chunk],
+        engine_logprob_C=None if engine_logprob_N is None else engine_logprob_N[chunk],
         with_grad=with_grad,
     )
 

@@ -87,9 +87,6 @@ class Chunk:
         tokens_C: the sampled tokens; `student_logprob_C` and `teacher_logprob_C` are their log-probabilities.
         old_logprob_C: the same under the policy that sampled them, None where the student is that policy.
         engine_logprob_C: the same as the engine that sampled them computed it; None without a correction.
-        support: None without `OutputLoss.k`.
-        with_grad: whether the gradient is wanted.
-        metrics: name -> [c]; a divergence may add its own.
     """
 
     shard: VocabShard
@@ -101,9 +98,9 @@ class Chunk:
     tokens_C: torch.Tensor
     old_logprob_C: torch.Tensor | None
     engine_logprob_C: torch.Tensor | None
-    support: Support | None
-    with_grad: bool
-    metrics: dict[str, torch.Tensor]
+    support: Support | None  # None without `OutputLoss.k`
+    with_grad: bool  # whether the gradient is wanted
+    metrics: dict[str, torch.Tensor]  # name -> [c]; a divergence may add its own
 
     @property
     def student_logprob_C(self) -> torch.Tensor:

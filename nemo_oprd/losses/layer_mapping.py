@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 
 def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
     """The supervised layers (1-based, ascending) of a model with `num_layers` blocks.
@@ -59,8 +61,7 @@ def layer_pairs(
     """Student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or `layer_map` where that is None.
 
     Raises:
-        ValueError: `chosen` does not name exactly the supervised layers, or names a layer that the teacher does not
-            have.
+        ValueError: `chosen` does not name exactly the supervised layers, or names a layer that the teacher lacks.
     """
     if chosen is None:
         return layer_map(student_layers, student_depth, teacher_depth)
@@ -79,11 +80,8 @@ def layer_pairs(
 
 
 def check_norms_match(pairs: dict[int, int], student_depth: int, teacher_depth: int) -> None:
-    """Raises ValueError if a state after the final norm would be compared with one before it.
-
-    Args:
-        pairs: student layer -> teacher layer; the last layer of either model is taken after its final norm.
-    """
+    """Raises ValueError if a state after the final norm, as each model's last one is, would be compared with one
+    before it; `pairs` are student layer -> teacher layer."""
     for student, teacher in pairs.items():
         if (student == student_depth) != (teacher == teacher_depth):
             last, other = ("student", "teacher") if student == student_depth else ("teacher", "student")
@@ -106,12 +104,5 @@ def layer_map(student_layers: list[int], student_depth: int, teacher_depth: int)
     if student_depth == 1:
         return dict.fromkeys(student_layers, teacher_depth)
     return {
-        layer: 1 + _round_half_even((layer - 1) * (teacher_depth - 1), student_depth - 1) for layer in student_layers
+        layer: 1 + round(Fraction((layer - 1) * (teacher_depth - 1), student_depth - 1)) for layer in student_layers
     }
-
-
-def _round_half_even(numerator: int, denominator: int) -> int:
-    whole, rest = divmod(numerator, denominator)
-    if 2 * rest == denominator:
-        return whole + whole % 2
-    return whole + (2 * rest > denominator)

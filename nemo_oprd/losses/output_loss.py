@@ -24,8 +24,7 @@ _CHOICES = {"support": Support, "normalizer": Normalizer, "support_weight": Role
 class DivergenceOptions:
     """Which divergence, "none" or a kind of `DIVERGENCES`, and its options. Messages name the options `loss.output.*`.
 
-    Raises:
-        ValueError: an unknown kind, or an option out of range.
+    Raises ValueError for an unknown kind, or an option out of range.
     """
 
     kind: str = "none"

@@ -22,11 +22,8 @@ def mse(student_ND: torch.Tensor, teacher_ND: torch.Tensor, dim_reduction: str) 
 
 def normalized_mse(student_ND: torch.Tensor, teacher_ND: torch.Tensor, dim_reduction: str) -> torch.Tensor:
     """`mse` after both sides are scaled to unit length, [N, D] x 2 -> [N]. With "sum" this is 2 (1 - cosine)."""
-    return mse(
-        torch.nn.functional.normalize(student_ND, dim=-1),
-        torch.nn.functional.normalize(teacher_ND, dim=-1),
-        dim_reduction,
-    )
+    student_ND, teacher_ND = (torch.nn.functional.normalize(rows_ND, dim=-1) for rows_ND in (student_ND, teacher_ND))
+    return mse(student_ND, teacher_ND, dim_reduction)
 
 
 def cosine(student_ND: torch.Tensor, teacher_ND: torch.Tensor, dim_reduction: str) -> torch.Tensor:

@@ -16,14 +16,11 @@ class CaptureError(ValueError):
 
 
 def check_output_passes(count: int, plan: BatchPlan) -> None:
-    """Checks that the output loss had one backward pass per microbatch on every last-stage rank that holds rows of it.
+    """Raises CaptureError unless each last-stage rank had one backward pass per microbatch of which it holds rows.
 
     Args:
         count: backward passes of the output loss over all ranks.
         plan: the rows of the output loss.
-
-    Raises:
-        CaptureError: the numbers differ.
     """
     expected = plan.held_microbatches()
     if count != expected:
@@ -42,7 +39,6 @@ def check_injections(sums: LayerSums, plan: BatchPlan, num_layers: int) -> None:
     Args:
         sums: over all ranks.
         plan: the rows of the representation loss.
-        num_layers: layers of the student.
 
     Raises:
         CaptureError: names the layer, its stage and the settings that can be the cause.

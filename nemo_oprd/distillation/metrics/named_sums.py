@@ -14,9 +14,6 @@ class NamedSums:
 
     All ranks make the same names in the same order. Each rank adds what it alone has measured: a pipeline stage the
     sums of its layers, the last stage those of the output loss, and of ranks with the same rows the first one only.
-
-    Args:
-        shapes: name -> shape of the sum.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], place: torch.device) -> None:

@@ -13,15 +13,10 @@ from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
 
 @dataclass(frozen=True)
 class RouterMetrics:
-    """The routers' losses and metrics.
+    """The routers' losses and metrics."""
 
-    Attributes:
-        loss: what the routers' losses add to the total loss.
-        named: the metrics by their names in metrics.jsonl.
-    """
-
-    loss: float
-    named: dict[str, float]
+    loss: float  # what the routers' losses add to the total loss
+    named: dict[str, float]  # the metrics by their names in metrics.jsonl
 
     @property
     def nonfinite_reason(self) -> str | None:

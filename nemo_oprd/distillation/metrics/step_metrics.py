@@ -50,27 +50,20 @@ class StepMetrics:
     """The metrics of one update's forward and backward passes, the same on every student rank.
 
     Attributes:
-        named: the metrics by their names in metrics.jsonl (docs/runs.md).
         trained_losses: the losses whose weight is not 0 in this update, by their names in metrics.jsonl, before the
             weight is applied.
         per_teacher: "rep_loss" and "output_loss" -> teacher's number -> weighted mean over the teacher's rows.
-        position_gap: profile bin (`row_bins`) -> 1 - mean cosine of the deepest supervised layer.
-        loss_per_response: the responses' contributions to the total loss.
-        identical_layers: supervised layers at which student and teacher agree exactly.
-        targets_bytes: the most bytes of targets that this rank held at a time.
-        nonfinite_reason: where a loss or a gradient is not finite; None if all are finite.
-        tokens: values per token of some responses; None if none are kept.
     """
 
-    named: dict[str, float]
+    named: dict[str, float]  # the metrics by their names in metrics.jsonl (docs/runs.md)
     trained_losses: dict[str, float]
     per_teacher: dict[str, dict[int, float]]
-    position_gap: dict[int, float]
-    loss_per_response: list[float]
-    identical_layers: list[int]
-    targets_bytes: int
-    nonfinite_reason: str | None
-    tokens: TokenMetrics | None
+    position_gap: dict[int, float]  # profile bin (`row_bins`) -> 1 - mean cosine of the deepest supervised layer
+    loss_per_response: list[float]  # the responses' contributions to the total loss
+    identical_layers: list[int]  # supervised layers at which student and teacher agree exactly
+    targets_bytes: int  # the most bytes of targets that this rank held at a time
+    nonfinite_reason: str | None  # where a loss or a gradient is not finite; None if all are finite
+    tokens: TokenMetrics | None  # values per token of some responses; None if none are kept
 
     @property
     def loss(self) -> float:
@@ -89,10 +82,8 @@ def step_metrics(
     """Means and norms from the sums of all ranks.
 
     Args:
-        sums: of `step_sums`, on the CPU.
-        layers: those of its sum "layers".
+        sums: of `step_sums`, on the CPU; `layers` are those of its sum "layers".
         adaptive: the metrics of adaptive weights.
-        targets_bytes: the most bytes of targets that this rank held at a time.
     """
     plan, objective = batch.plan, batch.objective
     table, output_table = plan.hidden.table, None if plan.output is None else plan.output.table
@@ -128,10 +119,7 @@ def _loss_per_teacher(
 ) -> dict[int, float]:
     """Teacher's number -> mean of one loss over the teacher's rows; empty if the loss has no weight or no rows.
 
-    Args:
-        shares: [responses], the responses' contributions of this loss to the total loss.
-        table: the rows of this loss.
-        weight: the weight of this loss.
+    `shares` [responses] are the responses' contributions of this loss to the total loss.
     """
     if table is None or not weight:
         return {}
@@ -150,7 +138,7 @@ def _loss_per_teacher(
 
 def _scheduled_weights(objective: StepObjective) -> dict[str, float]:
     """The weights of the losses by metric name, if any of them changes over the updates."""
-    if not objective.run.scheduled:
+    if not any(isinstance(weight, list) for weight in objective.run.weights):
         return {}
     named = {"loss/weight_representation": objective.weight} if objective.run.layers else {}
     return named if objective.run.output is None else {**named, "loss/weight_output": objective.output_weight}

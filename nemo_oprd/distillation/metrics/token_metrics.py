@@ -27,17 +27,11 @@ OUTPUT_METRICS = ("reverse_kl", "student_logprob", "teacher_logprob")
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """The kept responses of a batch, and the slots of their tokens.
+    """The kept responses of a batch, and the slots of their tokens."""
 
-    Attributes:
-        responses: indices of the kept responses, ascending.
-        lengths: their numbers of tokens.
-        start: int64 [responses of the batch], the slot of each response's first token; -1 for one that is not kept.
-    """
-
-    responses: list[int]
-    lengths: list[int]
-    start: np.ndarray
+    responses: list[int]  # indices of the kept responses, ascending
+    lengths: list[int]  # their numbers of tokens
+    start: np.ndarray  # int64 [responses of the batch], the slot of each one's first token; -1 for one that is not kept
 
     @staticmethod
     def choose(rollouts: Sequence[Rollout], count: int) -> TokenSlots | None:
@@ -79,17 +73,11 @@ class TokenSlots:
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """Where the values of one layer's n rows are added, and the share of this layer in a token's values.
+    """Where the values of one layer's n rows are added, and the share of this layer in a token's values."""
 
-    Attributes:
-        slots: int64 [n], see `TokenSlots.of_rows`.
-        count: number of slots.
-        shares: float64 [2], the layer's weight as a share of all layers' weights, and 1 / number of layers.
-    """
-
-    slots: torch.Tensor
-    count: int
-    shares: torch.Tensor
+    slots: torch.Tensor  # int64 [n], see `TokenSlots.of_rows`
+    count: int  # number of slots
+    shares: torch.Tensor  # float64 [2], the layer's weight as a share of all layers' weights, and 1 / number of layers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,7 +94,6 @@ class TokenMetrics:
     """Values per response token of the kept responses; the same on every rank of the student.
 
     Attributes:
-        responses: indices of the responses in the step's rollouts.
         values: per response, name -> one value per response token. None where a token has no row. A name is absent if
             the update did not measure it. The names:
             rep_loss: sum_l w_l loss_l / sum_l w_l of the token over the supervised layers l.
@@ -115,7 +102,7 @@ class TokenMetrics:
             log_ratio: log p - log q of the token itself, of which `kl` is the mean over tokens from the student.
     """
 
-    responses: list[int]
+    responses: list[int]  # indices of the responses in the step's rollouts
     values: list[dict[str, list[float | None]]]
 
     @staticmethod
@@ -126,12 +113,9 @@ class TokenMetrics:
         output: TokenTable | None,
         metrics: Mapping[str, float],
     ) -> TokenMetrics:
-        """The values from the sums of all ranks.
+        """The values from the sums of all ranks, of which "rep_tokens" and "output_tokens" are [2, count + 1] each.
 
-        Args:
-            sums: on the CPU, "rep_tokens" and "output_tokens", float64 [2, count + 1] each.
-            hidden, output: the rows of the batch.
-            metrics: the metrics of the update.
+        `hidden` and `output` are the rows of the batch, `metrics` those of the update.
         """
         values: list[dict[str, list[float | None]]] = [{} for _ in slots.responses]
         for kind, table, names in (("rep", hidden, REPRESENTATION), ("output", output, OUTPUT)):

@@ -17,15 +17,10 @@ from nemo_oprd.losses.output_loss import OutputLoss
 
 @dataclass(frozen=True)
 class WatchedMetrics:
-    """Which updates are watched, and what is measured in them.
+    """Which updates are watched, and what is measured in them."""
 
-    Attributes:
-        every: `logging.output_metrics_every`.
-        drawn: the divergence that is measured in a run without an output loss; None in a run with `sampled_token`.
-    """
-
-    every: int
-    drawn: OutputTerm | None
+    every: int  # `logging.output_metrics_every`
+    drawn: OutputTerm | None  # what is measured in a run without an output loss; None in one with `sampled_token`
 
     @staticmethod
     def build(config: OutputLossConfig, logging: LoggingConfig, seed: int) -> WatchedMetrics | None:
@@ -44,11 +39,7 @@ class WatchedMetrics:
         return step == 0 or (step + 1) % self.every == 0
 
     def add_to(self, objective: StepObjective, step: int | None) -> StepObjective:
-        """`objective` with the divergence that is measured in this update.
-
-        Args:
-            step: number of updates before this one; None: the gradient check, which tries the drawn rows, too.
-        """
+        """`objective` with what is measured after `step` updates; None: the gradient check, which tries drawn rows."""
         if step is None:
             return objective if self.drawn is None else replace(objective, output=self.drawn)
         if not self.is_due(step):
@@ -61,17 +52,11 @@ class WatchedMetrics:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What the models of a run must be able to compute in some of its updates.
+    """What the models of a run must be able to compute in some of its updates."""
 
-    Attributes:
-        output: the output loss, or the divergence that is only measured.
-        teacher_states: whether a teacher sends final hidden states, so that the student's last stage needs its head.
-        teacher_logprobs: whether a teacher computes log-probabilities of sampled tokens, so that it needs its head.
-    """
-
-    output: OutputTerm | None
-    teacher_states: bool
-    teacher_logprobs: bool
+    output: OutputTerm | None  # the output loss, or the divergence that is only measured
+    teacher_states: bool  # whether a teacher sends final hidden states, so that the student's last stage needs its head
+    teacher_logprobs: bool  # whether a teacher computes log-probabilities of sampled tokens, so that it needs its head
 
     @staticmethod
     def build(objective: Objective, watched: WatchedMetrics | None) -> ModelNeeds:

@@ -96,11 +96,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
 def _routers(
     config: Config, model: Any, rollouts: list[Rollout], supervised: range, weight_of_output: float
 ) -> RouterReference | None:
-    """What the settings ask of the student's routers; None if transformers' own routers do all of it.
-
-    Args:
-        supervised: the layers up to the deepest one with a representation loss.
-    """
+    """What the settings ask of the student's routers; None if transformers' own routers do all of it."""
     student, loss = config.student, config.loss.representation
     if not (student.router_aux_loss or student.router_z_loss or student.router_replay):
         return None
@@ -196,14 +192,11 @@ def _projections(
 
 
 class _OutputLoss:
-    """The output-space loss on whole distributions, differentiated by autograd.
-
-    `loss` is the sum over the responses so far; None without an output-space loss.
-    """
+    """The output-space loss on whole distributions, differentiated by autograd."""
 
     def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
         self.config, self.rollout = config.loss.output, config.rollout
-        self.loss: float | None = None if self.config.is_off else 0.0
+        self.loss: float | None = None if self.config.is_off else 0.0  # the sum over the responses so far
         counts = [len(_predicted_tokens(rollout)) for rollout in rollouts]
         self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
 
@@ -269,12 +262,8 @@ class _OutputLoss:
     def _on_support(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k = min(self.config.k, log_p.shape[-1])
         tops = [torch.zeros_like(x).scatter(1, x.detach().topk(k).indices, 1.0) > 0 for x in (log_p, log_q)]
-        inside = {
-            "student": tops[0],
-            "teacher": tops[1],
-            "union": tops[0] | tops[1],
-            "intersection": tops[0] & tops[1],
-        }[self.config.support]
+        p, q = tops
+        inside = {"student": p, "teacher": q, "union": p | q, "intersection": p & q}[self.config.support]
         if self.config.normalizer == "renormalized":
             log_p, log_q = (x - x.masked_fill(~inside, -1e300).logsumexp(-1, keepdim=True) for x in (log_p, log_q))
         return log_p, log_q, inside
@@ -283,18 +272,16 @@ class _OutputLoss:
 def agreement(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """The relative error of each parameter's gradient: ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref||).
 
-    Raises:
-        ValueError: the two arguments have gradients of different parameters.
+    Raises ValueError if the two arguments have gradients of different parameters.
     """
     if set(gradients) != set(expected):
         raise ValueError(f"gradients exist on one side only for {sorted(set(gradients) ^ set(expected))}")
     total_norm = torch.stack([g.double().norm() for g in expected.values()]).norm()
-    return {
-        name: float(
-            (gradients[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-3 * total_norm)
-        )
-        for name, g in expected.items()
-    }
+    errors = {}
+    for name, g in expected.items():
+        norm = torch.maximum(g.double().norm(), 1e-3 * total_norm)
+        errors[name] = float((gradients[name].double() - g.double()).norm() / norm)
+    return errors
 
 
 def _load(path: str, dtype: torch.dtype) -> Any:
@@ -323,17 +310,12 @@ def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[in
 
 def _teacher_sequence(rollout: Rollout) -> Rollout:
     """The prompt and the response that the teacher reads."""
-    prompt, response = rollout.teacher_prompt_ids, rollout.teacher_response_ids
-    return Rollout(
-        rollout.prompt_ids if prompt is None else prompt, rollout.response_ids if response is None else response
-    )
+    response = rollout.response_ids if rollout.teacher_response_ids is None else rollout.teacher_response_ids
+    return Rollout(rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids, response)
 
 
 def _teacher_position(rollout: Rollout, t: int) -> int | None:
-    """Position of the teacher's state for response token t (-1: the prompt's last token) in the teacher's sequence.
-
-    None if the token has no partner among the teacher's tokens.
-    """
+    """Position of the teacher's state for response token t (-1: the prompt's last token); None for no partner."""
     prompt = len(_teacher_sequence(rollout).prompt_ids)
     if rollout.teacher_index is None or t == -1:
         return prompt + t
@@ -354,13 +336,8 @@ def _tokens(rollout: Rollout, loss: RepresentationLossConfig) -> list[int]:
 def _layers(layers: Any, depth: int) -> list[int]:
     if isinstance(layers, list):
         return sorted(layers)
-    return {
-        "none": [],
-        "all": list(range(1, depth + 1)),
-        "last": [depth],
-        "even": list(range(2, depth + 1, 2)),
-        "odd": list(range(1, depth + 1, 2)),
-    }[layers]
+    every = list(range(1, depth + 1))
+    return {"none": [], "all": every, "last": [depth], "even": every[1::2], "odd": every[::2]}[layers]
 
 
 def _layer_shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, float]:

@@ -39,8 +39,8 @@ class RouterReference:
                 gate, layer, number, hidden
             )
         self.layers = [layer for layer in blocks if layer in layers]
-        weights = {"moe/aux_loss": student.router_aux_loss, "moe/z_loss": student.router_z_loss}
-        self.losses = {name: 0.0 for name, weight in weights.items() if weight}
+        self._weights = {"moe/aux_loss": student.router_aux_loss, "moe/z_loss": student.router_z_loss}
+        self.losses = {name: 0.0 for name, weight in self._weights.items() if weight}
         self.fractions = self._fractions() if student.router_aux_loss else {}
 
     def _route(self, gate: Any, layer: int, number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,6 +91,4 @@ class RouterReference:
     @property
     def total(self) -> float:
         """What the losses add to the total loss."""
-        student = self.student
-        weights = {"moe/aux_loss": student.router_aux_loss, "moe/z_loss": student.router_z_loss}
-        return sum(weights[name] * loss for name, loss in self.losses.items())
+        return sum(self._weights[name] * loss for name, loss in self.losses.items())

@@ -110,7 +110,8 @@ def test_microbatches_with_rows_are_counted_once_per_rank(layout: Layout) -> Non
     """The count without ranks is what the ranks of a stage count together, also where some hold nothing."""
     batch = rollouts()
     table = make_rows(batch, positions="last_k", k=1, position="token", aggregation="token_mean")
-    for group in BatchPlan.build(table, [r.length for r in batch], layout, token_budget=40).microbatch_groups(2):
+    plan = BatchPlan.build(table, [r.length for r in batch], layout, token_budget=40)
+    for group in map(plan.part, plan.group_numbers(2)):
         stage = [coords for coords in map(layout.coordinates, layout.ranks) if coords.pipeline == 0]
         counted = sum(len(rows.table_index) > 0 for coords in stage for rows in group.local_rows(coords))
         assert group.held_microbatches() == counted
@@ -199,7 +200,7 @@ def test_groups_split_a_batch_and_keep_its_weights(layout: Layout, microbatches:
     batch = rollouts()
     table = make_rows(batch, positions="last_k", k=5, position="token", aggregation="sequence_mean")
     plan = BatchPlan.build(table, table.needed_tokens(len(batch)), layout, token_budget=40)
-    groups = plan.microbatch_groups(microbatches)
+    groups = [plan.part(numbers) for numbers in plan.group_numbers(microbatches)]
     unit = layout.pipeline if layout.virtual_pipeline > 1 else 1  # an interleaved schedule takes multiples of this
     for group in groups:
         assert len({len(packs) for packs in group.packs}) == 1
