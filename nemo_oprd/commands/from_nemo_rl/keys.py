@@ -297,14 +297,13 @@ def _loss_temperature(recipe: Recipe, made: Translated) -> None:
 def _data(recipe: Recipe, made: Translated) -> None:
     for split in ("train", "validation"):
         key = f"data.{split}"
-        given = recipe.peek(key)
-        prefix = f"{key}.0" if isinstance(given, list) else key
+        prefix = f"{key}.0" if isinstance(recipe.peek(key), list) else key
         if not isinstance(recipe.peek(prefix), dict):
             continue
-        name = recipe.text(f"{prefix}.dataset_name", split)
-        path = recipe.text(f"{prefix}.data_path")
+        name, path = recipe.text(f"{prefix}.dataset_name", split), recipe.text(f"{prefix}.data_path")
+        label = name.rpartition("/")[2].lower()
         if path is None:
-            path = f"data/{name.rpartition('/')[2].lower()}.jsonl"
+            path = f"data/{label}.jsonl"
             made.note(f"{prefix}.dataset_name={name}: write its prompts to a new file {path} (docs/data.md)")
         else:
             made.note(
@@ -313,10 +312,9 @@ def _data(recipe: Recipe, made: Translated) -> None:
             )
         if split == "train":
             made.set("data.train", path)
-            continue
-        label = "".join(letter if letter.isalnum() else "_" for letter in name.rpartition("/")[2].lower())
-        made.set("data.validation", {label: path})
-        _evaluation(recipe, made, prefix)
+        else:
+            made.set("data.validation", {"".join(c if c.isalnum() else "_" for c in label): path})
+            _evaluation(recipe, made, prefix)
     if recipe.names("data.shuffle") and not recipe.flag("data.shuffle"):
         made.note("data.shuffle=false: the order of prompts is a permutation that the seed determines")
     made.take(recipe, _TOKENIZER)
@@ -361,10 +359,10 @@ def _services(recipe: Recipe, made: Translated) -> None:
     if recipe.flag("logger.wandb_enabled"):
         made.set("logging.wandb", recipe.text("logger.wandb.project"))
     for name in ("wandb", "swanlab", "mlflow", "tensorboard"):
-        if not recipe.flag(f"logger.{name}_enabled"):
+        enabled, served = recipe.flag(f"logger.{name}_enabled"), name in ("wandb", "tensorboard")
+        if not (enabled and served):
             recipe.get(f"logger.{name}")
-        elif name in ("swanlab", "mlflow"):
-            recipe.get(f"logger.{name}")
+        if enabled and not served:
             made.note(f"logger.{name}_enabled=true: metrics go to the run's directory, TensorBoard and W&B only")
     if not recipe.flag("logger.monitor_gpus"):
         recipe.get("logger.gpu_monitoring")
@@ -399,7 +397,7 @@ def _gpus(recipe: Recipe, group: str) -> int:
 def _left_over(recipe: Recipe, made: Translated) -> None:
     """One note per group of keys that nothing was made of, and then per unknown key."""
     groups: dict[str, list[str]] = {}
-    unknown = []
+    unknown: list[str] = []
     for key, value in recipe.unread().items():
         shown = "(not shown)" if SECRET_KEY.search(key) else value
         prefixes = [prefix for prefix in _WITHOUT_COUNTERPART if f"{key}.".startswith(f"{prefix}.")]

@@ -8,9 +8,6 @@ from typing import Any
 from nemo_oprd.commands.from_nemo_rl.recipe import Reader, Recipe, Row, Translated, wrong
 from nemo_oprd.config.schema import TrainConfig
 
-# torch's own values, which hold where a recipe names none
-_LINEAR_START, _LINEAR_END, _LINEAR_STEPS, _CONSTANT_FACTOR = 1 / 3, 1.0, 5, 1 / 3
-
 
 def _if_there(read: Callable[..., Any], default: Any) -> Reader:
     """Reads a key that is there, with `default` for null; None, which leaves our default, for one that is not."""
@@ -103,7 +100,7 @@ def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
             style = "cosine"
             made.set("train.min_lr", recipe.not_negative(f"{key}.kwargs.eta_min"))
         elif name == "ConstantLR":
-            factor = recipe.number(f"{key}.kwargs.factor", _CONSTANT_FACTOR)
+            factor = recipe.number(f"{key}.kwargs.factor", 1 / 3)
             recipe.get(f"{key}.kwargs")
             if factor != 1:
                 made.note(f"{key}=ConstantLR with factor={factor:.6g}: not taken, the learning rate stays train.lr")
@@ -115,11 +112,10 @@ def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
 
 
 def _linear(recipe: Recipe, made: Translated, key: str, *, first: bool) -> int:
-    """The steps of a linear warm-up; 0 for a LinearLR that is none."""
+    """The steps of a linear warm-up, with torch's own values by default; 0 for a LinearLR that is none."""
     kwargs = f"{key}.kwargs"
-    start = recipe.number(f"{kwargs}.start_factor", _LINEAR_START)
-    end = recipe.number(f"{kwargs}.end_factor", _LINEAR_END)
-    steps = recipe.not_negative(f"{kwargs}.total_iters", _LINEAR_STEPS, whole=True)
+    start, end = recipe.number(f"{kwargs}.start_factor", 1 / 3), recipe.number(f"{kwargs}.end_factor", 1.0)
+    steps = recipe.not_negative(f"{kwargs}.total_iters", 5, whole=True)
     what = f"{key}=LinearLR from start_factor={start:.6g} to end_factor={end:.6g} in total_iters={steps}"
     if not first or not start < end or end != 1:
         made.note(f"{what}: not taken; a linear schedule is a warm-up to train.lr at the start only")
