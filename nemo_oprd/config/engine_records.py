@@ -13,15 +13,10 @@ EngineName = Literal["megatron", "vllm"]
 
 @dataclass(frozen=True)
 class Records:
-    """What an engine records of a response beside its ids.
-
-    Attributes:
-        no_logprobs: why it records no log-probabilities, as a clause for messages; None: it records them.
-        no_expert_routes: the same of the experts that tokens visit.
-    """
+    """Why an engine does not record something of a response beside its ids, as clauses; None: it records it."""
 
     no_logprobs: str | None = None
-    no_expert_routes: str | None = None
+    no_expert_routes: str | None = None  # the experts that tokens visit
 
 
 RECORDS: dict[EngineName, Records] = {

@@ -22,20 +22,12 @@ from nemo_oprd.config.types import NAMES_A_FILE, Resume, Rule
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key, or a group of keys.
+    """A key, or a group of keys, which is a field of the class `owner`."""
 
-    Attributes:
-        name: dotted, without the numbers of list items. Example: "teachers.weight".
-        hint: its type, without the rule.
-        default: `dataclasses.MISSING` where a value must be given.
-        rule: None where neither the key nor a group around it has one.
-        owner: the class whose field it is.
-    """
-
-    name: str
-    hint: Any
-    default: Any
-    rule: Rule | None
+    name: str  # dotted, without the numbers of list items. Example: "teachers.weight"
+    hint: Any  # its type, without the rule
+    default: Any  # `dataclasses.MISSING` where a value must be given
+    rule: Rule | None  # None where neither the key nor a group around it has one
     owner: type
 
     @property
@@ -95,10 +87,11 @@ def _without_rule(hint: Any) -> tuple[Any, Rule | None]:
     return (Annotated[(plain, *others)] if others else plain), rule
 
 
-def _parts(hint: Any) -> list[Any]:
+def _parts(hint: Any) -> Iterator[Any]:
     """A type's arguments, and theirs."""
-    arguments = typing.get_args(hint)
-    return [*arguments, *(part for each in arguments for part in _parts(each))]
+    for each in typing.get_args(hint):
+        yield each
+        yield from _parts(each)
 
 
 @cache

@@ -79,11 +79,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
 
 
 def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list[tuple[str, Any]]]:
-    """(Choices of files in folders of `directory`, key and value of all other overrides).
-
-    Raises:
-        ValueError: an override is not KEY=VALUE, its key is unknown, or there is no such file.
-    """
+    """(Choices of files in folders of `directory`, key and value of all other overrides)."""
     groups: list[Override] = []
     settings: list[tuple[str, Any]] = []
     for text in overrides:

@@ -56,8 +56,7 @@ def takes(root: type, key: str) -> tuple[bool, bool, bool]:
             hint = types_of(typing.cast(type, group))[name]
         else:  # an item of a list, or a name of the user's own
             hint = typing.get_args(inner)[-1] if inner is not None else Any
-    options = _options(hint)
-    plain = [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in options]
+    plain = [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in _options(hint)]
     is_group = any(typing.get_origin(each) is dict or dataclasses.is_dataclass(each) for each in plain)
     return str in plain, any(typing.get_origin(each) in (list, tuple) for each in plain), is_group
 
@@ -138,8 +137,8 @@ def _unknown_key(root: type, key: str, where: str) -> str:
             "set the environment variable that the program reads (WANDB_API_KEY, HF_TOKEN)"
         )
     near = " or ".join(map(repr, _meant(key, [each.name for each in keys(root)])))
-    hint = f"; did you mean {near}?" if near else f"; expected one of {', '.join(types_of(root))}, or a key in them"
-    return f"{where}: unknown key {key!r}{hint}"
+    hint = f"did you mean {near}?" if near else f"expected one of {', '.join(types_of(root))}, or a key in them"
+    return f"{where}: unknown key {key!r}; {hint}"
 
 
 def _meant(key: str, known: list[str]) -> list[str]:
@@ -193,11 +192,5 @@ def _describe(hint: Any) -> str:
         return "[" + ", ".join(map(_describe, arguments)) + "]"
     if origin in (list, dict):
         return f"{origin.__name__} of {_describe(arguments[-1])}"
-    return {
-        Any: "values",
-        types.NoneType: "null",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-    }[hint]
+    plain = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
+    return plain.get(hint, "values")

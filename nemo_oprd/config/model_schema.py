@@ -64,11 +64,7 @@ class ParallelConfig:
         return self
 
     def layout(self, ranks: int, first_rank: int, role: str) -> Layout:
-        """The role's layout on `ranks` consecutive ranks.
-
-        Raises:
-            ValueError: the sizes don't fit the ranks.
-        """
+        """The role's layout on `ranks` consecutive ranks. Raises ValueError if the sizes don't fit them."""
         needed = self.tensor * self.pipeline * self.context
         if ranks % needed:
             raise ValueError(

@@ -16,11 +16,7 @@ _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
 def key_of(text: str) -> str:
-    """The key of an override, without the `+` and `++` of Hydra, which change nothing here.
-
-    Raises:
-        ValueError: `text` is not KEY=VALUE.
-    """
+    """The key of KEY=VALUE, without the `+` and `++` of Hydra, which change nothing here. Raises ValueError."""
     if text.startswith("~"):
         raise ValueError(
             f"command line: {text!r} deletes a key, and every key has a value here; expected KEY=VALUE: give another "
@@ -45,11 +41,7 @@ def key_of(text: str) -> str:
 
 
 def parse(text: str, *, may_be_text: bool, may_be_list: bool, may_be_group: bool = False) -> Override:
-    """An override in Hydra's form.
-
-    Args:
-        text: KEY=VALUE, with a key (`key_of`).
-        may_be_text, may_be_list, may_be_group: what the key takes.
+    """KEY=VALUE in Hydra's form; the flags say what the key takes.
 
     Raises:
         ValueError: the value is not in the grammar, or is several values.

@@ -25,12 +25,9 @@ _SHOWN = 100  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Change:
-    """A key with another value than before.
+    """A key with another value than before: both as texts, and what the change may do without leave.
 
-    Attributes:
-        key: dotted; one of several teachers has its number, e.g. "teachers.0.weight".
-        before, after: texts of the values.
-        rule: what the change may do without leave.
+    The key is dotted; one of several teachers has its number, e.g. "teachers.0.weight".
     """
 
     key: str
@@ -64,20 +61,21 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str
         if key == "train.allow_changes" or key.startswith("teachers."):
             continue
         old, new = _value(before, key), _value(after, key)
+        pairs = [(key, old, new)]
         if key == "teachers" and len(old) == len(new):
-            for number, (mine, theirs) in enumerate(zip(old, new, strict=True)):
-                for name, default in _defaults_of_a_teacher().items():
-                    values = mine.get(name, default), theirs.get(name, default)
-                    found += _change(f"teachers.{number}.{name}", *values, before, after, started_in)
-        else:
-            found += _change(key, old, new, before, after, started_in)
+            pairs = [
+                (f"teachers.{number}.{field.name}", *(one.get(field.name, field.default) for one in both))
+                for number, both in enumerate(zip(old, new, strict=True))
+                for field in fields(TeacherSource)
+            ]
+        for pair in pairs:
+            found += _change(*pair, before, after, started_in)
     return found
 
 
 def allowed(change: Change, allow: Sequence[str]) -> bool:
     """Whether `train.allow_changes` names the key of a change, or a group that it is in."""
-    names = {change.key, plain_key(change.key)}
-    return any(name == entry or name.startswith(f"{entry}.") for name in names for entry in allow)
+    return any(f"{name}.".startswith(f"{entry}.") for name in (change.key, plain_key(change.key)) for entry in allow)
 
 
 def shown(value: Any) -> str:
@@ -131,11 +129,6 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 @cache
 def _defaults() -> Mapping[str, Any]:
     return as_plain(Config())
-
-
-@cache
-def _defaults_of_a_teacher() -> Mapping[str, Any]:
-    return {each.name: each.default for each in fields(TeacherSource)}
 
 
 def _real(value: Any, started_in: str = "") -> Any:

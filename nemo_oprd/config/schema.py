@@ -16,14 +16,7 @@ from nemo_oprd.config.bridge_schema import AlignmentConfig, BridgeConfig
 from nemo_oprd.config.data_schema import DataConfig
 from nemo_oprd.config.logging_schema import EvaluationConfig, LoggingConfig
 from nemo_oprd.config.loss_schema import AdaptiveConfig, LossConfig, OutputLossConfig, RepresentationLossConfig
-from nemo_oprd.config.model_schema import (
-    ModelConfig,
-    ModelSource,
-    ParallelConfig,
-    StudentConfig,
-    TeacherConfig,
-    TeacherSource,
-)
+from nemo_oprd.config.model_schema import ModelSource, ParallelConfig, StudentConfig, TeacherConfig, TeacherSource
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.train_schema import TrainConfig
@@ -31,14 +24,9 @@ from nemo_oprd.config.types import STRICT, FilePath, Fixed, Free, Learned, NonNe
 
 __all__ = [
     "AdaptiveConfig",
-    "AlignmentConfig",
-    "BridgeConfig",
     "Config",
-    "DataConfig",
     "EvaluationConfig",
     "LoggingConfig",
-    "LossConfig",
-    "ModelConfig",
     "ModelSource",
     "OutputLossConfig",
     "ParallelConfig",

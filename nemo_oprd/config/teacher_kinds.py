@@ -13,19 +13,12 @@ TeacherWeights = Literal["own", "student", "ema", "initial"]
 
 @dataclass(frozen=True)
 class TeacherKind:
-    """One kind of teacher.
+    """One kind of teacher."""
 
-    Attributes:
-        own_model: it is a model of its own, with files of its own; otherwise it starts as the student.
-        moves: its weights change with the student's updates, so that it has the student's ranks and layout.
-        copied: its weights are in memory beside the student's.
-        averages: it is the moving average of the student, which checkpoints hold.
-    """
-
-    own_model: bool = False
-    moves: bool = False
-    copied: bool = True
-    averages: bool = False
+    own_model: bool = False  # a model with files of its own; otherwise it starts as the student
+    moves: bool = False  # its weights change with the student's updates, so that it has the student's ranks and layout
+    copied: bool = True  # its weights are in memory beside the student's
+    averages: bool = False  # it is the moving average of the student, which checkpoints hold
 
 
 TEACHER_KINDS: dict[TeacherWeights, TeacherKind] = {

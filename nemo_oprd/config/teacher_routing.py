@@ -15,11 +15,7 @@ class Routing:
     teachers: tuple[TeacherSource, ...]
 
     def teachers_of(self, data_sources: Iterable[str | None]) -> list[int]:
-        """The number of each data source's teacher.
-
-        Raises:
-            ValueError: a data source has no teacher.
-        """
+        """The number of each data source's teacher. Raises ValueError for a data source without one."""
         owner = {source: i for i, teacher in enumerate(self.teachers) for source in teacher.data_sources or ()}
         default = next((i for i, teacher in enumerate(self.teachers) if teacher.data_sources is None), None)
         sources = list(data_sources)
@@ -33,15 +29,11 @@ class Routing:
         return [number for number in numbers if number is not None]
 
     def check(self, data_sources: Iterable[str | None], where: str, *, all_used: bool = True) -> None:
-        """Checks the data sources of prompts or rollouts against the teachers.
-
-        Args:
-            data_sources: the data sources that occur.
-            where: the file of the prompts or rollouts, for messages.
-            all_used: whether every teacher must have a prompt of each data source that it names, or of any other.
+        """Checks the data sources that occur in a file of prompts or rollouts, which messages call `where`.
 
         Raises:
-            ValueError: a data source has no teacher, or with `all_used` a teacher has none of its data sources.
+            ValueError: a data source has no teacher, or with `all_used` a teacher has no prompt of one that it names,
+                or of any other.
         """
         known = sorted(set(data_sources), key=str)
         try:

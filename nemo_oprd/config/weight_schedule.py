@@ -23,10 +23,7 @@ class WeightStage:
 
 
 def _check_stages(stages: list[WeightStage]) -> list[WeightStage]:
-    """Raises ValueError unless the stages follow one another and only the last one may be without an end.
-
-    In the messages `{key}` stands for the key of the list (`config/messages.py` fills it in).
-    """
+    """Refuses stages out of order. `{key}`, the key of the list, is filled in by `config/messages.py`."""
     if not stages:
         raise ValueError("{key}=[]: expected a number, or at least one stage; give one")
     begin = 0
@@ -69,9 +66,7 @@ def weight_at(weight: Weight, step: int) -> float:
 
 def largest(weight: Weight) -> float:
     """The largest weight that a term has in any step."""
-    if not isinstance(weight, list):
-        return weight
-    return max(max(stage.weight, stage.start or 0.0) for stage in weight)
+    return max(max(stage.weight, stage.start or 0.0) for stage in weight) if isinstance(weight, list) else weight
 
 
 def vanishes(weight: Weight) -> bool:

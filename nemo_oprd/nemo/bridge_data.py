@@ -42,6 +42,5 @@ class RecordedRollouts(DatasetProvider):
         Raises:
             ValueError: the file is missing or damaged, or a response does not fit.
         """
-        rollouts = read_rollouts(self.file, self.vocab_size)
-        dataset = RolloutDataset(rollouts, self.seq_length, self.global_batch_size, context.train_samples, self.loss)
-        return dataset, None, None
+        rollouts, samples = read_rollouts(self.file, self.vocab_size), context.train_samples
+        return RolloutDataset(rollouts, self.seq_length, self.global_batch_size, samples, self.loss), None, None

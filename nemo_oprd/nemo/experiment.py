@@ -42,22 +42,16 @@ COUNTERPARTS = {
     "ema": "nothing for the student; teacher.weights=ema is a teacher that is its moving average",
     "log_step_timing": "nothing: metrics.jsonl has the seconds of every phase",
 }
-_OFF: dict[str, Any] = {
-    "create_checkpoint_callback": False,
-    "create_tensorboard_logger": False,
-    "create_preemption_callback": False,
-    "log_step_timing": False,
-    "disable_validation_on_resume": False,
-    "log_tflops_per_sec_per_gpu": False,
-}
+_OFF = (
+    "create_checkpoint_callback create_tensorboard_logger create_preemption_callback log_step_timing "
+    "disable_validation_on_resume log_tflops_per_sec_per_gpu"
+)
 
 
 def experiment_settings(section: dict[str, Any], processes: int) -> dict[str, Any]:
-    """The argument `cfg` of `exp_manager`, for a run of this project.
+    """The argument `cfg` of `exp_manager`, for a job of so many processes.
 
-    Args:
-        section: the program's section `exp_manager`; keys that it lacks have their defaults.
-        processes: ranks of the job.
+    Keys that the program's `section` lacks have their defaults.
 
     Raises:
         ValueError: a key that needs Lightning's loop or that NeMo does not have, or ranks that would choose different
@@ -72,14 +66,19 @@ def experiment_settings(section: dict[str, Any], processes: int) -> dict[str, An
                 f"use {COUNTERPARTS[key]}"
             )
         raise ValueError(f"exp_manager.{key}={value}: expected one of {', '.join(DEFAULTS)}; remove it")
-    settings = {**DEFAULTS, **{key: value for key, value in section.items() if key in DEFAULTS}}
+    settings = {key: section.get(key, default) for key, default in DEFAULTS.items()}
     if processes > 1 and not (settings["resume_if_exists"] or settings["version"] or settings["explicit_log_dir"]):
         raise ValueError(
             f"exp_manager.resume_if_exists=false with {processes} ranks and no version: each rank would name a "
             "directory after its own clock; expected one name: set exp_manager.version or exp_manager.explicit_log_dir"
         )
     # whether there is a checkpoint, and whether the run is complete, is what `check_resume` knows
-    return {**settings, **_OFF, "resume_ignore_no_checkpoint": True, "resume_past_end": True}
+    return {
+        **settings,
+        **dict.fromkeys(_OFF.split(), False),
+        "resume_ignore_no_checkpoint": True,
+        "resume_past_end": True,
+    }
 
 
 def run_directory(log_dir: Path) -> Path:

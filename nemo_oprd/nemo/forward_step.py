@@ -28,10 +28,6 @@ from nemo_oprd.nemo.hidden_states import HiddenStateDistillation
 from nemo_oprd.nemo.teacher_beside import TeacherBeside, after_backward, build_teacher, local_hf_config
 
 
-def _nothing() -> None:
-    """In place of a function that restores something."""
-
-
 class OPRDForwardStep:
     """A `forward_step_func` for `finetune` and `pretrain` of Megatron-Bridge.
 
@@ -43,7 +39,7 @@ class OPRDForwardStep:
     """
 
     def __init__(self, student: Any, teacher: Any, loss: RepresentationLossConfig | None = None) -> None:
-        """Asks the student's provider to build the teacher after the student; nothing is built yet.
+        """Asks the student's provider to build the teacher after the student.
 
         Args:
             student: the recipe's model provider, `config.model`.
@@ -70,7 +66,7 @@ class OPRDForwardStep:
         self._teacher: TeacherBeside | None = None
         self._oprd: HiddenStateDistillation | None = None
         self._reported: torch.Tensor | None = None
-        self._restore: Callable[[], None] = _nothing
+        self._restore: Callable[[], None] | None = None
         self._refuse_virtual_stages()
         student.register_pre_wrap_hook(self._build_teacher)
 
@@ -111,11 +107,9 @@ class OPRDForwardStep:
                 "the loop evaluates, and OPRDForwardStep has no loss for that; expected no evaluation: set "
                 "train.eval_iters=0, and evaluate exported checkpoints with nemo-oprd evaluate"
             )
-        oprd = self._distillation(model)
-        batch = next(data_iterator)
-        place = next(model.parameters()).device
-        batch = {name: batch[name].to(place, non_blocking=True) for name in ("tokens", "weight")}
-        length = batch["tokens"].shape[1]
+        oprd, read = self._distillation(model), next(data_iterator)
+        place, length = next(model.parameters()).device, read["tokens"].shape[1]
+        batch = {name: read[name].to(place, non_blocking=True) for name in ("tokens", "weight")}
         if get_model_config(model).context_parallel_size > 1:
             batch = batch_on_this_cp_rank(batch, unwrapped(model).pg_collection.cp)
         tokens_BS, weight_BS = batch["tokens"], batch["weight"]
@@ -149,7 +143,7 @@ class OPRDForwardStep:
 
     def _finish(self) -> None:
         """The metrics of an update, and the check that every layer received its gradient; all ranks call this."""
-        assert self._oprd is not None and self._reported is not None and self._teacher is not None
+        assert self._oprd and self._teacher and self._restore and self._reported is not None
         self._restore()
         self._teacher.wait()
         self.metrics = self._oprd.finish()

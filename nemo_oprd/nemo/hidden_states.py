@@ -63,10 +63,8 @@ def row_weights(rollouts: list[Rollout], length: int, loss: RepresentationLossCo
     table = make_rows(
         rollouts, positions=loss.positions, k=loss.k, position=loss.position, aggregation=loss.aggregation
     )
-    weight_BS = torch.zeros(len(rollouts), length)
-    weight_BS[torch.from_numpy(table.response), torch.from_numpy(table.position)] = torch.from_numpy(
-        table.weight
-    ).float()
+    weight_BS, places = torch.zeros(len(rollouts), length), (table.response, table.position)
+    weight_BS[tuple(map(torch.from_numpy, places))] = torch.from_numpy(table.weight).float()
     return weight_BS
 
 
@@ -110,9 +108,7 @@ class HiddenStateDistillation:
                 "loss.representation.weight is a schedule, or loss.representation.adaptive is on; expected a loss that "
                 "stays the same: make one HiddenStateDistillation per stage, each with a constant weight"
             )
-        self._chunks, self._teacher = (
-            _adopted(chunks, role) for chunks, role in ((student, "student"), (teacher, "teacher"))
-        )
+        self._chunks, self._teacher = _adopted(student, "student"), _adopted(teacher, "teacher")
         self._config = self._chunks[0].config
         refuse_unservable(self._config)
         refuse_untrainable(self._config)
@@ -166,15 +162,11 @@ class HiddenStateDistillation:
                     f"multiple of {size}: pad tokens and weights alike"
                 )
             weight = weight.chunk(size)[self._tensor_group.rank()]
-        weight = weight.flatten()
-        rows = weight.nonzero()[:, 0]
-        return rows, weight[rows]
+        rows = weight.flatten().nonzero()[:, 0]
+        return rows, weight.flatten()[rows]
 
     def capture(self, weight_BS: torch.Tensor) -> HiddenStateCapture:
         """The observer of the teacher's forward pass over one microbatch; `captured` then holds the targets.
-
-        Args:
-            weight_BS: [B, S], the weights of the microbatch's tokens.
 
         Raises:
             ValueError: the weights have another shape than the tokens can have.
@@ -207,16 +199,9 @@ class HiddenStateDistillation:
                     "observed(packed_seq_params, capture)"
                 )
         total, nowhere = sum(self._weights.values()), torch.zeros_like(rows)
-        targets = {
-            layer: LayerTarget(
-                rows,
-                weight,
-                nowhere,
-                states[layer],
-                float(self._loss.weight) * self._weights[layer] / total,  # type: ignore[arg-type]
-            )
-            for layer in self.layers
-        }
+        of_term = float(self._loss.weight)  # type: ignore[arg-type]
+        scales = {layer: of_term * self._weights[layer] / total for layer in self.layers}
+        targets = {layer: LayerTarget(rows, weight, nowhere, states[layer], scales[layer]) for layer in self.layers}
         # without sequence parallelism every tensor rank holds the same rows, and one of them counts
         counts_rows = bool(self._config.sequence_parallel) or self._tensor_group.rank() == 0
         dim_reduction, layers = self._loss.dim_reduction, sorted(self._weights)

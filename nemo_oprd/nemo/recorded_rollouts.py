@@ -32,12 +32,12 @@ class RolloutDataset(torch.utils.data.Dataset):
         samples: int,
         loss: RepresentationLossConfig | None = None,
     ) -> None:
-        """Checks the responses.
+        """Checks the responses, and the weights of the first update.
 
         Args:
             length: S, to which responses with their prompts are padded with id 0.
             global_batch_size: samples of an update over all data-parallel ranks.
-            samples: samples of the whole training.
+            samples: of the whole training.
             loss: says which tokens are supervised and how they are weighted.
 
         Raises:
@@ -68,7 +68,6 @@ class RolloutDataset(torch.utils.data.Dataset):
         return row_weights(batch, self._length, self._loss)
 
     def __len__(self) -> int:
-        """The samples of the whole training."""
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

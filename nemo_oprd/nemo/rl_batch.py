@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.loss_schema import LossConfig, OutputLossConfig, RepresentationLossConfig
+from nemo_oprd.config.loss_schema import LossConfig, RepresentationLossConfig
 from nemo_oprd.config.messages import build
 from nemo_oprd.nemo.hidden_states import row_weights
 
@@ -51,9 +51,8 @@ class Settings:
                 "Hugging Face model, such as teacher.model_name"
             )
         loss = build(LossConfig, section)
-        weights = {"representation": loss.representation.weight, "output": loss.output.weight}
-        for name, weight in weights.items():
-            if isinstance(weight, list):
+        for name in ("representation", "output"):
+            if isinstance(getattr(loss, name).weight, list):
                 raise ValueError(
                     f"policy.{SECTION}.{name}.weight is a schedule; expected a number: use nemo-oprd train for stages"
                 )
@@ -81,13 +80,10 @@ def rollouts_of(data: Mapping[str, Any]) -> list[Rollout]:
     """
     rollouts = []
     for i, length in enumerate(torch.as_tensor(data["input_lengths"]).tolist()):
-        ids, mask = data["input_ids"][i, :length].tolist(), data["token_mask"][i, :length]
-        taught = mask.nonzero()[:, 0] if float(data["sample_mask"][i]) else mask.new_zeros(0, dtype=torch.int64)
-        start = int(taught[0]) if len(taught) else length
-        flags = [0] * (length - start)
-        for place in (taught - start).tolist():
-            flags[place] = 1
-        rollouts.append(Rollout(ids[:start], ids[start:], flags))
+        ids, taught = data["input_ids"][i, :length].tolist(), data["token_mask"][i, :length] != 0
+        flags = (taught if float(data["sample_mask"][i]) else torch.zeros_like(taught)).int().tolist()
+        start = flags.index(1) if 1 in flags else length
+        rollouts.append(Rollout(ids[:start], ids[start:], flags[start:]))
     return rollouts
 
 
@@ -114,14 +110,10 @@ def with_weights(data: Any, loss: LossConfig, batch_size: int) -> Any:
         )
     terms = {HIDDEN_WEIGHT: loss.representation}
     if not loss.output.is_off:
-        terms[OUTPUT_WEIGHT] = rows_of_output(loss.output)
+        # every response token, at the position that predicts it
+        rows = RepresentationLossConfig(positions="all", position="predicting")
+        terms[OUTPUT_WEIGHT] = replace(rows, aggregation=loss.output.aggregation)
     updates = [rollouts[first : first + batch_size] for first in range(0, len(rollouts), batch_size)]
     for name, term in terms.items():
         data[name] = torch.cat([row_weights(update, length, term) for update in updates])
     return data
-
-
-def rows_of_output(output: OutputLossConfig) -> RepresentationLossConfig:
-    """The rows of the output-space term: every response token, at the position that predicts it."""
-    rows = RepresentationLossConfig(positions="all", position="predicting")
-    return replace(rows, aggregation=output.aggregation)

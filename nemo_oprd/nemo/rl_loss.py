@@ -23,6 +23,7 @@ from nemo_oprd.config.loss_schema import OutputLossConfig
 from nemo_oprd.losses.divergences import output_rows
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
+from nemo_oprd.models.megatron.versions import batch_on_this_cp_rank
 from nemo_oprd.nemo.rl_batch import OUTPUT_WEIGHT
 
 
@@ -38,11 +39,7 @@ class OPRDOutputLoss:
     input_type = LossInputType.LOGIT
 
     def __init__(self, output: OutputLossConfig, vocab_size: int) -> None:
-        """Checks the divergence.
-
-        Args:
-            output: the keys of `loss.output`, with a constant weight.
-            vocab_size: ids below it are real ones, in both models (`vocab_size` of their config.json).
+        """Takes the keys of `loss.output`; ids below `vocab_size`, which is that of config.json, are real ones.
 
         Raises:
             ValueError: the weight is a schedule, or an option is wrong.
@@ -57,11 +54,9 @@ class OPRDOutputLoss:
         self._read = 0
 
     def begin(self, teacher: torch.Tensor | None, groups: Any) -> None:
-        """The worker calls this before every forward pass of the student.
+        """The worker calls this before every forward pass of the student, with the model's `ProcessGroupCollection`.
 
-        Args:
-            teacher: the microbatch's logits [B, s, V] by the teacher; None before the last pipeline stage.
-            groups: Megatron's `ProcessGroupCollection` of the model.
+        `teacher` is the teacher's logits [B, s, V] of the microbatch; None before the last pipeline stage.
         """
         self._teacher, self._groups, self._read = teacher, groups, 0
 
@@ -93,10 +88,11 @@ class OPRDOutputLoss:
         teacher = self._teacher[:, self._read : self._read + logits.shape[1]]
         self._read += logits.shape[1]
         ranks = self._groups.cp.size()
-        place = _positions(logits.shape[1], ranks, self._groups.cp.rank(), logits.device)
-        length = ranks * logits.shape[1]
-        weight_N = _padded(data[OUTPUT_WEIGHT], length)[:, place].flatten()
-        token_N = _padded(data["input_ids"][:, 1:], length)[:, place].flatten()  # the token that a position predicts
+        # the weight of a position, and the token that it predicts
+        whole = {"weight": data[OUTPUT_WEIGHT], "token": data["input_ids"][:, 1:]}
+        whole = {name: _padded(values, ranks * logits.shape[1]) for name, values in whole.items()}
+        local = batch_on_this_cp_rank(whole, self._groups.cp) if ranks > 1 else whole
+        weight_N, token_N = local["weight"].flatten(), local["token"].flatten()
         rows = weight_N.nonzero()[:, 0]
         value, surrogate = self._rows(
             logits.flatten(0, 1), teacher.flatten(0, 1), rows, token_N[rows], weight_N[rows].float()
@@ -124,29 +120,14 @@ class OPRDOutputLoss:
         assert self._loss is not None
         for chunk in (slice(first, first + self._chunk) for first in range(0, len(rows), self._chunk)):
             raw_CV = student[rows[chunk]].float()
-            found = output_rows(
-                self._loss,
-                raw_CV.detach().clone(),
-                token_N[chunk],
-                shard,
-                teacher_logits_CV=teacher[rows[chunk]].float().clone(),
-            )
+            logits_CV, teacher_CV = raw_CV.detach().clone(), teacher[rows[chunk]].float().clone()
+            found = output_rows(self._loss, logits_CV, token_N[chunk], shard, teacher_logits_CV=teacher_CV)
             assert found.grad_logits is not None
             value = value + (found.value * weight_N[chunk]).sum()
             surrogate = surrogate + (raw_CV * found.grad_logits * weight_N[chunk, None]).sum()
         return value, surrogate
 
 
-def _positions(count: int, ranks: int, rank: int, place: torch.device) -> torch.Tensor:
-    """int64 [s]: positions of a context rank's tokens in the whole sequence, in Megatron's zigzag order."""
-    if ranks == 1:
-        return torch.arange(count, device=place)
-    half = count // 2
-    starts = (rank * half, (2 * ranks - 1 - rank) * half)
-    return torch.cat([torch.arange(start, start + half, device=place) for start in starts])
-
-
 def _padded(values_BS: torch.Tensor, length: int) -> torch.Tensor:
     """[B, length], filled up with 0, or without the padding that the pack left out."""
-    values_BS = values_BS[:, :length]
-    return torch.nn.functional.pad(values_BS, (0, length - values_BS.shape[1]))
+    return torch.nn.functional.pad(values_BS, (0, length - values_BS.shape[1])).contiguous()

@@ -22,38 +22,18 @@ from nemo_oprd.models.megatron.observed_layer import ObservedSequences
 
 # settings of a model provider that the teacher's must share with the student's: layout, precision, and where it is
 _SHARED = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "sequence_parallel",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "bf16",
-    "params_dtype",
-    "pipeline_dtype",
-    "autocast_dtype",
-    "attention_backend",
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split expert_model_parallel_size "
+    "expert_tensor_parallel_size bf16 params_dtype pipeline_dtype autocast_dtype attention_backend"
 )
 
 
 class TeacherBeside:
-    """This rank's stage of an adopted, frozen teacher.
-
-    Attributes:
-        model: the stage, wrapped or not.
-    """
+    """This rank's stage of an adopted, frozen teacher: `model`, wrapped or not."""
 
     def __init__(self, model: torch.nn.Module, pipeline: dist.ProcessGroup) -> None:
-        """Makes the groups over which states pass; every rank of the job calls this at the same place.
-
-        Args:
-            pipeline: the student's pipeline group of this rank.
-        """
+        """Makes groups like the student's `pipeline`; every rank of the job calls this at the same place."""
         self.model = model
         self._last = bool(unwrapped(model).post_process)
         self._links = _Links(pipeline)
@@ -72,10 +52,7 @@ class TeacherBeside:
         Args:
             tokens_BS: what the student's stage is about to read.
             sequences: with the teacher's observer.
-            logits: whether the last stage computes them; the same on all stages.
-
-        Returns:
-            The logits [B, S, V] on the last stage, if they were asked for.
+            logits: whether the last stage returns its logits [B, S, V]; the same on all stages.
         """
         model: Any = unwrapped(self.model)
         # on the last stage a GPTModel without post_process returns its final hidden state
@@ -83,8 +60,7 @@ class TeacherBeside:
         self.wait()  # for the microbatch before; its receiver has been called by now
         with torch.no_grad():
             if self._links.previous is not None:
-                received = self._links.receive(_hidden_shape(tokens_BS, model), model.config, tokens_BS.device)
-                model.set_input_tensor(received)
+                model.set_input_tensor(self._links.receive(tokens_BS, model))
             output = self.model(tokens_BS, None, attention_mask, packed_seq_params=sequences)
         if self._links.next is not None:
             self._sent = self._links.send(output.contiguous())
@@ -109,7 +85,7 @@ def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> Teache
         ValueError: as `adopt`.
     """
     groups = unwrapped(chunk).pg_collection
-    for name in _SHARED:
+    for name in _SHARED.split():
         if hasattr(student, name) and hasattr(provider, name):
             setattr(provider, name, getattr(student, name))
     provider.finalize()
@@ -129,10 +105,8 @@ def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> Teache
 def after_backward(config: Any, then: Callable[[], None]) -> Callable[[], None]:
     """Has `then` called after the last backward pass of every update, on every rank, before the optimizer's step.
 
-    Megatron's schedules call the `finalize_model_grads_func` of a model's config there.
-
-    Returns:
-        A function that restores the config. Call it before anything writes the config into a checkpoint.
+    Megatron's schedules call the `finalize_model_grads_func` of a model's config there. Call the result, which restores
+    the config, before anything writes the config into a checkpoint.
     """
     original = config.finalize_model_grads_func
 
@@ -175,15 +149,11 @@ class _Links:
         assert work is not None
         return work, hidden_SBD
 
-    def receive(self, shape: tuple[int, int, int], config: Any, place: torch.device) -> torch.Tensor:
-        """The hidden state of the stage before."""
-        received = torch.empty(shape, dtype=config.pipeline_dtype or config.params_dtype, device=place)
+    def receive(self, tokens_BS: torch.Tensor, model: Any) -> torch.Tensor:
+        """The hidden state [S, B, D] of the stage before, for the next stage of `model`."""
+        (batch, length), config = tokens_BS.shape, model.config
+        parts = model.decoder.tp_group.size() if config.sequence_parallel else 1
+        dtype = config.pipeline_dtype or config.params_dtype
+        received = torch.empty(length // parts, batch, config.hidden_size, dtype=dtype, device=tokens_BS.device)
         dist.recv(received, self.previous, group=self._group)
         return received
-
-
-def _hidden_shape(tokens_BS: torch.Tensor, model: Any) -> tuple[int, int, int]:
-    """[S, B, D] of the state that a stage of `model` receives."""
-    batch, length = tokens_BS.shape
-    parts = model.decoder.tp_group.size() if model.config.sequence_parallel else 1
-    return length // parts, batch, model.config.hidden_size

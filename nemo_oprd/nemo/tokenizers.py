@@ -50,18 +50,15 @@ def write_tokenizer(tokenizer: Any, directory: str | Path, chat_template: str | 
         raise ValueError(
             f"{kind}.chat_template={template!r}: expected a Jinja template; give one in tokenizer.chat_template"
         )
-    if hasattr(inner, "serialized_model_proto"):
-        saved = _from_sentencepiece(tokenizer)
-    elif hasattr(inner, "save_pretrained"):
-        saved = inner
-    else:
+    is_sentencepiece = hasattr(inner, "serialized_model_proto")
+    if not is_sentencepiece and not hasattr(inner, "save_pretrained"):
         raise ValueError(
             f"tokenizer {kind}: expected NeMo's AutoTokenizer or SentencePieceTokenizer; give one of them, or leave "
             "the tokenizer to the model's directory"
         )
-    eos = tokenizer.eos_id
-    if eos is None or eos < 0:
+    if (eos := tokenizer.eos_id) is None or eos < 0:
         raise ValueError(f"tokenizer {kind}: eos_id={eos}, expected the id that ends a response; set its eos token")
+    saved: Any = _from_sentencepiece(tokenizer) if is_sentencepiece else inner
     directory.mkdir(parents=True)
     saved.save_pretrained(str(directory))
     if template is not None:
@@ -74,13 +71,8 @@ def write_tokenizer(tokenizer: Any, directory: str | Path, chat_template: str | 
 def with_tokenizer(model: ModelSource, tokenizer: Any, target: str | Path, chat_template: str | None = None) -> Path:
     """`target`: a model directory or Megatron checkpoint with the weights of `model` (links) and another tokenizer.
 
-    Several processes may make the same one. A target that is there is used again.
-
-    Args:
-        model: where the weights and config.json are.
-        tokenizer: NeMo's `AutoTokenizer` or `SentencePieceTokenizer`.
-        target: its parent directories are made, too.
-        chat_template: Jinja, in place of the tokenizer's own.
+    Several processes may make the same one. A target that is there is used again. For the tokenizer and the template
+    see `write_tokenizer`.
 
     Raises:
         ValueError: as `write_tokenizer`; there is no such model, or `target` is there with another model or tokenizer.
@@ -104,11 +96,16 @@ def with_tokenizer(model: ModelSource, tokenizer: Any, target: str | Path, chat_
                 shutil.copyfile(file, place / file.name)
         # once more, because transformers reads the files differently if config.json says e.g. qwen2
         _compare(tokenizer, Tokenizer.load(place))
-        if not _rename(partial, target) and _content(partial) != _content(target):
-            raise ValueError(
-                f"{target}: made for another model or tokenizer than {model.path} with the tokenizer of this run; "
-                "expected the same ones: choose another run directory"
-            )
+        try:
+            partial.rename(target)
+        except OSError as error:
+            if not target.is_dir():
+                raise
+            if _content(partial) != _content(target):  # it is of another process, or of an earlier start of this run
+                raise ValueError(
+                    f"{target}: made for another model or tokenizer than {model.path} with the tokenizer of this run; "
+                    "expected the same ones: choose another run directory"
+                ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
@@ -131,17 +128,6 @@ def use_tokenizer(config: Config, tokenizer: Any, directory: Path, chat_template
         model.hf_path, model.checkpoint = (path, None) if model.hf_path else (None, path)
 
 
-def _rename(partial: Path, target: Path) -> bool:
-    """Whether it could be; not if the target is there, from another process or an earlier start of this run."""
-    try:
-        partial.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        return False
-    return True
-
-
 def _link(entries: Iterable[Path], directory: Path) -> None:
     for entry in entries:
         (directory / entry.name).symlink_to(entry)
@@ -149,13 +135,11 @@ def _link(entries: Iterable[Path], directory: Path) -> None:
 
 def _content(directory: Path) -> dict[str, str | bytes]:
     """Per file below a directory of `with_tokenizer`: where its link leads, or what it holds."""
-    found: dict[str, str | bytes] = {}
-    for file in directory.rglob("*"):  # does not follow links to directories
-        if file.is_symlink():
-            found[str(file.relative_to(directory))] = os.readlink(file)
-        elif file.is_file():
-            found[str(file.relative_to(directory))] = file.read_bytes()
-    return found
+    return {
+        str(file.relative_to(directory)): os.readlink(file) if file.is_symlink() else file.read_bytes()
+        for file in directory.rglob("*")  # does not follow links to directories
+        if file.is_symlink() or file.is_file()
+    }
 
 
 def _compare(tokenizer: Any, written: Tokenizer) -> None:

@@ -12,7 +12,6 @@ import yaml
 from nemo_oprd.commands.from_nemo_rl.keys import ranks, translate
 from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
 from nemo_oprd.config.loading import from_composed, load_config
-from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.output_directories import check_file
 
@@ -29,10 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the configuration, and prints where it is, what has no counterpart, and what to run next.
+    """Writes the configuration, which is checked before, and prints where it is, the notes, and what to run next.
 
-    Everything is computed and checked before the file is written. Without `--output`, the configuration is printed,
-    with the notes as comments.
+    Without `--output`, the configuration is printed, with the notes as comments.
 
     Raises:
         ValueError: the recipe cannot be read, is none of distillation, or has values that the configuration refuses;
@@ -51,7 +49,9 @@ def run(options: argparse.Namespace) -> None:
     checked = from_composed(made.config, name)  # refuses what the configuration refuses, with the recipe's name
     lines = [f"Made of the recipe {path.name} of NeMo-RL. Without a counterpart, or not the same:", *made.notes]
     text = "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(made.config, sort_keys=False)
-    assert _read_back(text) == checked, "the notes have changed the configuration"
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "made.yaml").write_text(text)
+        assert load_config("made", [], folder) == checked, "the notes have changed the configuration"
     if target is None:
         print(text, end="")
         return
@@ -75,10 +75,3 @@ def _check_output(target: Path, recipe: Path) -> None:
             f"--output {target}: is the recipe itself, which would be lost; expected another file: name a new one"
         )
     check_file(target, "from-nemo-rl", "--output", "# Made of the recipe ")
-
-
-def _read_back(text: str) -> Config:
-    """What other commands read from a file with this text."""
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "made.yaml").write_text(text)
-        return load_config("made", [], folder)

@@ -1,13 +1,13 @@
 """A distillation recipe of NeMo-RL as this project's configuration, and the list of what has no counterpart.
 
-Tables of (key of the recipe, key here, how its value is read) hold what is translated key by key; functions hold what
-depends on several keys, and what is not the same here and is said in a note. The batch, the models and layouts, the
-sampling, the optimizer, the loss, and the schedules of validation and checkpoints are translated. Everything else of
-the recipe is listed with a reason (`_WITHOUT_COUNTERPART`), or as unknown.
+Tables of rows hold what is translated key by key; functions hold what depends on several keys, and what is not the same
+here and is said in a note. Everything else of the recipe is listed with a reason (`_WITHOUT_COUNTERPART`), or as
+unknown.
 """
 
 from __future__ import annotations
 
+from itertools import count, takewhile
 from typing import Any
 
 from nemo_oprd.commands.from_nemo_rl.optimizer import translate_optimizer
@@ -22,8 +22,7 @@ def _one_or_more(recipe: Recipe, key: str) -> int:
 
 def _size(recipe: Recipe, key: str) -> int | None:
     """A parallel size; None for 1, the default here."""
-    size = _one_or_more(recipe, key)
-    return size if size > 1 else None
+    return size if (size := _one_or_more(recipe, key)) > 1 else None
 
 
 # below a model's megatron_cfg or dtensor_cfg -> below `student` or `teacher`
@@ -109,11 +108,7 @@ _WITHOUT_COUNTERPART = {
 
 
 def translate(values: dict[str, Any], name: str, models: str) -> Translated:
-    """Translates a loaded recipe.
-
-    Args:
-        name: of the recipe, for the run's directory.
-        models: the directory of the Hugging Face models; a model is below it under the last part of its name.
+    """Translates the loaded recipe `name`; its models are below the directory `models`, by their last names.
 
     Raises:
         ValueError: the recipe is not one of distillation, or has a value of the wrong type or out of range.
@@ -127,14 +122,8 @@ def translate(values: dict[str, Any], name: str, models: str) -> Translated:
     made.set("output", f"runs/{name}")
     made.set("seed", recipe.number("distillation.seed", whole=True, low=0))
     _models(recipe, made, models.rstrip("/"))
-    _batch(recipe, made)
-    _sampling(recipe, made)
-    translate_optimizer(recipe, made)
-    _loss(recipe, made)
-    _data(recipe, made)
-    _services(recipe, made)
-    for line in _left_over(recipe):
-        made.note(line)
+    for part in (_batch, _sampling, translate_optimizer, _loss, _data, _services, _left_over):
+        part(recipe, made)
     return made
 
 
@@ -153,15 +142,13 @@ def _models(recipe: Recipe, made: Translated, models: str) -> None:
         "teachers: another tokenizer is read as text and aligned by bytes (docs/tokenizers.md), and there is no "
         "projection between vocabularies; responses are sampled by the student, not read from data"
     )
-    i = 1
-    while recipe.has(f"teachers.{i}"):
-        model = _model_name(recipe, f"teachers.{i}")
-        recipe.get(f"teachers.{i}")
+    for other in takewhile(recipe.has, (f"teachers.{i}" for i in count(1))):
+        model = _model_name(recipe, other)
+        recipe.get(other)
         made.note(
-            f"teachers.{i}={model}: left out, because a response has one teacher; data_sources may choose among "
-            "several (docs/teachers.md)"
+            f"{other}={model}: left out, because a response has one teacher; data_sources may choose among several "
+            "(docs/teachers.md)"
         )
-        i += 1
 
 
 def _model_name(recipe: Recipe, prefix: str) -> str:
@@ -174,17 +161,19 @@ def _model_name(recipe: Recipe, prefix: str) -> str:
 def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
     """Parallel sizes and recomputation, of the backend that is enabled."""
     megatron = recipe.flag(f"{prefix}.megatron_cfg.enabled")
-    group, unused = ("megatron_cfg", "dtensor_cfg") if megatron else ("dtensor_cfg", "megatron_cfg")
-    recipe.get(f"{prefix}.{unused}")
-    for inactive in ("optimizer", "scheduler") if megatron else ():
-        recipe.get(f"{prefix}.{inactive}")
-    recipe.flag(f"{prefix}.{group}.enabled")
+    used, *unused = (
+        ("megatron_cfg", "dtensor_cfg", "optimizer", "scheduler") if megatron else ("dtensor_cfg", "megatron_cfg")
+    )
+    for name in unused:
+        recipe.get(f"{prefix}.{name}")
+    group = f"{prefix}.{used}"
+    recipe.flag(f"{group}.enabled")
     tensor = "tensor_model_parallel_size" if megatron else "tensor_parallel_size"
-    made.take(recipe, ((tensor, "parallel.tensor", _size), *_LAYOUT), f"{prefix}.{group}.", f"{role}.")
+    made.take(recipe, ((tensor, "parallel.tensor", _size), *_LAYOUT), f"{group}.", f"{role}.")
     if megatron:
-        _dispatcher(recipe, made, role, f"{prefix}.{group}")
-    if role == "student" and recipe.flag(f"{prefix}.{group}.activation_checkpointing"):
-        made.set("student.recompute", recipe.text(f"{prefix}.{group}.recompute_granularity", "full"))
+        _dispatcher(recipe, made, role, group)
+    if role == "student" and recipe.flag(f"{group}.activation_checkpointing"):
+        made.set("student.recompute", recipe.text(f"{group}.recompute_granularity", "full"))
 
 
 def _dispatcher(recipe: Recipe, made: Translated, role: str, group: str) -> None:
@@ -219,8 +208,7 @@ def _batch(recipe: Recipe, made: Translated) -> None:
 def _sampling(recipe: Recipe, made: Translated) -> None:
     key = "policy.generation"
     total = recipe.count("policy.max_total_sequence_length")
-    new = recipe.count(f"{key}.max_new_tokens", total)
-    prompt = recipe.count("data.max_input_seq_length", total)
+    new, prompt = recipe.count(f"{key}.max_new_tokens", total), recipe.count("data.max_input_seq_length", total)
     made.set("rollout.max_new_tokens", new)
     made.set("data.max_prompt_tokens", prompt)
     if new and prompt:
@@ -232,23 +220,18 @@ def _sampling(recipe: Recipe, made: Translated) -> None:
                 "microbatch must hold their sum: lower both to what your data need"
             )
     if made.choose(recipe, f"{key}.backend", "rollout.engine", {"vllm": "vllm", "megatron": "megatron"}) == "vllm":
-        _servers(recipe, made, key)
+        made.take(recipe, _SERVERS)
+        if not recipe.flag(f"{key}.colocated.enabled", default=True):
+            gpus = _gpus(recipe, f"{key}.colocated.resources")
+            made.set("rollout.vllm.placement", "dedicated")
+            made.set("rollout.vllm.replicas", max(1, gpus // made.get("rollout.vllm.tensor")))
+        if recipe.flag(f"{key}.vllm_cfg.enforce_eager"):
+            made.set("rollout.vllm.flags", ["--enforce-eager"])
         return
     recipe.get(f"{key}.vllm_cfg")
     if not recipe.flag(f"{key}.colocated.enabled", default=True):
         recipe.get(f"{key}.colocated")
         made.note(f"{key}.colocated.enabled=false: rollout.engine=megatron samples on the ranks that train")
-
-
-def _servers(recipe: Recipe, made: Translated, key: str) -> None:
-    """vLLM's servers: their sizes, and their GPUs."""
-    made.take(recipe, _SERVERS)
-    if not recipe.flag(f"{key}.colocated.enabled", default=True):
-        gpus = _gpus(recipe, f"{key}.colocated.resources")
-        made.set("rollout.vllm.placement", "dedicated")
-        made.set("rollout.vllm.replicas", max(1, gpus // made.get("rollout.vllm.tensor")))
-    if recipe.flag(f"{key}.vllm_cfg.enforce_eager"):
-        made.set("rollout.vllm.flags", ["--enforce-eager"])
 
 
 def _loss(recipe: Recipe, made: Translated) -> None:
@@ -314,14 +297,13 @@ def _loss_temperature(recipe: Recipe, made: Translated) -> None:
 def _data(recipe: Recipe, made: Translated) -> None:
     for split in ("train", "validation"):
         key = f"data.{split}"
-        given = recipe.peek(key)
-        prefix = f"{key}.0" if isinstance(given, list) else key
+        prefix = f"{key}.0" if isinstance(recipe.peek(key), list) else key
         if not isinstance(recipe.peek(prefix), dict):
             continue
-        name = recipe.text(f"{prefix}.dataset_name", split)
-        path = recipe.text(f"{prefix}.data_path")
+        name, path = recipe.text(f"{prefix}.dataset_name", split), recipe.text(f"{prefix}.data_path")
+        label = name.rpartition("/")[2].lower()
         if path is None:
-            path = f"data/{name.rpartition('/')[2].lower()}.jsonl"
+            path = f"data/{label}.jsonl"
             made.note(f"{prefix}.dataset_name={name}: write its prompts to a new file {path} (docs/data.md)")
         else:
             made.note(
@@ -330,10 +312,9 @@ def _data(recipe: Recipe, made: Translated) -> None:
             )
         if split == "train":
             made.set("data.train", path)
-            continue
-        label = "".join(letter if letter.isalnum() else "_" for letter in name.rpartition("/")[2].lower())
-        made.set("data.validation", {label: path})
-        _evaluation(recipe, made, prefix)
+        else:
+            made.set("data.validation", {"".join(c if c.isalnum() else "_" for c in label): path})
+            _evaluation(recipe, made, prefix)
     if recipe.names("data.shuffle") and not recipe.flag("data.shuffle"):
         made.note("data.shuffle=false: the order of prompts is a permutation that the seed determines")
     made.take(recipe, _TOKENIZER)
@@ -343,8 +324,7 @@ def _data(recipe: Recipe, made: Translated) -> None:
 
 def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
     """Validation of a set; here the first and the last step are always evaluated, or none is."""
-    repeat = recipe.count(f"{prefix}.repeat")
-    limit = recipe.count("distillation.max_val_samples")
+    repeat, limit = recipe.count(f"{prefix}.repeat"), recipe.count("distillation.max_val_samples")
     made.set("evaluation.samples", repeat)
     made.set("evaluation.limit", limit)
     if limit and repeat and repeat > 1:
@@ -379,10 +359,10 @@ def _services(recipe: Recipe, made: Translated) -> None:
     if recipe.flag("logger.wandb_enabled"):
         made.set("logging.wandb", recipe.text("logger.wandb.project"))
     for name in ("wandb", "swanlab", "mlflow", "tensorboard"):
-        if not recipe.flag(f"logger.{name}_enabled"):
+        enabled, served = recipe.flag(f"logger.{name}_enabled"), name in ("wandb", "tensorboard")
+        if not (enabled and served):
             recipe.get(f"logger.{name}")
-        elif name in ("swanlab", "mlflow"):
-            recipe.get(f"logger.{name}")
+        if enabled and not served:
             made.note(f"logger.{name}_enabled=true: metrics go to the run's directory, TensorBoard and W&B only")
     if not recipe.flag("logger.monitor_gpus"):
         recipe.get("logger.gpu_monitoring")
@@ -406,34 +386,29 @@ def _kept_checkpoints(recipe: Recipe, made: Translated) -> None:
 
 
 def ranks(values: dict[str, Any]) -> int:
-    """The GPUs of the recipe's cluster.
-
-    Raises:
-        ValueError: their number is none.
-    """
+    """The GPUs of the recipe's cluster. Raises ValueError for numbers that are none."""
     return _gpus(Recipe(values), "cluster")
 
 
 def _gpus(recipe: Recipe, group: str) -> int:
-    gpus, nodes = (_one_or_more(recipe, f"{group}.{name}") for name in ("gpus_per_node", "num_nodes"))
-    return int(gpus * nodes)
+    return _one_or_more(recipe, f"{group}.gpus_per_node") * _one_or_more(recipe, f"{group}.num_nodes")
 
 
-def _left_over(recipe: Recipe) -> list[str]:
-    """One line per group of keys that nothing was made of, and per unknown key."""
+def _left_over(recipe: Recipe, made: Translated) -> None:
+    """One note per group of keys that nothing was made of, and then per unknown key."""
     groups: dict[str, list[str]] = {}
-    unknown = []
-    prefixes = sorted(_WITHOUT_COUNTERPART, key=len, reverse=True)
+    unknown: list[str] = []
     for key, value in recipe.unread().items():
-        prefix = next((prefix for prefix in prefixes if f"{key}.".startswith(f"{prefix}.")), None)
         shown = "(not shown)" if SECRET_KEY.search(key) else value
-        if prefix is None:
+        prefixes = [prefix for prefix in _WITHOUT_COUNTERPART if f"{key}.".startswith(f"{prefix}.")]
+        if prefixes:
+            prefix = max(prefixes, key=len)
+            groups.setdefault(prefix, []).append(f"{key.removeprefix(prefix).lstrip('.')}={shown}".lstrip("="))
+        else:
             reason = "there is no quantization" if "quant" in key or "modelopt" in key else "unknown here"
             unknown.append(f"{key}={shown}: {reason}")
-        else:
-            groups.setdefault(prefix, []).append(f"{key.removeprefix(prefix).lstrip('.')}={shown}".lstrip("="))
-    lines = []
     for prefix, items in groups.items():
-        shown = ", ".join(items) if len(items) <= _SHOWN else f"{len(items)} keys"
-        lines.append(f"{prefix} ({shown}): {_WITHOUT_COUNTERPART[prefix]}")
-    return lines + unknown
+        listed = ", ".join(items) if len(items) <= _SHOWN else f"{len(items)} keys"
+        made.note(f"{prefix} ({listed}): {_WITHOUT_COUNTERPART[prefix]}")
+    for line in unknown:
+        made.note(line)

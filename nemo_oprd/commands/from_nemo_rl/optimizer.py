@@ -8,9 +8,6 @@ from typing import Any
 from nemo_oprd.commands.from_nemo_rl.recipe import Reader, Recipe, Row, Translated, wrong
 from nemo_oprd.config.schema import TrainConfig
 
-# torch's own values, which hold where a recipe names none
-_LINEAR_START, _LINEAR_END, _LINEAR_STEPS, _CONSTANT_FACTOR = 1 / 3, 1.0, 5, 1 / 3
-
 
 def _if_there(read: Callable[..., Any], default: Any) -> Reader:
     """Reads a key that is there, with `default` for null; None, which leaves our default, for one that is not."""
@@ -34,12 +31,13 @@ def _list_of_betas(recipe: Recipe, key: str) -> list[float] | None:
 
 
 _NO_CLIPPING_FOR_NULL = _if_there(Recipe.not_negative, default=0.0)
+_MEGATRON = "policy.megatron_cfg.optimizer"
 _MEGATRON_OPTIMIZER: tuple[Row, ...] = (
-    *((name, f"train.{name}", Recipe.number) for name in ("lr", "min_lr", "weight_decay", "adam_eps")),
-    ("adam_beta", "train.betas", _adam_betas),
-    ("use_distributed_optimizer", "train.distributed_optimizer", _if_there(Recipe.flag, default=False)),
+    *((f"{_MEGATRON}.{name}", f"train.{name}", Recipe.number) for name in ("lr", "min_lr", "weight_decay", "adam_eps")),
+    (f"{_MEGATRON}.adam_beta", "train.betas", _adam_betas),
+    (f"{_MEGATRON}.use_distributed_optimizer", "train.distributed_optimizer", _if_there(Recipe.flag, default=False)),
     # Megatron clips at its own key; without it, at 1, which is the default here, too
-    ("clip_grad", "train.clip_grad", _NO_CLIPPING_FOR_NULL),
+    (f"{_MEGATRON}.clip_grad", "train.clip_grad", _NO_CLIPPING_FOR_NULL),
 )
 _TORCH_OPTIMIZER: tuple[Row, ...] = (
     ("policy.optimizer.kwargs.lr", "train.lr", Recipe.number),
@@ -48,16 +46,22 @@ _TORCH_OPTIMIZER: tuple[Row, ...] = (
     ("policy.optimizer.kwargs.betas", "train.betas", _list_of_betas),
     ("policy.max_grad_norm", "train.clip_grad", _NO_CLIPPING_FOR_NULL),
 )
+# whether Megatron trains -> (the key of the optimizer's name, AdamW's name, the optimizer's other keys)
+_OPTIMIZERS: dict[bool, tuple[str, str, tuple[Row, ...]]] = {
+    True: (f"{_MEGATRON}.optimizer", "adam", _MEGATRON_OPTIMIZER),
+    False: ("policy.optimizer.name", "AdamW", _TORCH_OPTIMIZER),
+}
 
 
 def translate_optimizer(recipe: Recipe, made: Translated) -> None:
-    """Sets train.lr and what belongs to it, after train.steps was set.
-
-    Raises:
-        ValueError: a value of the wrong type or out of range.
-    """
+    """Sets train.lr and what belongs to it, after train.steps was set. Raises ValueError for a wrong value."""
     megatron = recipe.flag("policy.megatron_cfg.enabled")
-    style, warmup = _megatron(recipe, made) if megatron else _torch(recipe, made)
+    key, adam, rows = _OPTIMIZERS[megatron]
+    name = recipe.text(key, adam)
+    if name.rpartition(".")[2] != adam:
+        made.note(f"{key}={name}: AdamW is taken, the one optimizer here")
+    made.take(recipe, rows)
+    style, warmup = _megatron_schedule(recipe, made) if megatron else _torch_schedule(recipe, made)
     made.set("train.schedule", style if style in ("constant", "cosine") else "constant")
     if style not in ("constant", "cosine"):
         made.note(f"the schedule {style} of the learning rate: constant is taken")
@@ -70,30 +74,15 @@ def translate_optimizer(recipe: Recipe, made: Translated) -> None:
         )
 
 
-def _megatron(recipe: Recipe, made: Translated) -> tuple[str, int]:
-    """Megatron's optimizer; returns the name of the schedule and the steps of warm-up."""
-    key, schedule = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
-    _adam(recipe, made, f"{key}.optimizer", "adam")
-    made.take(recipe, _MEGATRON_OPTIMIZER, f"{key}.")
+def _megatron_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
+    """(Name of the schedule, steps of warm-up); notes a gradient clipping that Megatron does not read."""
     taken, unused = made.get("train.clip_grad", TrainConfig().clip_grad), recipe.not_negative("policy.max_grad_norm")
     if unused is not None and unused != taken:
-        made.note(f"policy.max_grad_norm={unused}: Megatron clips at {key}.clip_grad, here train.clip_grad={taken}")
-    style = recipe.text(f"{schedule}.lr_decay_style", "constant")
-    return style, recipe.not_negative(f"{schedule}.lr_warmup_iters", 0, whole=True)
-
-
-def _torch(recipe: Recipe, made: Translated) -> tuple[str, int]:
-    """torch's optimizer; returns the name of the schedule and the steps of warm-up."""
-    _adam(recipe, made, "policy.optimizer.name", "AdamW")
-    made.take(recipe, _TORCH_OPTIMIZER)
-    return _torch_schedule(recipe, made)
-
-
-def _adam(recipe: Recipe, made: Translated, key: str, adam: str) -> None:
-    """Notes an optimizer other than AdamW, whose name is `adam` in this backend."""
-    name = recipe.text(key, adam)
-    if name.rpartition(".")[2] != adam:
-        made.note(f"{key}={name}: AdamW is taken, the one optimizer here")
+        made.note(
+            f"policy.max_grad_norm={unused}: Megatron clips at {_MEGATRON}.clip_grad, here train.clip_grad={taken}"
+        )
+    style = recipe.text("policy.megatron_cfg.scheduler.lr_decay_style", "constant")
+    return style, recipe.not_negative("policy.megatron_cfg.scheduler.lr_warmup_iters", 0, whole=True)
 
 
 def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
@@ -111,7 +100,7 @@ def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
             style = "cosine"
             made.set("train.min_lr", recipe.not_negative(f"{key}.kwargs.eta_min"))
         elif name == "ConstantLR":
-            factor = recipe.number(f"{key}.kwargs.factor", _CONSTANT_FACTOR)
+            factor = recipe.number(f"{key}.kwargs.factor", 1 / 3)
             recipe.get(f"{key}.kwargs")
             if factor != 1:
                 made.note(f"{key}=ConstantLR with factor={factor:.6g}: not taken, the learning rate stays train.lr")
@@ -123,11 +112,10 @@ def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
 
 
 def _linear(recipe: Recipe, made: Translated, key: str, *, first: bool) -> int:
-    """The steps of a linear warm-up; 0 for a LinearLR that is none."""
+    """The steps of a linear warm-up, with torch's own values by default; 0 for a LinearLR that is none."""
     kwargs = f"{key}.kwargs"
-    start = recipe.number(f"{kwargs}.start_factor", _LINEAR_START)
-    end = recipe.number(f"{kwargs}.end_factor", _LINEAR_END)
-    steps = recipe.not_negative(f"{kwargs}.total_iters", _LINEAR_STEPS, whole=True)
+    start, end = recipe.number(f"{kwargs}.start_factor", 1 / 3), recipe.number(f"{kwargs}.end_factor", 1.0)
+    steps = recipe.not_negative(f"{kwargs}.total_iters", 5, whole=True)
     what = f"{key}=LinearLR from start_factor={start:.6g} to end_factor={end:.6g} in total_iters={steps}"
     if not first or not start < end or end != 1:
         made.note(f"{what}: not taken; a linear schedule is a warm-up to train.lr at the start only")

@@ -8,21 +8,22 @@ compute (`${mul:2, 3}`). What was not asked for is left over: `Recipe.unread` na
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from nemo_oprd.runtime.files import why_no_file
 
 # longer values are cut off in messages
 _LONGEST = 80
-_RESOLVERS = {
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "max": lambda a, b: max(a, b),
-}
+_RESOLVERS: dict[str, Callable[..., Any]] = {"mul": operator.mul, "div": operator.truediv, "max": max}
 
 
 def load_recipe(path: str | Path) -> dict[str, Any]:
@@ -32,10 +33,6 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
         ValueError: a file is missing or no mapping, files inherit from each other in a circle, or a reference leads
             nowhere.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
@@ -50,8 +47,6 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def _inherited(path: Path, above: tuple[Path, ...]) -> Any:
-    from omegaconf import DictConfig, ListConfig, OmegaConf
-
     file = path.resolve()
     if file in above:
         raise ValueError(
@@ -72,8 +67,6 @@ def _inherited(path: Path, above: tuple[Path, ...]) -> Any:
 
 
 def _merged(below: Any, above: Any) -> Any:
-    from omegaconf import DictConfig, OmegaConf
-
     for name in list(above.keys()):
         group = above._get_node(name)
         if isinstance(group, DictConfig) and not group._is_none() and group.get("_override_", False):
@@ -91,7 +84,7 @@ def wrong(key: str, value: Any, expected: str) -> ValueError:
 
 @dataclass
 class Translated:
-    """The configuration as nested keys, and the notes on what is not the same, in the recipe's order."""
+    """The configuration as nested keys, and the notes on what is not the same."""
 
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -134,7 +127,10 @@ class Translated:
 
 
 class Recipe:
-    """The values of a recipe by key, such as `policy.generation.temperature`, and which of them were read."""
+    """The values of a recipe by key, such as `policy.generation.temperature`, and which of them were read.
+
+    Methods that read a value of a type raise ValueError for another one.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -147,11 +143,7 @@ class Recipe:
         return default if value is None else value
 
     def number(self, key: str, default: Any = None, *, whole: bool = False, low: float | None = None) -> Any:
-        """As `get`, for a number: an int if `whole`, and not below `low`.
-
-        Raises:
-            ValueError: the value is none. A number in quotes is a text, as for NeMo-RL.
-        """
+        """As `get`, for a number: an int if `whole`, and not below `low`. A number in quotes is a text."""
         value = self.get(key, default)
         if not self.has(key):
             return value
@@ -165,14 +157,14 @@ class Recipe:
     not_negative = partialmethod(number, low=0)
 
     def text(self, key: str, default: str | None = None) -> Any:
-        """As `get`, for a text that is not empty. Raises ValueError for another value."""
+        """As `get`, for a text that is not empty."""
         value = self.get(key, default)
         if self.has(key) and not (isinstance(value, str) and value.strip()):
             raise wrong(key, value, "a text")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """As `get`, for true or false. Raises ValueError for another value."""
+        """As `get`, for true or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise wrong(key, value, "true or false, without quotes")
@@ -182,12 +174,10 @@ class Recipe:
         """The value, or None; the key stays unread."""
         value: Any = self._values
         for part in key.split("."):
-            if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-                value = value[int(part)]
-            elif isinstance(value, dict) and part in value:
-                value = value[part]
+            if isinstance(value, list):
+                value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
             else:
-                return None
+                value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def has(self, key: str) -> bool:
@@ -201,24 +191,18 @@ class Recipe:
         return isinstance(place, dict) and last in place
 
     def unread(self) -> dict[str, Any]:
-        """The keys that nobody has asked for, with values other than null, false and empty ones.
-
-        Groups with `enabled: false` are left out.
-        """
+        """The keys that nobody has asked for, without null, false and empty ones and groups with `enabled: false`."""
 
         def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             if key in self._read or value is None or value is False or value in ([], {}, ""):
                 return
-            if isinstance(value, dict):
-                if value.get("enabled") is False and key:
-                    return
+            if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+                value = dict(enumerate(value))
+            if not isinstance(value, dict):
+                yield key, value
+            elif not key or value.get("enabled") is not False:
                 for name, inner in value.items():
                     yield from leaves(f"{key}.{name}".removeprefix("."), inner)
-            elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-                for number, inner in enumerate(value):
-                    yield from leaves(f"{key}.{number}", inner)
-            else:
-                yield key, value
 
         return dict(leaves("", self._values))
 
