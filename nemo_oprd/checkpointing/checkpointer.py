@@ -22,10 +22,8 @@ EVALUATION_DEFERRED = "evaluation_deferred"
 class EvaluationOutcome:
     """The result of a step's evaluation, as far as the step's checkpoint depends on it.
 
-    Attributes:
-        best: on the first rank, the content of best.json if this is the best evaluation so far; else None.
-        deferred: set if a signal interrupted the evaluation, so that the next start has to make it: what names the
-            weights in the responses that are kept.
+    `best`: on the first rank, the content of best.json if this is the best evaluation so far; else None. `deferred`:
+    set if a signal interrupted the evaluation, so that the next start has to make it; see `EVALUATION_DEFERRED`.
     """
 
     best: dict[str, Any] | None = None
@@ -59,10 +57,7 @@ class Checkpointer:
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
         """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
 
-        Args:
-            done: number of steps so far.
-            updates: the updates of the last step; None on ranks outside the student.
-            evaluation: the result of the last step's evaluation.
+        `done` is the number of steps so far; an update of the last step is None on ranks outside the student.
 
         Raises:
             ValueError: updates were skipped in too many steps in a row.
@@ -93,10 +88,7 @@ class Checkpointer:
             )
 
     def stop_while_sampling(self, step: int, completed: int, requests: int) -> NoReturn:
-        """Ends the run in the sampling of the step after `step` others; every rank calls this.
-
-        Args:
-            completed: responses of the step that were complete, of `requests`.
+        """Ends the run in the sampling of the step after `step` others, with `completed` responses of `requests`.
 
         Raises:
             Stopped: always; the weights after `step` steps are saved, unless the run began with them.
@@ -118,15 +110,9 @@ class Checkpointer:
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, done: int, evaluation: EvaluationOutcome) -> None:
-        save_checkpoint(
-            self._root,
-            done,
-            self._student,
-            self._source,
-            self._train.keep_checkpoints,
-            best=evaluation.best,
-            more=None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred},
-        )
+        more = None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred}
+        keep = self._train.keep_checkpoints
+        save_checkpoint(self._root, done, self._student, self._source, keep, best=evaluation.best, more=more)
         self._saved, self._saved_at = done, time.monotonic()
 
 

@@ -36,12 +36,7 @@ class RouteRecord:
         return RouteRecord(layers, torch.full(shape, -1, dtype=torch.int16, device=device))
 
     def add(self, routes: Routes, sequences: torch.Tensor, positions: torch.Tensor) -> None:
-        """Adds the experts that one call has kept.
-
-        Args:
-            sequences: int64 [b].
-            positions: int64 [b, s], of the call's tokens.
-        """
+        """Adds the experts that one call has kept; int64 [b], and [b, s] of the call's tokens."""
         for i, layer in enumerate(self.layers):
             kept = routes.take(layer)
             assert kept is not None

@@ -26,11 +26,7 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Takes the lock on `directory`, which is created if it doesn't exist.
-
-        Raises:
-            ValueError: another process holds the lock, or the directory can't be written.
-        """
+        """Takes the lock on `directory`, which is created if it doesn't exist; ValueError if one or the other fails."""
         path = Path(os.path.realpath(directory / ".lock"))  # filelock opens no link
         self._path, self._made_directory = path, not directory.exists()
         self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)

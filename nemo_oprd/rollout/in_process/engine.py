@@ -39,12 +39,7 @@ class MegatronEngine:
         precision: str,
         router_dtype: str | None = None,
     ) -> None:
-        """The weights are uninitialised until the first `update_weights` or `load`.
-
-        Args:
-            spec, student_layout, eos_ids, vocab_limit: see `make_engine`.
-            precision: `fp32` or `bf16`, of weights and computation.
-            router_dtype: `student.router_dtype`.
+        """See `make_engine`. `precision` is of weights and computation; `router_dtype`: `student.router_dtype`.
 
         Raises:
             ValueError: `rollout.tensor` does not fit the ranks or the model.
@@ -93,8 +88,7 @@ class MegatronEngine:
             ValueError: a prompt leaves no room for a response.
         """
         check_room(requests, self.spec.max_positions)
-        own_part: dict[int, Generated] = {}
-        completed, done = True, done or {}
+        own_part, completed, done = dict[int, Generated](), True, done or {}
         if self.model is not None:
             own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done), keep)
         # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
@@ -130,7 +124,8 @@ class MegatronEngine:
         # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[coords.data :: data]
         own: dict[int, Generated] = {}
-        is_cancelled = None if should_cancel is None else lambda: self._agree_over_tensor_ranks(should_cancel())
+        group = self.role.member_groups.tp  # tensor ranks sample together, so they must stop together
+        is_cancelled = None if should_cancel is None else lambda: agree(device(), should_cancel(), group=group)[0]
         for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
             if done.issuperset(batch):
                 continue
@@ -139,8 +134,7 @@ class MegatronEngine:
             prompts = [requests[i].prompt_ids for i in batch]
             # the limit of a response does not depend on the other responses of its batch
             limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
-            steps = max(limits)
-            uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(steps) for i in batch])
+            uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(max(limits)) for i in batch])
             generated = generate_batch(
                 self.model,
                 self.vocab_limit,
@@ -171,10 +165,6 @@ class MegatronEngine:
             logger.info(f"rollout.max_cache_tokens=auto: {budget} tokens", extra=ANY_RANK)
         self._said_budget = True
         return budget
-
-    def _agree_over_tensor_ranks(self, flag: bool) -> bool:
-        """Whether the flag is set on any tensor rank; tensor ranks sample together, so they must stop together."""
-        return agree(device(), flag, group=self.role.member_groups.tp)[0]
 
     def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int, budget: int) -> list[list[int]]:
         """Batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""

@@ -15,10 +15,8 @@ from nemo_oprd.rollout.vllm.server import Server, ServerRefused
 # a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
 LOAD_TIMEOUT_S = 900.0
 READY_EVERY_S = 0.25
-PROBE = {
-    "token_ids": [1, 2],
-    "sampling_params": {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False},
-}
+_PROBE_SAMPLING = {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+PROBE = {"token_ids": [1, 2], "sampling_params": _PROBE_SAMPLING}
 
 
 class UpdateCalls:
@@ -26,7 +24,6 @@ class UpdateCalls:
 
     Args:
         client: None on ranks that control no server; no call is made there.
-        places: all servers of the run.
         tensors: number of tensors of the model.
         describe: raises ServerRefused unless a server's description is that of a server for this run.
         start_timeout: seconds until a server answers after its start.
@@ -110,9 +107,8 @@ class UpdateCalls:
 
     async def join(self, server: Server, init_info: dict[str, Any]) -> None:
         """Lets the workers join the process group of the weights; returns once all members have joined."""
-        await self._client.post_watched(
-            server, "/init_weight_transfer_engine", {"init_info": init_info}, timeout=LOAD_TIMEOUT_S
-        )
+        path, body = "/init_weight_transfer_engine", {"init_info": init_info}
+        await self._client.post_watched(server, path, body, timeout=LOAD_TIMEOUT_S)
 
     async def update(self, server: Server, info: dict[str, Any]) -> None:
         """Lets the workers receive one bucket, or all buckets of the group; see `nemo_oprd_worker.UpdateInfo`."""
@@ -128,9 +124,8 @@ class UpdateCalls:
                     f"{found['digest']}, expected {self._tensors} with {digest}: the weights did not "
                     "arrive as sent; restart the server"
                 )
-        await self._client.post_watched(
-            server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S
-        )
+        body = {"weight_version": version}
+        await self._client.post_watched(server, "/finish_weight_update", body, timeout=LOAD_TIMEOUT_S)
         if self._places[server.number].sleeps:
             await self._client.post_watched(server, "/wake_up?tags=kv_cache")
         await self._client.post_watched(server, "/resume")

@@ -8,7 +8,6 @@ process group on top of it. Whenever a server was restarted, all servers and the
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import socket
 import threading
@@ -22,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks
-from nemo_oprd.rollout.vllm.placement import Place
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket
+from nemo_oprd.rollout.vllm.placement import LOOPBACK, Place
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, open_group, send
 
 # between two buckets a worker loads the last one, and the trainer gathers the next one
 TIMEOUT_S = 600.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
@@ -50,15 +48,8 @@ class Rendezvous:
 
     def init_info(self, server: int) -> dict[str, Any]:
         """What a server is told to join the group."""
-        return {
-            "host": self.host,
-            "port": self.port,
-            "prefix": self.prefix,
-            "size": self.size,
-            "backend": self.backend,
-            "first_rank": self.first_ranks[server],
-            "timeout_s": TIMEOUT_S,
-        }
+        info = {name: getattr(self, name) for name in ("host", "port", "prefix", "size", "backend")}
+        return {**info, "first_rank": self.first_ranks[server], "timeout_s": TIMEOUT_S}
 
 
 class WeightGroup:
@@ -101,29 +92,22 @@ class WeightGroup:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return Rendezvous(key, host, self._store.port, prefix, size, backend, first_ranks)
 
-    def open(self, rendezvous: Rendezvous) -> Future | None:
+    def open(self, meeting: Rendezvous) -> Future | None:
         """Begins to open the group; the others must join meanwhile. None on ranks that are not in it."""
         if dist.get_rank() != 0:
             return None
-        self._key = rendezvous.key
+        self._key = meeting.key
         future: Future = Future()
 
         def run() -> None:
             try:
-                future.set_result(self._open(rendezvous))
+                group = open_group(self._store, meeting.prefix, 0, meeting.size, meeting.backend, TIMEOUT_S)
+                future.set_result(group)
             except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)
 
         threading.Thread(target=run, name="weight-group", daemon=True).start()
         return future
-
-    def _open(self, rendezvous: Rendezvous) -> Any:
-        store = dist.PrefixStore(rendezvous.prefix, self._store)
-        if rendezvous.backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, rendezvous.size, _TIMEOUT)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
-        return dist.ProcessGroupNCCL(store, 0, rendezvous.size, options)
 
     def opened(self, future: Future | None) -> dict[int, str]:
         """Waits for the group; why each server failed if it did not come about."""
@@ -139,20 +123,11 @@ class WeightGroup:
         """Broadcasts a bucket, or None for the end; why each server failed if the group broke."""
         if self._group is None:
             return {}
-        text = b"" if bucket is None else json.dumps(bucket.describe()).encode()
         try:
-            self._broadcast(torch.tensor([len(text), 0 if bucket is None else len(bucket.data)]))
-            if bucket is not None:
-                self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-                self._broadcast(bucket.data)
+            send(self._group, bucket, self._device)
         except RuntimeError as error:
             return self._broken("broke", error)
         return {}
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([tensor.to(self._device)], options).wait()
 
     def _broken(self, how: str, error: RuntimeError) -> dict[int, str]:
         self._group = None

@@ -50,18 +50,19 @@ class Failures:
     def shared(self) -> Failures:
         """Those of all ranks."""
         parts = everyones(self)
-        return Failures(
-            {k: v for part in parts for k, v in part.died.items()}, [r for part in parts for r in part.refused]
-        )
+        died = {number: why for part in parts for number, why in part.died.items()}
+        return Failures(died, [refusal for part in parts for refusal in part.refused])
+
+    def check(self) -> None:
+        """Raises ServerRefused with the first refusal, if there is one."""
+        if self.refused:
+            raise ServerRefused(self.refused[0])
 
 
 class WeightPush:
     """Updates the weights of all servers of a run; every rank has one and calls it alike.
 
     Args:
-        places: all servers of the run.
-        mine: the servers of this rank.
-        calls: the calls to the servers of this rank.
         names: HF names of all tensors of the model.
         device: of this rank, for collectives over NCCL.
         students: the ranks that have the stream.
@@ -80,10 +81,9 @@ class WeightPush:
         self.deaths = 0  # of all servers, in this run
         self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
         self._group = WeightGroup(places, device)
-        any_ipc = any(place.transport == "ipc" for place in places)
-        self._handle_group = (
-            dist.new_group(list(students), timeout=COLLECTIVE_TIMEOUT) if any_ipc else None
-        )  # a collective of all ranks
+        self._handle_group = None
+        if any(place.transport == "ipc" for place in places):  # a collective of all ranks
+            self._handle_group = dist.new_group(list(students), timeout=COLLECTIVE_TIMEOUT)
 
     def push(self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int) -> str:
         """Gives the weights to every server; returns their version.
@@ -97,9 +97,8 @@ class WeightPush:
         """
         while True:
             failures, version = self._attempt(stream, step)
-            if failures.refused and not failures.died:  # a refusal may follow from a death that broke the group
-                raise ServerRefused(failures.refused[0])
-            if not failures.died:
+            if not failures.died:  # a refusal may follow from a death that broke the group
+                failures.check()
                 assert version is not None
                 return version
             self.revive(failures.died)
@@ -118,8 +117,7 @@ class WeightPush:
             failures = Failures()
             self._each([n for n in self._mine.servers if n in sleeping], self._calls.settle, failures)
             failures = failures.shared()
-            if failures.refused:
-                raise ServerRefused(failures.refused[0])
+            failures.check()
             if not failures.died:
                 return
             self.revive(failures.died)
@@ -127,20 +125,14 @@ class WeightPush:
     def revive(self, died: dict[int, str]) -> None:
         """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
 
-        Args:
-            died: per server, why; the same on every rank.
-
-        Raises:
-            ServerRefused: a server died too often.
+        `died`: per server, why; the same on every rank. Raises ServerRefused if a server died too often.
         """
         failures = Failures()
         self.deaths += len(died)
         for number, why in died.items():
             if number in self._mine.servers:
                 self._revive(self._mine.servers[number], why, failures)
-        failures = failures.shared()
-        if failures.refused:
-            raise ServerRefused(failures.refused[0])
+        failures.shared().check()
 
     def _revive(self, server: Server, why: str, failures: Failures) -> None:
         """Restarts a server; an endpoint is waited for."""
