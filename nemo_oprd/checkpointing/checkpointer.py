@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,29 +30,25 @@ class EvaluationOutcome:
     deferred: str | None = None
 
 
+@dataclass
 class Checkpointer:
     """Saves a run's checkpoints when they are due. Every rank has one and takes part in its calls.
 
-    Args:
+    Attributes:
         root: the run's directory of checkpoints.
         source: directory of the student's config.json and tokenizer, which are copied into every checkpoint.
-        skipped_in_a_row: the last steps before a resume that all had a skipped update.
-        saved: the step that the run resumed from; 0 in a new run.
+        skipped_in_a_row: the last steps that all had a skipped update, at first those before a resume.
+        saved: the last step that was saved, or that the run resumed from; 0 in a new run.
     """
 
-    def __init__(
-        self,
-        train: TrainConfig,
-        root: Path,
-        student: Student,
-        source: Path,
-        signals: Signals,
-        skipped_in_a_row: int,
-        saved: int,
-    ) -> None:
-        self._train, self._root, self._student, self._source = train, root, student, source
-        self._signals, self._skipped_in_a_row = signals, skipped_in_a_row
-        self._saved, self._saved_at = saved, time.monotonic()
+    train: TrainConfig
+    root: Path
+    student: Student
+    source: Path
+    signals: Signals
+    skipped_in_a_row: int
+    saved: int
+    _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
         """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
@@ -63,10 +59,10 @@ class Checkpointer:
             ValueError: updates were skipped in too many steps in a row.
             Stopped: a signal asked the run to stop.
         """
-        train = self._train
+        train = self.train
         reason = next((update.nonfinite_reason for update in updates if update and update.nonfinite_reason), None)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
-        too_many = self._skipped_in_a_row >= train.stop_after_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if reason else 0
+        too_many = self.skipped_in_a_row >= train.stop_after_skipped
         stop, too_many, is_best, too_long = agree(
             device(), self.asked_to_stop(), too_many, evaluation.best is not None, self._too_long()
         )
@@ -83,7 +79,7 @@ class Checkpointer:
                 (stop,) = agree(device(), self.asked_to_stop())
         if stop and (evaluation.deferred is not None or not last):
             raise Stopped(
-                f"stopped by {self._signals.received or 'a signal to another rank'} after step {done} of "
+                f"stopped by {self.signals.received or 'a signal to another rank'} after step {done} of "
                 f"{train.steps}, and saved; the same command resumes from there"
             )
 
@@ -93,27 +89,27 @@ class Checkpointer:
         Raises:
             Stopped: always; the weights after `step` steps are saved, unless the run began with them.
         """
-        if step > self._saved:
+        if step > self.saved:
             self._save(step, EvaluationOutcome())
         raise Stopped(
-            f"stopped by {self._signals.received or 'a signal to another rank'} while sampling step {step + 1} of "
-            f"{self._train.steps}, with {completed} of {requests} responses complete and kept; the same command "
+            f"stopped by {self.signals.received or 'a signal to another rank'} while sampling step {step + 1} of "
+            f"{self.train.steps}, with {completed} of {requests} responses complete and kept; the same command "
             "resumes from there"
         )
 
     def asked_to_stop(self) -> bool:
         """Whether this process received a signal that asks it to stop."""
-        return self._signals.received is not None
+        return self.signals.received is not None
 
     def _too_long(self) -> bool:
-        minutes = self._train.save_minutes
+        minutes = self.train.save_minutes
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, done: int, evaluation: EvaluationOutcome) -> None:
         more = None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred}
-        keep = self._train.keep_checkpoints
-        save_checkpoint(self._root, done, self._student, self._source, keep, best=evaluation.best, more=more)
-        self._saved, self._saved_at = done, time.monotonic()
+        keep = self.train.keep_checkpoints
+        save_checkpoint(self.root, done, self.student, self.source, keep, best=evaluation.best, more=more)
+        self.saved, self._saved_at = done, time.monotonic()
 
 
 def skipped_in_a_row(flags: list[float]) -> int:

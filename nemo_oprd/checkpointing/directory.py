@@ -6,7 +6,7 @@
 
 A checkpoint is written beside its place, flushed to the disk, and renamed into it, so a killed run leaves the previous
 checkpoint. A checkpoint that was damaged later (for example by an interrupted copy) is recognised by the sizes of its
-files and skipped. Left out: what the files of a checkpoint contain, see `checkpointing/training_state.py`.
+files and skipped.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 Beside the shards lie `state.json` (the step, and the settings that a resumed run must share), `hf/` (config and
 tokenizer of the student's source, so that a checkpoint can be exported by itself) and `run_config.yaml` (with which
 Megatron-Bridge builds the model). Data order, learning rate and the randomness of sampling are pure functions of
-(seed, step), so the step is all the state they have; training itself draws no random numbers. Left out: how a
-checkpoint is found, kept and recognised as complete (`checkpointing/directory.py`), and what Megatron's optimizer needs
-(`models/megatron/optimizer_state.py`).
+(seed, step), so the step is all the state they have; training itself draws no random numbers.
 """
 
 from __future__ import annotations

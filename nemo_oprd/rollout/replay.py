@@ -98,21 +98,23 @@ def read_rollouts(
         )
     rollouts = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            rollouts.append(_parse(line, f"{path}:{number}", vocab_size, teacher))
-            if max_positions is not None and rollouts[-1].length > max_positions:
-                raise ValueError(
-                    f"{path}:{number}: {rollouts[-1].length} tokens of prompt and response, but the model has "
-                    f"{max_positions} positions; expected no more: remove the line, or choose the model that wrote it"
-                )
-            if student is not None:
-                check_routes(rollouts[-1], f"{path}:{number}", student, needed=needs_routes)
-            if needs_logprobs and rollouts[-1].logprobs is None:
-                raise ValueError(
-                    f"{path}:{number}: no logprobs, by which rollout.correction weighs the tokens; expected one "
-                    "log-probability per response token: record rollouts with an engine that reports them, or set "
-                    "rollout.correction=off"
-                )
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        rollout = _parse(line, where, vocab_size, teacher)
+        if max_positions is not None and rollout.length > max_positions:
+            raise ValueError(
+                f"{where}: {rollout.length} tokens of prompt and response, but the model has {max_positions} "
+                "positions; expected no more: remove the line, or choose the model that wrote it"
+            )
+        if student is not None:
+            check_routes(rollout, where, student, needed=needs_routes)
+        if needs_logprobs and rollout.logprobs is None:
+            raise ValueError(
+                f"{where}: no logprobs, by which rollout.correction weighs the tokens; expected one log-probability "
+                "per response token: record rollouts with an engine that reports them, or set rollout.correction=off"
+            )
+        rollouts.append(rollout)
     if not rollouts:
         raise ValueError(f"rollout.replay={path}: the file holds no rollouts; expected one JSON object per line")
     if not any(any(rollout.mask) for rollout in rollouts):

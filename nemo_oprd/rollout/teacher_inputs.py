@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch.distributed as dist
@@ -16,19 +16,8 @@ from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.rollout.engine import Request
 
-
-class TeacherInputs(Protocol):
-    """Adds one teacher's sequences to rollouts. Every rank builds one and calls it with the same arguments."""
-
-    teacher: Tokenizer
-    max_positions: int
-
-    def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """The rollouts with the sequences that the teacher reads.
-
-        Raises:
-            ValueError: a sequence cannot be made, or too few response tokens have a target.
-        """
+# adds one teacher's sequences to rollouts; every rank builds one and calls it with the same arguments
+TeacherInputs: TypeAlias = "PromptInputs | TextInputs"
 
 
 def add_teacher_inputs(
@@ -61,7 +50,7 @@ class PromptInputs:
     max_positions: int
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """See `TeacherInputs`."""
+        """The rollouts with the teacher's prompts."""
         prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
         return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
@@ -92,7 +81,7 @@ class TextInputs:
         teacher_eos_id(teacher)
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """See `TeacherInputs`. Each rank aligns a part of the responses.
+        """The rollouts with the sequences that the teacher reads. Each rank aligns a part of the responses.
 
         Raises:
             ValueError: too few response tokens of the batch have a target.

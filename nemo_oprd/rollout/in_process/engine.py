@@ -10,19 +10,23 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.megatron.device_memory import free_bytes
 from nemo_oprd.models.megatron.model import build_chunks
-from nemo_oprd.models.megatron.parallel import device, everyones, make_role, wait_for_all
+from nemo_oprd.models.megatron.parallel import Role, device, everyones, make_role, wait_for_all
 from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
-from nemo_oprd.rollout.in_process.cache_budget import cache_budget
 from nemo_oprd.rollout.in_process.decoding import Generated, generate_batch
 from nemo_oprd.runtime.messages import ANY_RANK
 from nemo_oprd.runtime.signals import agree
 
 logger = logging.getLogger(__name__)
+
+# cached tokens; fewer would not hold one useful batch, and running out of memory says so more clearly
+SMALLEST_CACHE = 1024
 
 
 class MegatronEngine:
@@ -47,12 +51,8 @@ class MegatronEngine:
         tensor, ranks = rollout.tensor, student_layout.size
         if ranks % tensor:
             raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
-        layout = Layout(
-            tensor=tensor,
-            data=ranks // tensor,
-            first_rank=student_layout.first_rank,
-            expert=rollout.expert if spec.experts else 1,
-        )
+        expert, first = rollout.expert if spec.experts else 1, student_layout.first_rank
+        layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=first, expert=expert)
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, rollout.max_batch
         self.vocab_limit = vocab_limit or spec.vocab_size
         self._cache_setting, self._said_budget = rollout.max_cache_tokens, False
@@ -82,11 +82,7 @@ class MegatronEngine:
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> list[Rollout]:
-        """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group.
-
-        Raises:
-            ValueError: a prompt leaves no room for a response.
-        """
+        """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group."""
         check_room(requests, self.spec.max_positions)
         own_part, completed, done = dict[int, Generated](), True, done or {}
         if self.model is not None:
@@ -183,3 +179,15 @@ class MegatronEngine:
 
 def _rollout(request: Request, made: Generated) -> Rollout:
     return request.answered(made.ids, finished=made.finished, expert_routes=made.routes)
+
+
+def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:
+    """`rollout.max_cache_tokens=auto`: the most cached tokens, the smallest number over the ranks of the role.
+
+    On CUDA (not yet run): a share of the free memory. On a CPU: a fixed amount. All ranks of the role call this.
+    """
+    own = free_bytes(device(), CACHE_SHARE) // cache_bytes_per_token(spec, role.layout.tensor, dtype.itemsize)
+    smallest = torch.tensor([own], dtype=torch.int64, device=device())
+    for group in (role.member_groups.tp, role.member_groups.dp):
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+    return max(SMALLEST_CACHE, int(smallest.item()))

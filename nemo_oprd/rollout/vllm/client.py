@@ -58,7 +58,7 @@ class Client:
     def close(self) -> None:
         """Closes all connections and ends the thread."""
         self.run(self._http.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.call(self._loop.stop)
         self._thread.join()
         self._loop.close()
 

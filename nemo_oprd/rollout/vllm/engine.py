@@ -168,8 +168,8 @@ class VllmEngine:
                     results = {}
                 self._push.revive(found.died)
                 self._version = self._push.push(self._stream, self._step)
-        rollouts = {**kept, **self._rollouts(requests, results)}
         self._finish(requests, results, busy)
+        rollouts = {**kept, **self._rollouts(requests, results)}
         return [rollouts[i] for i in range(len(requests))]
 
     def _round(
@@ -180,7 +180,9 @@ class VllmEngine:
         mine, work = Round(), None
         if client is not None:
             slots = -(-len(order) // len(self._places))
-            sampling = Sampling(client, task, self._version, claim, slots, mine, _keeper(task, keep, self._step))
+            sampling = Sampling(client, task, self._version, claim, slots, mine)
+            if keep is not None:
+                sampling.keep = lambda i, sampled: keep({i: _rollout(task.requests[i], sampled, self._step)})
             work = client.start(sampling.run([*self._mine.servers.values()]))
         cancelled = self._wait(work, mine, should_cancel)
         parts = everyones((mine.portable(), cancelled))
@@ -246,8 +248,3 @@ class VllmEngine:
 
 def _rollout(request: Request, sampled: Sampled, step: int) -> Rollout:
     return request.answered(sampled.ids, finished=sampled.finished, logprobs=sampled.logprobs, weight_version=step)
-
-
-def _keeper(task: Task, keep: Keep | None, step: int) -> Callable[[int, Sampled], None] | None:
-    """What `Sampling` calls with every response."""
-    return keep and (lambda index, sampled: keep({index: _rollout(task.requests[index], sampled, step)}))

@@ -33,18 +33,13 @@ class Sampled:
 class Round:
     """What a controller brings home; also while the round is under way.
 
-    Attributes:
-        sampled: by the index of the request.
-        died: per server that died, why.
-        error: what makes further sampling pointless; None in general.
-        busy_s: per server, the seconds until its last response.
-        stop: set to end the round; requests under way are given up and their connections closed.
+    `stop` is set to end the round; requests under way are given up and their connections closed.
     """
 
-    sampled: dict[int, Sampled] = field(default_factory=dict)
-    died: dict[int, str] = field(default_factory=dict)
-    error: str | None = None
-    busy_s: dict[int, float] = field(default_factory=dict)
+    sampled: dict[int, Sampled] = field(default_factory=dict)  # by the index of the request
+    died: dict[int, str] = field(default_factory=dict)  # per server, why
+    error: str | None = None  # what makes further sampling pointless
+    busy_s: dict[int, float] = field(default_factory=dict)  # per server, the seconds until its last response
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     def portable(self) -> Round:

@@ -194,8 +194,7 @@ class LocalServer(Server):
 
 def server_command(python: Path, flags: list[str], host: str, port: int) -> list[str]:
     """What starts a server; `flags`: `server_arguments`."""
-    script = WORKER_FOLDER / "nemo_oprd_serve.py"
-    return [str(python), str(script), *flags, "--host", host, "--port", str(port)]
+    return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, "--host", host, "--port", str(port)]
 
 
 def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:

@@ -33,9 +33,7 @@ _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 class Rendezvous:
     """Where the members of a group meet, and how many they are; `nemo_oprd_worker.InitInfo` on the other side.
 
-    Attributes:
-        key: (server, generation) of all servers in the group.
-        first_ranks: per server, the rank of its first worker.
+    `key`: (server, generation) of all servers in the group; `first_ranks`: per server, the rank of its first worker.
     """
 
     key: tuple[tuple[int, int], ...]
@@ -53,12 +51,7 @@ class Rendezvous:
 
 
 class WeightGroup:
-    """The group of a run. Every rank has one; only the first rank is a member, its methods do nothing elsewhere.
-
-    Args:
-        places: all servers of the run.
-        device: of this rank.
-    """
+    """The group of a run. Every rank has one; only the first rank is a member, its methods do nothing elsewhere."""
 
     def __init__(self, places: list[Place], device: torch.device) -> None:
         self._workers = {place.number: place.workers for place in places if place.transport == "group"}
@@ -71,8 +64,7 @@ class WeightGroup:
     def meet(self, generations: dict[int, int]) -> Rendezvous | None:
         """Where a new group meets, the same on every rank; None if none is needed. Every rank calls this.
 
-        Args:
-            generations: of the servers of this rank.
+        `generations` are those of the servers of this rank.
         """
         if not self._workers:
             return None
@@ -136,10 +128,9 @@ class WeightGroup:
 
 
 def _own_address(urls: list[str]) -> str:
-    """The address at which the workers of all servers reach this process.
+    """The address at which all workers reach this process: the job's MASTER_ADDR, unless that is a loopback address.
 
-    That is the job's MASTER_ADDR, unless it is a loopback address, as torchrun sets it on a single machine, and an
-    endpoint is elsewhere.
+    torchrun sets such a one on a single machine, from which an endpoint may be elsewhere.
     """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     remote = [host for url in urls if (host := str(urlsplit(url).hostname)) not in LOOPBACK]

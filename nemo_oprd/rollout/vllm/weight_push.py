@@ -130,23 +130,20 @@ class WeightPush:
         failures = Failures()
         self.deaths += len(died)
         for number, why in died.items():
-            if number in self._mine.servers:
-                self._revive(self._mine.servers[number], why, failures)
-        failures.shared().check()
-
-    def _revive(self, server: Server, why: str, failures: Failures) -> None:
-        """Restarts a server; an endpoint is waited for."""
-        number, server.pushed = server.number, None
-        was_ready = self._calls.forget(server)
-        self._false_starts[number] = 0 if was_ready else self._false_starts.get(number, 0) + 1
-        try:
+            if (server := self._mine.servers.get(number)) is None:
+                continue
+            server.pushed = None
+            self._false_starts[number] = 0 if self._calls.forget(server) else self._false_starts.get(number, 0) + 1
             if self._false_starts[number] > 1:
-                raise ServerRefused(
+                failures.refused.append(
                     f"{why}; it died twice before it was ready, expected a server that starts: read its log"
                 )
-            server.restart(why)
-        except ServerRefused as refusal:
-            failures.refused.append(str(refusal))
+                continue
+            try:
+                server.restart(why)
+            except ServerRefused as refusal:
+                failures.refused.append(str(refusal))
+        failures.shared().check()
 
     def _attempt(self, stream: Callable[[], Iterable], step: int) -> tuple[Failures, str | None]:
         failures = Failures()
@@ -160,11 +157,8 @@ class WeightPush:
                 return failures, None
         digest = first_ranks(self._send(stream(), failures))
         version = f"{step}-{digest}"
-        self._each(
-            [number for number in self._mine.servers if number not in failures.died],
-            lambda server: self._calls.finish(server, str(digest), version),
-            failures,
-        )
+        alive = [number for number in self._mine.servers if number not in failures.died]
+        self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
         return failures.shared(), version
 
     def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
@@ -183,21 +177,17 @@ class WeightPush:
     def _join(self, rendezvous: Rendezvous, failures: Failures) -> None:
         """The workers and the first rank open the group; each waits for the others."""
         opened = self._group.open(rendezvous)
-        self._each(
-            [number for number in self._mine.servers if number in rendezvous.first_ranks],
-            lambda server: self._calls.join(server, rendezvous.init_info(server.number)),
-            failures,
-        )
+        members = [number for number in self._mine.servers if number in rendezvous.first_ranks]
+        self._each(members, lambda server: self._calls.join(server, rendezvous.init_info(server.number)), failures)
         for number, why in self._group.opened(opened).items():
             failures.died.setdefault(number, why)
 
     def _send(self, weights: Iterable[tuple[str, torch.Tensor]], failures: Failures) -> str | None:
         """Sends the stream; returns its digest on the ranks that have the stream."""
         digest = Digest()
-        of_transport = {
-            kind: [n for n, server in self._mine.servers.items() if self._places[server.number].transport == kind]
-            for kind in ("file", "group", "ipc")
-        }
+        of_transport: dict[str, list[int]] = {"file": [], "group": [], "ipc": []}
+        for number in self._mine.servers:
+            of_transport[self._places[number].transport].append(number)
         self._calls.updates_begin()
         receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
         allocate = transport.shareable_room if self._handle_group is not None else transport.room

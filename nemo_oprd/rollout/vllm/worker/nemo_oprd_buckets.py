@@ -97,11 +97,7 @@ class Digest:
         self.tensors: dict[str, tuple] = {}
 
     def add(self, bucket: Bucket) -> None:
-        """Adds the tensors of a bucket.
-
-        Raises:
-            ValueError: a tensor was added before.
-        """
+        """Adds the tensors of a bucket; ValueError if one was added before."""
         for entry in bucket.entries:
             if entry.name in self.tensors:
                 raise ValueError(f"the tensor {entry.name} came twice")

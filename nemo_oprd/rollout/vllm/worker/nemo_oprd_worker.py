@@ -47,8 +47,7 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """One bucket in a file or in GPU memory; without either, all buckets come from the group until an empty one.
 
-    `handles` maps the UUID of a GPU to the handle of the trainer's memory there: the fields of torch's
-    `UntypedStorage._share_cuda_`, bytes in base64.
+    `handles` maps the UUID of a GPU to the handle of the trainer's memory there, see `memory_handle` in transport.py.
     """
 
     path: str = ""
@@ -167,9 +166,7 @@ class WorkerExtension:
         model, text = config.model_config, config.model_config.hf_text_config
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         return {
-            **{key: getattr(text, key) for key in keys},
-            "vocab_size": text.vocab_size,
-            "model_type": text.model_type,
+            **{key: getattr(text, key) for key in (*keys, "vocab_size", "model_type")},
             "tie_word_embeddings": bool(text.tie_word_embeddings),
             "rope_parameters": dict(text.rope_parameters or {}),
             "experts": experts_of(text),
