@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,56 +22,47 @@ EVALUATION_DEFERRED = "evaluation_deferred"
 class EvaluationOutcome:
     """The result of a step's evaluation, as far as the step's checkpoint depends on it.
 
-    Attributes:
-        best: on the first rank, the content of best.json if this is the best evaluation so far; else None.
-        deferred: set if a signal interrupted the evaluation, so that the next start has to make it: what names the
-            weights in the responses that are kept.
+    `best`: on the first rank, the content of best.json if this is the best evaluation so far; else None. `deferred`:
+    set if a signal interrupted the evaluation, so that the next start has to make it; see `EVALUATION_DEFERRED`.
     """
 
     best: dict[str, Any] | None = None
     deferred: str | None = None
 
 
+@dataclass
 class Checkpointer:
     """Saves a run's checkpoints when they are due. Every rank has one and takes part in its calls.
 
-    Args:
+    Attributes:
         root: the run's directory of checkpoints.
         source: directory of the student's config.json and tokenizer, which are copied into every checkpoint.
-        skipped_in_a_row: the last steps before a resume that all had a skipped update.
-        saved: the step that the run resumed from; 0 in a new run.
+        skipped_in_a_row: the last steps that all had a skipped update, at first those before a resume.
+        saved: the last step that was saved, or that the run resumed from; 0 in a new run.
     """
 
-    def __init__(
-        self,
-        train: TrainConfig,
-        root: Path,
-        student: Student,
-        source: Path,
-        signals: Signals,
-        skipped_in_a_row: int,
-        saved: int,
-    ) -> None:
-        self._train, self._root, self._student, self._source = train, root, student, source
-        self._signals, self._skipped_in_a_row = signals, skipped_in_a_row
-        self._saved, self._saved_at = saved, time.monotonic()
+    train: TrainConfig
+    root: Path
+    student: Student
+    source: Path
+    signals: Signals
+    skipped_in_a_row: int
+    saved: int
+    _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
         """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
 
-        Args:
-            done: number of steps so far.
-            updates: the updates of the last step; None on ranks outside the student.
-            evaluation: the result of the last step's evaluation.
+        `done` is the number of steps so far; an update of the last step is None on ranks outside the student.
 
         Raises:
             ValueError: updates were skipped in too many steps in a row.
             Stopped: a signal asked the run to stop.
         """
-        train = self._train
+        train = self.train
         reason = next((update.nonfinite_reason for update in updates if update and update.nonfinite_reason), None)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
-        too_many = self._skipped_in_a_row >= train.stop_after_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if reason else 0
+        too_many = self.skipped_in_a_row >= train.stop_after_skipped
         stop, too_many, is_best, too_long = agree(
             device(), self.asked_to_stop(), too_many, evaluation.best is not None, self._too_long()
         )
@@ -88,46 +79,37 @@ class Checkpointer:
                 (stop,) = agree(device(), self.asked_to_stop())
         if stop and (evaluation.deferred is not None or not last):
             raise Stopped(
-                f"stopped by {self._signals.received or 'a signal to another rank'} after step {done} of "
+                f"stopped by {self.signals.received or 'a signal to another rank'} after step {done} of "
                 f"{train.steps}, and saved; the same command resumes from there"
             )
 
     def stop_while_sampling(self, step: int, completed: int, requests: int) -> NoReturn:
-        """Ends the run in the sampling of the step after `step` others; every rank calls this.
-
-        Args:
-            completed: responses of the step that were complete, of `requests`.
+        """Ends the run in the sampling of the step after `step` others, with `completed` responses of `requests`.
 
         Raises:
             Stopped: always; the weights after `step` steps are saved, unless the run began with them.
         """
-        if step > self._saved:
+        if step > self.saved:
             self._save(step, EvaluationOutcome())
         raise Stopped(
-            f"stopped by {self._signals.received or 'a signal to another rank'} while sampling step {step + 1} of "
-            f"{self._train.steps}, with {completed} of {requests} responses complete and kept; the same command "
+            f"stopped by {self.signals.received or 'a signal to another rank'} while sampling step {step + 1} of "
+            f"{self.train.steps}, with {completed} of {requests} responses complete and kept; the same command "
             "resumes from there"
         )
 
     def asked_to_stop(self) -> bool:
         """Whether this process received a signal that asks it to stop."""
-        return self._signals.received is not None
+        return self.signals.received is not None
 
     def _too_long(self) -> bool:
-        minutes = self._train.save_minutes
+        minutes = self.train.save_minutes
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, done: int, evaluation: EvaluationOutcome) -> None:
-        save_checkpoint(
-            self._root,
-            done,
-            self._student,
-            self._source,
-            self._train.keep_checkpoints,
-            best=evaluation.best,
-            more=None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred},
-        )
-        self._saved, self._saved_at = done, time.monotonic()
+        more = None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred}
+        keep = self.train.keep_checkpoints
+        save_checkpoint(self.root, done, self.student, self.source, keep, best=evaluation.best, more=more)
+        self.saved, self._saved_at = done, time.monotonic()
 
 
 def skipped_in_a_row(flags: list[float]) -> int:

@@ -6,7 +6,7 @@
 
 A checkpoint is written beside its place, flushed to the disk, and renamed into it, so a killed run leaves the previous
 checkpoint. A checkpoint that was damaged later (for example by an interrupted copy) is recognised by the sizes of its
-files and skipped. Left out: what the files of a checkpoint contain, see `checkpointing/training_state.py`.
+files and skipped.
 """
 
 from __future__ import annotations
@@ -38,12 +38,8 @@ _FORMAT_1_KEYS = {
     "evaluation is put off": "evaluation_deferred",
 }
 # Format 2 keys that the first checkpoints of format 1 lack, and what those checkpoints mean by that.
-_FORMAT_1_DEFAULTS: dict[str, Any] = {
-    "partially_trained": False,
-    "moving_average_layers": 0,
-    "trained_projectors": None,
-    "adaptive_gaps": {},
-}
+_FORMAT_1_DEFAULTS: dict[str, Any] = {"partially_trained": False, "moving_average_layers": 0}
+_FORMAT_1_DEFAULTS |= {"trained_projectors": None, "adaptive_gaps": {}}
 
 
 def iteration_directory(root: Path, step: int) -> Path:
@@ -119,11 +115,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def _load_state(directory: Path) -> dict[str, Any]:
-    """state.json as it was written.
-
-    Raises:
-        ValueError: state.json is missing or damaged; the message names no directory.
-    """
+    """state.json as it was written; ValueError, whose message names no directory, if it is missing or damaged."""
     file = directory / STATE
     if not file.is_file():
         raise ValueError(f"{STATE} is missing")
@@ -155,9 +147,8 @@ def commit_checkpoint(root: Path, state: dict[str, Any], best: dict[str, Any] | 
 
     A run that is killed in here resumes from this checkpoint or from the one before, and best.json stays true.
 
-    Args:
-        state: the content of state.json: "step" and anything else, without "files" and "format".
-        best: the content of best.json if this checkpoint is the best one so far.
+    `state` is the content of state.json: "step" and anything else, without "files" and "format"; `best` that of
+    best.json if this checkpoint is the best one so far.
     """
     partial, final = partial_directory(root, state["step"]), iteration_directory(root, state["step"])
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
@@ -202,15 +193,10 @@ def _remove_checkpoint(directory: Path) -> None:
 
 
 def read_best(root: Path) -> dict[str, Any] | None:
-    """{"step", "metric", "value"} of the best checkpoint, None if no best checkpoint is kept.
-
-    Raises:
-        ValueError: best.json is damaged.
-    """
-    file = root / BEST
-    if not file.is_file():
+    """{"step", "metric", "value"} of the best checkpoint, None if none is kept; ValueError if best.json is damaged."""
+    if not (root / BEST).is_file():
         return None
-    return read_json(file, "an object with step, metric and value", "correct it, or remove it")
+    return read_json(root / BEST, "an object with step, metric and value", "correct it, or remove it")
 
 
 def mark_best(root: Path, best: dict[str, Any]) -> None:

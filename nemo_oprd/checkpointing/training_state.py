@@ -3,16 +3,13 @@
 Beside the shards lie `state.json` (the step, and the settings that a resumed run must share), `hf/` (config and
 tokenizer of the student's source, so that a checkpoint can be exported by itself) and `run_config.yaml` (with which
 Megatron-Bridge builds the model). Data order, learning rate and the randomness of sampling are pure functions of
-(seed, step), so the step is all the state they have; training itself draws no random numbers. Left out: how a
-checkpoint is found, kept and recognised as complete (`checkpointing/directory.py`), and what Megatron's optimizer needs
-(`models/megatron/optimizer_state.py`).
+(seed, step), so the step is all the state they have; training itself draws no random numbers.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -97,10 +94,13 @@ def save_checkpoint(
         torch.cuda.empty_cache()  # Megatron gathers whole float32 buffers, whose sizes occur in no training step
     dist.barrier()
     try:
-        with naming(partial), in_process_writer(), _in_saved_form(student):
-            state = _sharded_state(student, is_loading=False)
+        with naming(partial), in_process_writer(), ExitStack() as saved_forms:
+            if student.role.is_member:
+                saved_forms.enter_context(student.partial_training.one_count())
+            if student.average is not None:
+                saved_forms.enter_context(student.average.in_float32())
             dist_checkpointing.save(
-                state,
+                _sharded_state(student, is_loading=False),
                 str(partial),
                 preprocess_common_before_consistancy_check=_that_all_ranks_share,
                 content_metadata=dict(CONTENT_METADATA),
@@ -111,13 +111,11 @@ def save_checkpoint(
                 shutil.copy(source / "config.json", partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
-                state = {
-                    "step": step,
-                    **resume_signature(student.config, student.objective, student.needs),
-                    **_restored_state(student),
-                    **(more or {}),
-                }
-                commit_checkpoint(root, state, best)
+                state = {"step": step, **resume_signature(student.config, student.objective, student.needs)}
+                state["adaptive_gaps"] = student.adaptive.state()
+                if student.objective.trains_in_parts:
+                    state["partial_training_updates"] = student.partial_training.state
+                commit_checkpoint(root, {**state, **(more or {})}, best)
             prune(root, keep, step)
     except Exception:
         if dist.get_rank() == 0:  # on a full disk, the partial checkpoint would keep the run from starting again
@@ -154,25 +152,6 @@ def _trained_projectors(objective: Objective) -> str | None:
     return f"rank {match.bridge.rank}, layers {pairs}"
 
 
-def _restored_state(student: Student) -> dict[str, Any]:
-    """The part of state.json that `load_checkpoint` gives back to the student."""
-    state: dict[str, Any] = {"adaptive_gaps": student.adaptive.state()}
-    if student.objective.trains_in_parts:
-        state["partial_training_updates"] = student.partial_training.state
-    return state
-
-
-@contextmanager
-def _in_saved_form(student: Student) -> Iterator[None]:
-    """Within the context, optimizer and moving average are in the form in which they are saved."""
-    with ExitStack() as forms:
-        if student.role.is_member:
-            forms.enter_context(student.partial_training.one_count())
-        if student.average is not None:
-            forms.enter_context(student.average.in_float32())
-        yield
-
-
 def check_resume_signature(root: Path, step: int, config: Config, objective: Objective, needs: ModelNeeds) -> None:
     """Raises ValueError if the run can't resume from the checkpoint after `step` updates."""
     state = read_state(iteration_directory(root, step))
@@ -192,10 +171,11 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     directory = iteration_directory(root, step)
     if student.role.is_member:
         prepare_adam_for_loading(student.optimizer)
-    with student.average.in_float32() if student.average is not None else nullcontext():
+    average = student.average
+    with average.in_float32() if average is not None else nullcontext():
         state = _sharded_state(student, is_loading=True)
         loaded = dist_checkpointing.load(state, str(directory))
-        for i, chunk in enumerate(student.average.chunks if student.average is not None else ()):
+        for i, chunk in enumerate(average.chunks if average is not None else ()):
             if f"average{i}" in state:
                 chunk.load_state_dict(loaded[f"average{i}"])
     if not student.role.is_member:
@@ -232,10 +212,7 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _that_all_ranks_share(common: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron may expect to be equal on all ranks, or it warns at every checkpoint.
-
-    Ranks of a dedicated teacher, and stages above the deepest supervised layer, have no optimizer.
-    """
+    """What Megatron expects to be equal on all ranks, or it warns: some ranks and stages have no optimizer."""
     return {key: value for key, value in common.items() if key != "optimizer"}
 
 

@@ -37,15 +37,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     cuda = torch.cuda.is_available()
     if not cuda:
         check_head_size(spec)
-    arguments = server_arguments(
-        config.rollout,
-        spec,
-        student.directory,
-        vocab_limit,
-        precision=config.precision,
-        seed=config.seed,
-        cuda=cuda,
-    )
+    arguments = server_arguments(config, spec, student.directory, vocab_limit, cuda=cuda)
     devices = None
     if cuda:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

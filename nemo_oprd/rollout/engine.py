@@ -50,13 +50,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample.
+    """One response to sample; `prompt`, `data_source` and `answer` are copied to the rollout.
 
-    Attributes:
-        prompt_ids: the prompt's token ids.
-        prompt, data_source, answer: fields that are copied to the rollout.
-        messages: the conversation that the prompt was made from.
-        teacher_messages: the conversation that the teacher reads: the same one, unless `teacher.prompt` is set.
+    `messages` is the conversation that the prompt was made from, `teacher_messages` the one that the teacher reads: the
+    same one, unless `teacher.prompt` is set.
     """
 
     prompt_ids: list[int]
@@ -67,12 +64,7 @@ class Request:
     teacher_messages: tuple[dict[str, str], ...] = ()
 
     def answered(self, ids: list[int], *, finished: bool, **recorded: Any) -> Rollout:
-        """The rollout of a response.
-
-        Args:
-            ids: the sampled ids; with `finished`, the last one ends the response.
-            recorded: further fields of `Rollout`.
-        """
+        """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`."""
         return Rollout(
             prompt_ids=self.prompt_ids,
             response_ids=ids,
@@ -87,10 +79,8 @@ class Request:
 class RolloutEngine(Protocol):
     """Samples from one model. Every rank of the world builds one and calls its methods with the same arguments.
 
-    The interface names tensors as Hugging Face does, so that an engine can be a separate program.
-
-    Attributes:
-        metrics: of the last call of `generate`, by their names in metrics.jsonl.
+    The interface names tensors as Hugging Face does, so that an engine can be a separate program. `metrics` are those
+    of the last call of `generate`, by their names in metrics.jsonl.
     """
 
     metrics: dict[str, float]
@@ -116,7 +106,6 @@ class RolloutEngine(Protocol):
             GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.
             ValueError: a prompt leaves no room for a response.
         """
-        ...
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """Replaces the weights to sample from.
@@ -129,23 +118,19 @@ class RolloutEngine(Protocol):
                 change while it samples.
             step: number of optimizer steps behind these weights.
         """
-        ...
 
     def load(self, read: TensorReader, source: str) -> None:
-        """Replaces the weights to sample from by those of a model on disk.
+        """Replaces the weights by those of a model on disk: `read` returns a tensor by its HF name.
 
         Args:
-            read: returns a tensor by its HF name.
             source: where the tensors come from, for messages.
 
         Raises:
             ValueError: the weights are not of this engine's architecture.
         """
-        ...
 
     def close(self) -> None:
         """Ends what the engine has started; it can't be used afterwards."""
-        ...
 
 
 def check_room(requests: list[Request], max_positions: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nemo_oprd.config.engine_records import EngineName
 from nemo_oprd.config.rollout_schema import RolloutConfig
@@ -30,11 +30,9 @@ Build: TypeAlias = "Callable[[Config, ModelSpec, Path, Layout, tuple[int, ...], 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of GPUs that sample at the same time, each with the whole model.
+    """The groups of GPUs, or the servers, that sample at the same time, each on `gpus` GPUs and with the whole model.
 
     Attributes:
-        count: number of groups, or of servers.
-        gpus: GPUs of one group.
         place: on the student's GPUs, on ranks that hold nothing else, or wherever somebody else runs the servers.
         memory: the fraction of a GPU's memory that a server takes; 0 for an engine in the trainer's processes.
     """
@@ -160,15 +158,10 @@ def _vllm_servers(rollout: RolloutConfig, ranks: int) -> Groups:
     return Groups(count, vllm.tensor, vllm.placement, vllm.gpu_memory_utilization)
 
 
-def _build_vllm(
-    config: Config, spec: ModelSpec, directory: Path, ranks: Layout, eos_ids: tuple[int, ...], vocab_limit: int | None
-) -> RolloutEngine:
+def _build_vllm(*arguments: Any) -> RolloutEngine:
     from nemo_oprd.rollout.vllm.engine import VllmEngine
 
-    logs, precision, seed = Path(config.output) / "vllm", config.precision, config.seed
-    return VllmEngine(
-        config.rollout, spec, directory, ranks, eos_ids, vocab_limit, precision=precision, seed=seed, logs=logs
-    )
+    return VllmEngine(*arguments)
 
 
 ENGINES: dict[EngineName, EngineKind] = {

@@ -36,12 +36,7 @@ class RouteRecord:
         return RouteRecord(layers, torch.full(shape, -1, dtype=torch.int16, device=device))
 
     def add(self, routes: Routes, sequences: torch.Tensor, positions: torch.Tensor) -> None:
-        """Adds the experts that one call has kept.
-
-        Args:
-            sequences: int64 [b].
-            positions: int64 [b, s], of the call's tokens.
-        """
+        """Adds the experts that one call has kept; int64 [b], and [b, s] of the call's tokens."""
         for i, layer in enumerate(self.layers):
             kept = routes.take(layer)
             assert kept is not None
@@ -82,13 +77,9 @@ def parse_routes(record: dict[str, Any], where: str) -> np.ndarray | None:
 
 
 def check_routes(rollout: Rollout, where: str, spec: ModelSpec, *, needed: bool) -> None:
-    """Checks the recorded experts of a rollout against the model that trains on it.
+    """Raises ValueError unless a rollout's recorded experts are there, if needed, and are experts of the model `spec`.
 
-    Args:
-        needed: whether training uses them (`student.router_replay`).
-
-    Raises:
-        ValueError: they are missing although they are needed, or the model has no such experts.
+    `needed` says whether training uses them (`student.router_replay`).
     """
     if rollout.expert_routes is None:
         if needed:
@@ -103,11 +94,12 @@ def check_routes(rollout: Rollout, where: str, spec: ModelSpec, *, needed: bool)
             "of this model: remove the field, or choose the model that was sampled"
         )
     _, layers, per_token = rollout.expert_routes.shape
-    if (layers, per_token) != (sum(spec.experts.sparse), spec.experts.per_token):
+    sparse = sum(spec.experts.sparse)
+    if (layers, per_token) != (sparse, spec.experts.per_token):
         raise ValueError(
             f"{where}: expert_routes has {layers} layers and {per_token} experts per token, but the student has "
-            f"{sum(spec.experts.sparse)} layers with experts and {spec.experts.per_token} per token; expected these: "
-            "choose the model that was sampled, or remove the field"
+            f"{sparse} layers with experts and {spec.experts.per_token} per token; expected these: choose the model "
+            "that was sampled, or remove the field"
         )
     highest = int(rollout.expert_routes.max(initial=-1))
     ordered = np.sort(rollout.expert_routes, axis=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.weights.hf import TensorReader
-from nemo_oprd.rollout.engine import Keep, Request, SamplingParams, WeightStream
+from nemo_oprd.rollout.engine import WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
@@ -25,11 +25,7 @@ _TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index"
 
 
 def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None:
-    """Writes one JSON object per rollout, without the fields that are None.
-
-    Args:
-        columns: additional fields, each with one value per rollout.
-    """
+    """Writes one JSON object per rollout, without fields that are None; `columns`: more fields, a value per rollout."""
 
     def records() -> Iterator[dict[str, Any]]:  # one at a time: recorded routes are long lists
         for i, rollout in enumerate(rollouts):
@@ -52,14 +48,10 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class TeacherLimits:
-    """The limits of the teachers that read recorded rollouts.
+    """The ids and positions that every teacher of recorded rollouts has, and which sequences are the teacher's own.
 
-    Attributes:
-        vocab_size: number of ids that every teacher knows.
-        max_positions: number of positions that every teacher has.
-        own: which sequences of a rollout are the teacher's own. "response": prompt and response in the tokens of the
-            teacher's tokenizer (`teacher.reads=text`). "prompt": the prompt that `teacher.prompt` makes. "nothing": the
-            teacher reads the student's ids.
+    `own`: "response": prompt and response in the tokens of the teacher's tokenizer (`teacher.reads=text`). "prompt":
+    the prompt that `teacher.prompt` makes. "nothing": the teacher reads the student's ids.
     """
 
     vocab_size: int
@@ -84,10 +76,9 @@ def read_rollouts(
     student: ModelSpec | None = None,
     needs_routes: bool = False,
 ) -> list[Rollout]:
-    """Reads a rollout file. Unknown fields are ignored.
+    """Reads a JSONL file of rollouts. Unknown fields are ignored.
 
     Args:
-        path: a JSONL file.
         vocab_size: ids must be below this number.
         max_positions: the most tokens of prompt and response together; None: no limit.
         teacher: limits of the teacher, and the teacher's sequences that every line must have; None: it must have none.
@@ -107,21 +98,23 @@ def read_rollouts(
         )
     rollouts = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            rollouts.append(_parse(line, f"{path}:{number}", vocab_size, teacher))
-            if max_positions is not None and rollouts[-1].length > max_positions:
-                raise ValueError(
-                    f"{path}:{number}: {rollouts[-1].length} tokens of prompt and response, but the model has "
-                    f"{max_positions} positions; expected no more: remove the line, or choose the model that wrote it"
-                )
-            if student is not None:
-                check_routes(rollouts[-1], f"{path}:{number}", student, needed=needs_routes)
-            if needs_logprobs and rollouts[-1].logprobs is None:
-                raise ValueError(
-                    f"{path}:{number}: no logprobs, by which rollout.correction weighs the tokens; expected one "
-                    "log-probability per response token: record rollouts with an engine that reports them, or set "
-                    "rollout.correction=off"
-                )
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        rollout = _parse(line, where, vocab_size, teacher)
+        if max_positions is not None and rollout.length > max_positions:
+            raise ValueError(
+                f"{where}: {rollout.length} tokens of prompt and response, but the model has {max_positions} "
+                "positions; expected no more: remove the line, or choose the model that wrote it"
+            )
+        if student is not None:
+            check_routes(rollout, where, student, needed=needs_routes)
+        if needs_logprobs and rollout.logprobs is None:
+            raise ValueError(
+                f"{where}: no logprobs, by which rollout.correction weighs the tokens; expected one log-probability "
+                "per response token: record rollouts with an engine that reports them, or set rollout.correction=off"
+            )
+        rollouts.append(rollout)
     if not rollouts:
         raise ValueError(f"rollout.replay={path}: the file holds no rollouts; expected one JSON object per line")
     if not any(any(rollout.mask) for rollout in rollouts):
@@ -237,22 +230,14 @@ def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | 
         )
 
 
+@dataclass
 class ReplayEngine:
-    """A rollout engine that returns the same recorded rollouts in every step and ignores the requests."""
+    """A rollout engine that returns the same rollouts, of `read_rollouts`, in every step and ignores the requests."""
 
-    def __init__(self, rollouts: list[Rollout]) -> None:
-        """`rollouts` are those of `read_rollouts`."""
-        self.rollouts = rollouts
-        self.metrics: dict[str, float] = {}
+    rollouts: list[Rollout]
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def generate(
-        self,
-        requests: list[Request],
-        sampling: SamplingParams,
-        should_cancel: Callable[[], bool] | None = None,
-        done: dict[int, Rollout] | None = None,
-        keep: Keep | None = None,
-    ) -> list[Rollout]:
+    def generate(self, *_: Any, **__: Any) -> list[Rollout]:
         """All recorded rollouts."""
         return self.rollouts
 

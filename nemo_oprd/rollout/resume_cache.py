@@ -36,11 +36,9 @@ class ResumeCache:
         self.weights = weights
 
     def put(self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
-        """Writes rollouts of a step in place of the previous step's. Only the world's first rank writes.
+        """Writes rollouts, by the index of their request, in place of the previous step's, on the world's first rank.
 
-        Args:
-            rollouts: by the index of their request; some may be missing.
-            count: number of requests of the step.
+        Some of the step's `count` rollouts may be missing.
         """
         if dist.get_rank() != 0:
             return
@@ -73,10 +71,8 @@ class ResumeCache:
             return {}
         # these fields come from the prompt file, which may have changed
         return {
-            i: dataclasses.replace(
-                rollout, prompt=request.prompt, data_source=request.data_source, answer=request.answer
-            )
-            for i, rollout, request in zip(indices, rollouts, kept, strict=True)
+            i: dataclasses.replace(rollout, prompt=told.prompt, data_source=told.data_source, answer=told.answer)
+            for i, rollout, told in zip(indices, rollouts, kept, strict=True)
         }
 
     def _about(self, step: int, sampling: SamplingParams, count: int) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch.distributed as dist
@@ -16,36 +16,18 @@ from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.rollout.engine import Request
 
-
-class TeacherInputs(Protocol):
-    """Adds one teacher's sequences to rollouts. Every rank builds one and calls it with the same arguments.
-
-    Attributes:
-        teacher: the teacher's tokenizer.
-        max_positions: the teacher's number of positions.
-    """
-
-    teacher: Tokenizer
-    max_positions: int
-
-    def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """The rollouts with the sequences that the teacher reads.
-
-        Raises:
-            ValueError: a sequence cannot be made, or too few response tokens have a target.
-        """
-        ...
+# adds one teacher's sequences to rollouts; every rank builds one and calls it with the same arguments
+TeacherInputs: TypeAlias = "PromptInputs | TextInputs"
 
 
 def add_teacher_inputs(
     inputs_of: list[TeacherInputs | None], taught_by: list[int], rollouts: list[Rollout], requests: list[Request]
 ) -> list[Rollout]:
-    """The rollouts with the sequences that their teachers read.
+    """The rollouts, each with a request, with the sequences that their teachers read.
 
     Args:
         inputs_of: per teacher; None for a teacher that reads the student's ids.
         taught_by: the number of each rollout's teacher.
-        requests: the requests of the rollouts.
     """
     result = list(rollouts)
     for number, inputs in enumerate(inputs_of):
@@ -57,15 +39,18 @@ def add_teacher_inputs(
     return result
 
 
+@dataclass
 class PromptInputs:
-    """For a teacher that reads the student's response tokens after the prompt that `teacher.prompt` makes."""
+    """For a teacher that reads the student's response tokens after the prompt that `teacher.prompt` makes.
 
-    def __init__(self, teacher: Tokenizer, max_positions: int) -> None:
-        """Response tokens beyond the teacher's `max_positions` have no target."""
-        self.teacher, self.max_positions = teacher, max_positions
+    Response tokens beyond the teacher's `max_positions` have no target.
+    """
+
+    teacher: Tokenizer
+    max_positions: int
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """See `TeacherInputs`."""
+        """The rollouts with the teacher's prompts."""
         prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
         return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
@@ -84,11 +69,7 @@ class TextInputs:
     def __init__(
         self, student: Tokenizer, teacher: Tokenizer, max_positions: int, exact: bool, min_coverage: float
     ) -> None:
-        """Response tokens beyond the teacher's `max_positions` have no target.
-
-        Args:
-            exact: `alignment.exact`.
-            min_coverage: `alignment.min_coverage`.
+        """Response tokens beyond the teacher's `max_positions` have no target. The rest: see `alignment`'s settings.
 
         Raises:
             ValueError: the bytes of a tokenizer's tokens are unknown, or the teacher's template changes a response.
@@ -100,7 +81,7 @@ class TextInputs:
         teacher_eos_id(teacher)
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """See `TeacherInputs`. Each rank aligns a part of the responses.
+        """The rollouts with the sequences that the teacher reads. Each rank aligns a part of the responses.
 
         Raises:
             ValueError: too few response tokens of the batch have a target.
@@ -110,7 +91,15 @@ class TextInputs:
         parts = everyones(own_part) if world > 1 else [own_part]
         alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
         check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
-        return [_with_alignment(rollout, alignment) for rollout, alignment in zip(rollouts, alignments, strict=True)]
+        return [
+            replace(
+                rollout,
+                teacher_prompt_ids=alignment.teacher_prompt_ids,
+                teacher_response_ids=alignment.teacher_response_ids,
+                teacher_index=alignment.teacher_index.tolist(),
+            )
+            for rollout, alignment in zip(rollouts, alignments, strict=True)
+        ]
 
     def _align(self, rollouts: list[Rollout], requests: list[Request]) -> list[Alignment]:
         alignments = align_batch(
@@ -135,15 +124,6 @@ class TextInputs:
             teacher_index=index,
             mask=alignment.mask & (index >= 0),
         )
-
-
-def _with_alignment(rollout: Rollout, alignment: Alignment) -> Rollout:
-    return replace(
-        rollout,
-        teacher_prompt_ids=alignment.teacher_prompt_ids,
-        teacher_response_ids=alignment.teacher_response_ids,
-        teacher_index=alignment.teacher_index.tolist(),
-    )
 
 
 def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:

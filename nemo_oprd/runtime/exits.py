@@ -27,9 +27,7 @@ _WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S, _WAIT_WITHOUT_REASON_S = 30, 3, 6
 def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
     """Runs `work`, shows its messages, and ends as a command of this project does, also in somebody else's program.
 
-    Args:
-        work: returns the exit code.
-        alone: this process does nothing else, so that its end may be a hard one.
+    `work` returns the exit code. `alone`: this process does nothing else, so that its end may be a hard one.
     """
     # set before torch is imported: if a rank ends with an error, torch prints a warning with a stack on all others
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -81,7 +79,8 @@ def _report(error: Exception) -> int:
     message = None if os.environ.get("NEMO_OPRD_TRACEBACK") else users_mistake(error)
     first, watch = messages.is_first_rank(), watchdog.current()
     # a collective fails when another rank dies; that rank reports the reason, so this one waits for it
-    wait_s = 0.0 if first and message is not None else _wait_s(message is not None)
+    wait_s = _WAIT_AFTER_JOINING_S if message is not None else _WAIT_WITHOUT_REASON_S
+    wait_s = 0 if first and message is not None else wait_s if _joined() else _WAIT_BEFORE_JOINING_S
     if watch is not None:
         if watch.failure(wait_s) is not None:
             return 1
@@ -115,13 +114,6 @@ def _leave() -> None:
         watch.wait_for_others()
     if _joined():
         sys.modules["torch.distributed"].destroy_process_group()
-
-
-def _wait_s(explained: bool) -> float:
-    """Seconds to wait for another rank's report; `explained`: whether this rank has a message for the user."""
-    if not _joined():
-        return _WAIT_BEFORE_JOINING_S
-    return _WAIT_AFTER_JOINING_S if explained else _WAIT_WITHOUT_REASON_S
 
 
 def _joined() -> bool:

@@ -30,10 +30,8 @@ def partial_path(path: Path) -> Path:
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yields the path to write a file to; at the end the written file replaces `path`. The directory must exist.
 
-    If the body raises, the partial file is removed and `path` stays as it was.
-
-    Args:
-        durable: also flush the content and the new name to the disk, so that they survive a loss of power.
+    If the body raises, the partial file is removed and `path` stays as it was. With `durable`, the content and the new
+    name are also flushed to the disk, so that they survive a loss of power.
 
     Raises:
         OSError: the disk is full or the file can't be written; the error names `path`, see `disk.naming`.
@@ -57,10 +55,8 @@ def replacing_directory(path: Path, *, overwrite: bool = True) -> Iterator[Path]
     """Yields an empty directory to write to; at the end it replaces the directory `path`, flushed to the disk.
 
     Directories can't be exchanged in one operation: a process that is killed between the removal of an old `path` and
-    the renaming leaves none. If the body raises, the partial directory is removed and `path` stays as it was.
-
-    Args:
-        overwrite: False keeps what is in `path` by then, e.g. the result of another process.
+    the renaming leaves none. If the body raises, the partial directory is removed and `path` stays as it was. Without
+    `overwrite`, what is in `path` by then is kept, e.g. the result of another process.
 
     Raises:
         OSError: the disk is full, a file can't be written, or `path` holds files that must not be overwritten; the
@@ -83,11 +79,7 @@ def replacing_directory(path: Path, *, overwrite: bool = True) -> Iterator[Path]
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the content of `path` by `text` in UTF-8, flushed to the disk.
-
-    Raises:
-        OSError: as `replacing`.
-    """
+    """Replaces the content of `path` by `text` in UTF-8, flushed to the disk. Raises OSError as `replacing`."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -108,11 +100,7 @@ def flush_tree(directory: Path) -> None:
 
 
 def why_no_file(path: str | Path, *extensions: str) -> str:
-    """What is at `path` in place of a file, for messages: nothing, or a directory with or without such files.
-
-    Args:
-        extensions: of the files that were expected. Example: ".jsonl".
-    """
+    """What is at `path` in place of a file with one of the `extensions` (".jsonl"), for messages."""
     path = Path(path)
     if not path.is_dir():
         return "no such file"
@@ -125,9 +113,8 @@ def why_no_file(path: str | Path, *extensions: str) -> str:
 def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
     """The JSON object in a file.
 
-    Args:
-        expected: what the file should hold, for messages. Example: "an object with weight_map".
-        fix: what to do about a file that is missing or damaged, for messages. Example: "copy it again".
+    For messages, `expected` is what the file should hold ("an object with weight_map"), and `fix` what to do about a
+    file that is missing or damaged ("copy it again").
 
     Raises:
         ValueError: the file doesn't exist, isn't JSON, or holds something other than an object.
@@ -143,14 +130,9 @@ def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
 
 
 def parse_json(data: str | bytes, where: str, expected: str, fix: str) -> Any:
-    """The value of a JSON text in UTF-8.
+    """The value of a JSON text in UTF-8; ValueError if it is malformed.
 
-    Args:
-        where: the file, or the file and its line, for the message.
-        expected, fix: as in `read_json`.
-
-    Raises:
-        ValueError: the text is malformed.
+    `where` is the file, or the file and its line, for the message; `expected` and `fix` are as in `read_json`.
     """
     try:
         return json.loads(data)

@@ -26,9 +26,7 @@ def is_first_rank() -> bool:
 def show(verbosity: Verbosity = "usual") -> None:
     """Shows messages from now on; a later call only changes how much is shown.
 
-    Args:
-        verbosity: quiet: warnings; usual: also what goes on; verbose: everything, from every rank, with the time, the
-            rank and the module.
+    quiet: warnings; usual: also what goes on; verbose: everything, from every rank, with time, rank and module.
     """
     logger = logging.getLogger("nemo_oprd")
     logger.propagate = False  # a program around this one may show the messages of the root logger, too

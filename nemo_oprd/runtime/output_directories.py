@@ -21,13 +21,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Maker:
-    """A command, and what it makes.
+    """A command, and what it makes (`what`: in words).
 
     Attributes:
-        command: its name.
-        what: the directory in words.
-        signs: patterns of files; any of them shows that the command made the directory. A sign may be a test of the
-            directory instead.
+        signs: patterns of files, or tests of the directory; any of them shows that the command made the directory.
         writes: further names that the command writes.
         replaces: it replaces its earlier results as a whole.
     """
@@ -108,7 +105,6 @@ def check_directory(
     """Raises ValueError, naming the option `key`, unless `command` may write into `directory`; writes nothing.
 
     Args:
-        command: of a `Maker`.
         writes: names that this call writes besides those of the `Maker`.
         others: commands whose directories this call may write into, too.
     """
@@ -119,17 +115,14 @@ def check_directory(
     visible = [name for name in visible if not name.startswith(".") and name not in _LOGS]
     own = {*mine.writes, *writes, *(sign.split("/")[0] for sign in mine.signs if isinstance(sign, str))}
     maker = maker_of(directory)
-    if maker is not None and maker.command != command and maker.command not in others:
-        raise ValueError(
-            f"{key}={directory} exists and is not {mine.what}; choose another directory: it is {maker.what}"
-            f"{_made_by(maker)}"
-        )
     strange = [name for name in visible if not any(fnmatchcase(name, each) for each in own)]
-    if mine.replaces and strange:
-        raise ValueError(
-            f"{key}={directory} exists and is not {mine.what}; choose another directory: it holds {strange[0]}, which "
-            f"{command} did not make"
-        )
+    why = None
+    if maker is not None and maker.command not in (command, *others):
+        why = f"it is {maker.what}{_made_by(maker)}"
+    elif mine.replaces and strange:
+        why = f"it holds {strange[0]}, which {command} did not make"
+    if why is not None:
+        raise ValueError(f"{key}={directory} exists and is not {mine.what}; choose another directory: {why}")
     taken = [name for name in visible if name not in strange and not _is_empty(directory / name)]
     if maker is None and taken:
         raise ValueError(
@@ -142,8 +135,7 @@ def check_directory(
 def check_file(file: Path, command: str, key: str, mark: str) -> None:
     """Raises ValueError, naming the option `key`, unless `command` may write the single file `file`.
 
-    Args:
-        mark: a pattern at the beginning of the files that the command writes, by which its own are recognised.
+    `mark` is a pattern at the beginning of the files that the command writes, by which its own are recognised.
     """
     if file.is_dir():
         raise ValueError(f"{key} {file} is a directory, expected a file to write; add a name to it")

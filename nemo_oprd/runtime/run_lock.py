@@ -1,9 +1,8 @@
 """One run per directory: a lock that the kernel releases when its process ends, however it ends.
 
-The lock itself is filelock's `FileLock` (flock). Added here, because filelock leaves it to its users: the text that
-names the holder, the messages, and going ahead without a lock, with a warning, on file systems that are mounted without
-locks. filelock's fallback for those (a file that exists while the lock is held) is switched off: such a file stays
-behind after a crash and would refuse the next start.
+The lock itself is filelock's `FileLock` (flock). filelock leaves to its users the text that names the holder, the
+messages, and going ahead, with a warning, on file systems that are mounted without locks. Its fallback for those (a
+file that exists while the lock is held) is switched off: such a file stays after a crash and refuses the next start.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Takes the lock on `directory`, which is created if it doesn't exist.
-
-        Raises:
-            ValueError: another process holds the lock, or the directory can't be written.
-        """
+        """Takes the lock on `directory`, which is created if it doesn't exist; ValueError if one or the other fails."""
         path = Path(os.path.realpath(directory / ".lock"))  # filelock opens no link
         self._path, self._made_directory = path, not directory.exists()
         self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)

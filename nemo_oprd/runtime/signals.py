@@ -1,9 +1,7 @@
 """SIGTERM, SIGUSR1 and Ctrl-C make a run finish its step, save and exit. A Ctrl-C after any of them ends it at once.
 
-Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted.
-
-Importing this module does not import torch: the command line asks it about every error, also where torch was not needed
-yet.
+Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted. Importing this module
+does not import torch: the command line asks it about every error, also where torch was not needed yet.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ class Signals:
 
     Every rank of the world enters it and waits there for the others: a signal to the job must not end a rank whose
     handlers are not installed yet. If the body raises and a watchdog runs, the handlers stay installed; the watchdog
-    then ends the process should it hang.
-
-    Attributes:
-        received: name of the first signal, None before any. Example: "SIGTERM".
+    then ends the process should it hang. `received` is the name of the first signal ("SIGTERM"), None before any.
     """
 
     def __init__(self) -> None:
@@ -67,10 +62,7 @@ class Signals:
 
 
 def agree(device: torch.device, *flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
-    """Per flag, whether any rank of the group (None: of the world) has set it; the same result on all these ranks.
-
-    Every rank of the group must call this.
-    """
+    """Per flag, whether any rank of the group (None: of the world) has set it. Every rank of the group calls this."""
     import torch
     import torch.distributed as dist
 

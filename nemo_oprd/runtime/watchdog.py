@@ -5,11 +5,9 @@ a thread that uses the job's key-value store over a connection of its own, and e
 failed. A rank that fails reports it in the store. A rank that was killed can't: the kernel tells the ranks of the same
 machine (by a file descriptor of the process), and a whole machine that is gone is noticed by its silence.
 
-Why a launcher isn't enough: torchrun watches the ranks of its own machine only, and leaves those of other machines in
-their collectives. On its own machine, the ranks whose connections break print a traceback each before they are ended.
-`srun` ends the other ranks only with `--kill-on-bad-exit`, with whatever exit codes and half-written messages they
-happen to have. Ranks that are started in another way have no launcher. With the watchdog, one rank prints one reason,
-and exit codes say whether a user's mistake, a stop or an error ended the job.
+Why a launcher isn't enough: torchrun watches the ranks of its own machine only, where each prints a traceback before it
+is ended; `srun` ends the other ranks only with `--kill-on-bad-exit`, with whatever exit codes they happen to have. With
+the watchdog, one rank prints one reason, and exit codes say whether a user's mistake, a stop or an error ended the job.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 INTERVAL_S = 1.0
@@ -50,8 +49,7 @@ def current() -> Watchdog | None:
 class Watchdog:
     """The watchdog of one rank: a thread that ends the process when another rank has failed or died.
 
-    Args:
-        silent_s: seconds without a sign of life after which a rank is taken for dead.
+    After `silent_s` seconds without a sign of life a rank is taken for dead.
     """
 
     def __init__(self, rank: int, world: int, silent_s: float) -> None:
@@ -60,12 +58,9 @@ class Watchdog:
         import torch.distributed as dist
 
         self.rank, self.world, self.silent_s = rank, world, silent_s
-        self._store: Any = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=silent_s),
-        )
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = datetime.timedelta(seconds=silent_s)
+        self._store: Any = dist.TCPStore(host, port, is_master=False, timeout=timeout)
         # a restarted job may find the store of its previous attempt
         self._prefix = f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._ended = threading.Event()
@@ -87,25 +82,20 @@ class Watchdog:
     def tell_failure(self, message: str) -> None:
         """Lets the other ranks end, after `fails_first`; `message` is what they find in the store.
 
-        Waits a few seconds at most until they have read it, because they could take the end of this process for a
-        death.
+        Waits a few seconds at most until they have read it: they could take the end of this process for a death.
         """
-        try:
+        with suppress(RuntimeError):
             self._store.set(f"{self._prefix}/failed", f"rank {self.rank}: {message}")
             deadline = time.monotonic() + 3 * INTERVAL_S
             while self._store.add(f"{self._prefix}/heard", 0) < self.world - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
-        except RuntimeError:
-            pass
 
     def failure(self, wait_s: float = 0.0) -> str | None:
         """The message of the job's first failure, None if there is none within `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
-        while True:
-            found = self._read("failed")
-            if found is not None or time.monotonic() >= deadline:
-                return found
+        while (found := self._read("failed")) is None and time.monotonic() < deadline:
             time.sleep(0.1)
+        return found
 
     def close(self) -> None:
         """Stops watching, because this rank has finished. Other ranks may still be working.

@@ -50,11 +50,11 @@ def test_twenty_kills_meet_every_process_and_every_phase() -> None:
 
 
 @pytest.mark.parametrize("killed", ["guard", "group"])
-def test_shared_memory_is_found_by_its_names(killed: str) -> None:
+def test_shared_memory_is_found_by_its_names(tmp_path: Path, killed: str) -> None:
     """Also after processes that were killed before anybody saw what they had mapped."""
     names = f"nemo_oprd_test_{time.time_ns()}_0_1_"
     environment = {**os.environ, guard.SHARED_NAMES: names, "PYTHONPATH": str(WORKER_FOLDER)}
-    command = [sys.executable, guard.__file__, "--", sys.executable, "-c", SERVER]
+    command = [sys.executable, guard.__file__, "--remove", str(tmp_path), "--", sys.executable, "-c", SERVER]
     server = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )

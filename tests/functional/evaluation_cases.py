@@ -114,12 +114,12 @@ def cache_budgets(hf_path: str, tensor: int, free: list[int]) -> list[int]:
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed, make_role
-    from nemo_oprd.rollout.in_process import cache_budget
+    from nemo_oprd.rollout.in_process import engine
 
     init_distributed()
     role = make_role("rollout", Layout(tensor=tensor, data=dist.get_world_size() // tensor))
-    with mock.patch.object(cache_budget, "free_bytes", return_value=free[dist.get_rank()]):
-        own = cache_budget.cache_budget(read_model_spec(hf_path), role, torch.float32)
+    with mock.patch.object(engine, "free_bytes", return_value=free[dist.get_rank()]):
+        own = engine.cache_budget(read_model_spec(hf_path), role, torch.float32)
     budgets: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(budgets, own)
     return budgets

@@ -93,7 +93,7 @@ def generate_batch(
     should_cancel: Callable[[], bool] | None = None,
     record_routes: bool = False,
 ) -> list[Generated] | None:
-    """Samples one response for each of B prompts.
+    """Samples one response for each of B prompts; None if generation was cancelled.
 
     All tensor ranks compute the same result, because they share the gathered logits and the uniforms.
 
@@ -102,9 +102,6 @@ def generate_batch(
         limits: [B] maximum number of new tokens of each response, at most T.
         should_cancel: called every `CANCEL_CHECK_EVERY` tokens; must return the same value on all tensor ranks.
         record_routes: record the experts that the tokens visit, of a model with experts.
-
-    Returns:
-        The responses; None if generation was cancelled.
     """
     batch = _Batch(model, vocab_size, prompts, uniforms, limits, eos_ids, record_routes=record_routes)
     last = batch.prefill()

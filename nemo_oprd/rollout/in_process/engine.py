@@ -10,19 +10,23 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.megatron.device_memory import free_bytes
 from nemo_oprd.models.megatron.model import build_chunks
-from nemo_oprd.models.megatron.parallel import device, everyones, make_role, wait_for_all
+from nemo_oprd.models.megatron.parallel import Role, device, everyones, make_role, wait_for_all
 from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
-from nemo_oprd.rollout.in_process.cache_budget import cache_budget
 from nemo_oprd.rollout.in_process.decoding import Generated, generate_batch
 from nemo_oprd.runtime.messages import ANY_RANK
 from nemo_oprd.runtime.signals import agree
 
 logger = logging.getLogger(__name__)
+
+# cached tokens; fewer would not hold one useful batch, and running out of memory says so more clearly
+SMALLEST_CACHE = 1024
 
 
 class MegatronEngine:
@@ -39,12 +43,7 @@ class MegatronEngine:
         precision: str,
         router_dtype: str | None = None,
     ) -> None:
-        """The weights are uninitialised until the first `update_weights` or `load`.
-
-        Args:
-            spec, student_layout, eos_ids, vocab_limit: see `make_engine`.
-            precision: `fp32` or `bf16`, of weights and computation.
-            router_dtype: `student.router_dtype`.
+        """See `make_engine`. `precision` is of weights and computation; `router_dtype`: `student.router_dtype`.
 
         Raises:
             ValueError: `rollout.tensor` does not fit the ranks or the model.
@@ -52,12 +51,8 @@ class MegatronEngine:
         tensor, ranks = rollout.tensor, student_layout.size
         if ranks % tensor:
             raise ValueError(f"rollout.tensor={tensor} does not divide the student's {ranks} rank(s)")
-        layout = Layout(
-            tensor=tensor,
-            data=ranks // tensor,
-            first_rank=student_layout.first_rank,
-            expert=rollout.expert if spec.experts else 1,
-        )
+        expert, first = rollout.expert if spec.experts else 1, student_layout.first_rank
+        layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=first, expert=expert)
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, rollout.max_batch
         self.vocab_limit = vocab_limit or spec.vocab_size
         self._cache_setting, self._said_budget = rollout.max_cache_tokens, False
@@ -87,14 +82,9 @@ class MegatronEngine:
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> list[Rollout]:
-        """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group.
-
-        Raises:
-            ValueError: a prompt leaves no room for a response.
-        """
+        """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group."""
         check_room(requests, self.spec.max_positions)
-        own_part: dict[int, Generated] = {}
-        completed, done = True, done or {}
+        own_part, completed, done = dict[int, Generated](), True, done or {}
         if self.model is not None:
             own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done), keep)
         # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
@@ -130,7 +120,8 @@ class MegatronEngine:
         # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[coords.data :: data]
         own: dict[int, Generated] = {}
-        is_cancelled = None if should_cancel is None else lambda: self._agree_over_tensor_ranks(should_cancel())
+        group = self.role.member_groups.tp  # tensor ranks sample together, so they must stop together
+        is_cancelled = None if should_cancel is None else lambda: agree(device(), should_cancel(), group=group)[0]
         for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
             if done.issuperset(batch):
                 continue
@@ -139,8 +130,7 @@ class MegatronEngine:
             prompts = [requests[i].prompt_ids for i in batch]
             # the limit of a response does not depend on the other responses of its batch
             limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
-            steps = max(limits)
-            uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(steps) for i in batch])
+            uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(max(limits)) for i in batch])
             generated = generate_batch(
                 self.model,
                 self.vocab_limit,
@@ -172,10 +162,6 @@ class MegatronEngine:
         self._said_budget = True
         return budget
 
-    def _agree_over_tensor_ranks(self, flag: bool) -> bool:
-        """Whether the flag is set on any tensor rank; tensor ranks sample together, so they must stop together."""
-        return agree(device(), flag, group=self.role.member_groups.tp)[0]
-
     def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int, budget: int) -> list[list[int]]:
         """Batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""
         batches: list[list[int]] = []
@@ -193,3 +179,15 @@ class MegatronEngine:
 
 def _rollout(request: Request, made: Generated) -> Rollout:
     return request.answered(made.ids, finished=made.finished, expert_routes=made.routes)
+
+
+def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:
+    """`rollout.max_cache_tokens=auto`: the most cached tokens, the smallest number over the ranks of the role.
+
+    On CUDA (not yet run): a share of the free memory. On a CPU: a fixed amount. All ranks of the role call this.
+    """
+    own = free_bytes(device(), CACHE_SHARE) // cache_bytes_per_token(spec, role.layout.tensor, dtype.itemsize)
+    smallest = torch.tensor([own], dtype=torch.int64, device=device())
+    for group in (role.member_groups.tp, role.member_groups.dp):
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+    return max(SMALLEST_CACHE, int(smallest.item()))

@@ -58,7 +58,7 @@ class Client:
     def close(self) -> None:
         """Closes all connections and ends the thread."""
         self.run(self._http.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.call(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
@@ -74,16 +74,16 @@ class Client:
         except httpx2.TimeoutException as error:
             raise ServerDied(f"{server.name} did not answer {path} within {timeout:.0f} s") from error
         except httpx2.TransportError as error:
-            raise ConnectionBroken(
-                f"{server.name} broke the connection of {path} ({error}){server.last_words()}"
-            ) from error
+            message = f"{server.name} broke the connection of {path} ({error}){server.last_words()}"
+            raise ConnectionBroken(message) from error
         if answer.status_code == 200:
             return answer.json() if answer.content else None
         # an API server whose engine has just died answers 500 until it ends
         if answer.status_code >= 500 and not await self.stays_healthy(server):
             raise ServerDied(f"{server.name} answered {path} with {answer.status_code}{server.last_words()}")
+        said = " ".join(answer.text.split())[:300]
         raise ServerRefused(
-            f"{server.name} refuses {path} with status {answer.status_code}: {_short(answer.text)}{server.last_words()}"
+            f"{server.name} refuses {path} with status {answer.status_code}: {said}{server.last_words()}"
         )
 
     async def post_watched(
@@ -134,7 +134,3 @@ class Client:
         """Whether the server is well a second later, when it would have noticed the death of its engine."""
         await asyncio.sleep(1.0)
         return await self.is_healthy(server)
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -30,12 +30,7 @@ class Controlled:
     sleepers: list[int] = field(default_factory=list)
 
     def start(self, places: list[Place], make_server: Callable[[Place], Server]) -> None:
-        """Starts servers, without waiting for them.
-
-        Args:
-            places: those of this rank.
-            make_server: makes a server, which is started here if it is one of this run.
-        """
+        """Starts the servers at this rank's `places` that are of this run, without waiting for them."""
         if not places:
             return
         self.client, self.folder = Client(), SharedFolder()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.rollout_schema import RolloutConfig
+from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.parallel import device, everyones, init_distributed
@@ -45,32 +45,22 @@ class VllmEngine:
 
     def __init__(
         self,
-        rollout: RolloutConfig,
+        config: Config,
         spec: ModelSpec,
         directory: Path,
         ranks: Layout,
         eos_ids: tuple[int, ...],
         vocab_limit: int | None = None,
-        *,
-        precision: str,
-        seed: int,
-        logs: Path,
     ) -> None:
-        """Starts the servers and returns without waiting for them. Every rank of the world calls this.
-
-        Args:
-            spec, directory, ranks, eos_ids, vocab_limit: see `make_engine`. The ranks have the weight stream.
-            precision: `fp32` or `bf16`, of weights and computation.
-            seed: of the servers; responses have seeds of their own.
-            logs: the directory of the servers' logs.
+        """Starts the servers and returns without waiting for them; see `make_engine`. The ranks have the weight stream.
 
         Raises:
             ValueError: the placement of the servers is wrong, or a server refuses.
         """
         init_distributed()
-        self._rollout, self._spec, self._eos_ids = rollout, spec, eos_ids
+        self._config, self._spec, self._eos_ids = config, spec, eos_ids
         self._known_ids = vocab_limit or spec.vocab_size
-        self._settings, self._precision = rollout.vllm, precision
+        self._settings = config.rollout.vllm
         cuda = device().type == "cuda"
         students = range(ranks.first_rank, ranks.first_rank + ranks.size)
         self._has_stream = dist.get_rank() in students
@@ -79,11 +69,12 @@ class VllmEngine:
         self._mine = Controlled()
         try:
             own = [place for place in self._places if place.controller == dist.get_rank()]
-            flags = server_arguments(
-                rollout, spec, directory, self._known_ids, precision=precision, seed=seed, cuda=cuda
-            )
-            self._mine.start(own, lambda place: self._make_server(place, flags, logs))
-            self._push = self._weight_push(students)
+            flags = server_arguments(config, spec, directory, self._known_ids, cuda=cuda)
+            self._mine.start(own, lambda place: self._make_server(place, flags))
+            names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
+            patience = self._settings.start_timeout
+            calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, patience)
+            self._push = WeightPush(self._places, self._mine, calls, names, device(), students)
             self._push.settle()
         except BaseException:
             self.close()
@@ -95,14 +86,9 @@ class VllmEngine:
         self._asleep = False
         self.metrics: dict[str, float] = {}
 
-    def _weight_push(self, students: range) -> WeightPush:
-        names = {name for mapping in mappings_by_name(self._spec).values() for name in mapping.hf}
-        calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, self._settings.start_timeout)
-        return WeightPush(self._places, self._mine, calls, names, device(), students)
-
-    def _make_server(self, place: Place, flags: list[str], logs: Path) -> Server:
+    def _make_server(self, place: Place, flags: list[str]) -> Server:
         """A server of this rank, not yet started."""
-        common = place.number, self._rollout.max_batch, self._settings.max_restarts
+        common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
             return Endpoint(*common, generation=1, base_url=place.url.rstrip("/"))
         assert self._mine.folder is not None
@@ -111,15 +97,13 @@ class VllmEngine:
             python=find_python(self._settings),
             flags=flags,
             devices=place.devices,
-            log=logs / f"server_{place.number}.log",
+            log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
             directory=self._mine.folder.path,
         )
 
     def _describe(self, found: dict[str, Any], server: str) -> None:
         try:
-            check_description(
-                found, server, self._spec, self._known_ids, precision=self._precision, workers=self._settings.tensor
-            )
+            check_description(found, server, self._config, self._spec, self._known_ids)
         except ValueError as error:
             raise ServerRefused(str(error)) from None
 
@@ -140,7 +124,7 @@ class VllmEngine:
         def weights() -> Iterable[tuple[str, torch.Tensor]]:
             if not self._has_stream:
                 return
-            dtype = torch.float32 if self._precision == "fp32" else torch.bfloat16
+            dtype = torch.float32 if self._config.precision == "fp32" else torch.bfloat16
             for mapping in mappings_by_name(self._spec).values():
                 for name in mapping.hf:
                     yield name, read(name).to(device(), dtype)
@@ -165,15 +149,10 @@ class VllmEngine:
         check_room(requests, self._spec.max_positions)
         assert self._stream is not None, "there are no weights to sample from"
         self._wake_up()
-        kept, results = dict(done or {}), dict[int, Sampled]()
-        busy = dict[int, float]()
-        task = Task(
-            requests, sampling, self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
-        )
-        while True:
-            missing = [i for i in range(len(requests)) if i not in kept and i not in results]
-            if not missing:
-                break
+        kept, results, busy = dict(done or {}), dict[int, Sampled](), dict[int, float]()
+        limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
+        task = Task(requests, sampling, *limits)
+        while missing := [i for i in range(len(requests)) if i not in kept and i not in results]:
             found, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel, keep)
             results |= found.sampled
             busy |= found.busy_s
@@ -189,20 +168,21 @@ class VllmEngine:
                     results = {}
                 self._push.revive(found.died)
                 self._version = self._push.push(self._stream, self._step)
-        rollouts = {**kept, **self._rollouts(requests, results)}
         self._finish(requests, results, busy)
+        rollouts = {**kept, **self._rollouts(requests, results)}
         return [rollouts[i] for i in range(len(requests))]
 
     def _round(
         self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None, keep: Keep | None
     ) -> tuple[Round, bool]:
         """One round of all controllers: (what they bring home together, whether it was cancelled)."""
-        claim = self._queue.open(order)
+        claim, client = self._queue.open(order), self._mine.client
         mine, work = Round(), None
-        client = self._mine.client
         if client is not None:
             slots = -(-len(order) // len(self._places))
-            sampling = Sampling(client, task, self._version, claim, slots, mine, _keeper(task, keep, self._step))
+            sampling = Sampling(client, task, self._version, claim, slots, mine)
+            if keep is not None:
+                sampling.keep = lambda i, sampled: keep({i: _rollout(task.requests[i], sampled, self._step)})
             work = client.start(sampling.run([*self._mine.servers.values()]))
         cancelled = self._wait(work, mine, should_cancel)
         parts = everyones((mine.portable(), cancelled))
@@ -268,8 +248,3 @@ class VllmEngine:
 
 def _rollout(request: Request, sampled: Sampled, step: int) -> Rollout:
     return request.answered(sampled.ids, finished=sampled.finished, logprobs=sampled.logprobs, weight_version=step)
-
-
-def _keeper(task: Task, keep: Keep | None, step: int) -> Callable[[int, Sampled], None] | None:
-    """What `Sampling` calls with every response."""
-    return keep and (lambda index, sampled: keep({index: _rollout(task.requests[index], sampled, step)}))

@@ -1,6 +1,6 @@
 """Runs a server in a process group of its own and leaves nothing of it behind.
 
-`python guard.py [--remove DIRECTORY] -- COMMAND...`, started in a new session with its stdin connected to the process
+`python guard.py --remove DIRECTORY -- COMMAND...`, started in a new session with its stdin connected to the process
 that wants the server. The group is ended, and the shared memory that its processes had mapped is removed, when the
 command ends or when stdin is closed, which happens however that process ends. `DIRECTORY`, which belongs to that
 process, is removed, too, unless that process has written a byte before: then it lives on and only ends the server.
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,11 @@ def start(command: list[str], directory: Path, **process: Any) -> subprocess.Pop
 def group_members(group: int) -> list[int]:
     """Process ids of a process group, without those that have ended and wait for their parent."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # a process may have any bytes for a name
-                fields = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-            except OSError:  # ended meanwhile
-                continue
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            fields = stat.read_text(errors="replace").rsplit(")", 1)[1].split()  # a name may hold any bytes
             if int(fields[2]) == group and fields[0] not in "ZX":
-                found.append(int(entry.name))
+                found.append(int(stat.parent.name))
     return found
 
 
@@ -54,11 +51,9 @@ def mapped_shared_memory(processes: list[int]) -> set[str]:
     """Files in shared memory that processes have mapped or opened."""
     found = set()
     for process in processes:
-        try:
+        with suppress(OSError):
             maps = os.fsdecode(Path(f"/proc/{process}/maps").read_bytes()).splitlines()
             found |= {line[line.index(SHARED_MEMORY) :] for line in maps if SHARED_MEMORY in line}
-        except OSError:
-            continue
     return {path for path in found if not path.endswith(" (deleted)")}
 
 
@@ -71,22 +66,16 @@ def named_shared_memory(names: str) -> set[str]:
 def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names: str = "") -> None:
     """Kills what is left of a group, and removes files in shared memory that its processes had mapped or named.
 
-    Args:
-        keep: a directory whose files stay, because they belong to the process that wanted the server.
-        names: see `named_shared_memory`.
+    Files in the directory `keep` stay: they belong to the process that wanted the server.
     """
     shared_memory = shared_memory | mapped_shared_memory(group_members(group))
     if keep is not None:
         shared_memory = {path for path in shared_memory if not path.startswith(f"{keep}/")}
     deadline = time.monotonic() + GRACE_S
-    while (left := [process for process in group_members(group) if process != os.getpid()]) and (
-        time.monotonic() < deadline
-    ):
+    while (left := {*group_members(group)} - {os.getpid()}) and time.monotonic() < deadline:
         for process in left:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.02)
     for path in shared_memory | named_shared_memory(names):
         Path(path).unlink(missing_ok=True)
@@ -94,17 +83,15 @@ def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names
 
 def main() -> None:
     """See the module's docstring."""
-    arguments = sys.argv[1:]
-    directory = None
-    if arguments[0] == "--remove":
-        directory = arguments[1]
-        arguments = arguments[2:]
-    assert arguments[0] == "--" and os.getpgrp() == os.getpid(), "start this in a new session, see server.py"
+    option, directory, end, *command = sys.argv[1:]
+    assert (option, end) == ("--remove", "--") and os.getpgrp() == os.getpid(), (
+        "start this in a new session, see server.py"
+    )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         # only closing stdin ends this process; a handler, unlike SIG_IGN, is not inherited by the command
         signal.signal(number, lambda *_: None)
     environment = {**os.environ, "NEMO_OPRD_GUARD": str(os.getpid())}
-    child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL, env=environment, restore_signals=True)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, restore_signals=True)
     over, parent_gone = threading.Event(), threading.Event()
 
     def wait_for_parent() -> None:
@@ -124,11 +111,10 @@ def main() -> None:
     shared_memory |= mapped_shared_memory(group_members(os.getpid()))  # before a process with some of it ends
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
     clean_up(os.getpid(), shared_memory, directory, os.environ.get(SHARED_NAMES, ""))
-    if directory is not None and parent_gone.is_set():
+    if parent_gone.is_set():
         shutil.rmtree(directory, ignore_errors=True)
 
 

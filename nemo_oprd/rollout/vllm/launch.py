@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
+from nemo_oprd.config.schema import Config, VllmConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.rope import Rope, parse_rope
 
@@ -22,11 +22,7 @@ SETUP = "run `bash scripts/setup_vllm.sh`, or set rollout.vllm.python"
 
 
 def find_python(settings: VllmConfig) -> Path:
-    """The interpreter of vLLM's environment.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The interpreter of vLLM's environment; ValueError if there is none."""
     given = settings.python
     python = DEFAULT_PYTHON if given is None else Path(given)
     if not python.is_file():
@@ -69,31 +65,23 @@ def check_head_size(spec: ModelSpec) -> None:
         )
 
 
-def server_arguments(
-    rollout: RolloutConfig,
-    spec: ModelSpec,
-    directory: Path,
-    known_ids: int,
-    *,
-    precision: str,
-    seed: int,
-    cuda: bool,
-) -> list[str]:
-    """The arguments of a server, without host and port.
+def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:
+    """The arguments of a server, without host and port. Responses have seeds of their own, besides the server's.
 
     Args:
         directory: where the model's config.json is; weights are not read from it.
         known_ids: only ids below this one are sampled.
     """
+    rollout = config.rollout
     arguments = [
         *("--model", str(directory), "--served-model-name", "student"),
         # no weights of a file: whatever is sampled before the first update is noise, and cannot pass for the student
         *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
         # nor sampling parameters of a generation_config.json
         *("--generation-config", "vllm"),
-        *("--dtype", _DTYPES[precision]),
+        *("--dtype", _DTYPES[config.precision]),
         *("--max-model-len", str(spec.max_positions), "--max-num-seqs", str(rollout.max_batch)),
-        *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(seed)),
+        *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
         *("--logits-processors", "nemo_oprd_worker:KnownIds"),
@@ -114,14 +102,8 @@ def server_arguments(
     return [*arguments, *map(str, rollout.vllm.flags)]
 
 
-def check_description(
-    found: dict[str, Any], server: str, spec: ModelSpec, known_ids: int, *, precision: str, workers: int
-) -> None:
-    """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run.
-
-    Args:
-        server: name of the server, for messages.
-    """
+def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known_ids: int) -> None:
+    """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run."""
     wanted: dict[str, Any] = {
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
@@ -134,14 +116,12 @@ def check_description(
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
         "known_ids": known_ids,
-        "dtype": _DTYPES[precision],
+        "dtype": _DTYPES[config.precision],
         "logprobs_mode": "processed_logprobs",
-        "workers": workers,
+        "workers": config.rollout.vllm.tensor,
     }
     found = {**found, "rope": _served_rope(spec, found.get("rope_parameters"))}
-    differing = [
-        f"{key}={found.get(key)} instead of {value}" for key, value in wanted.items() if found.get(key) != value
-    ]
+    differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
     if differing:
         raise ValueError(
             f"{server} serves another model or in another way: {'; '.join(differing)}; expected a server for the "

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from nemo_oprd.config.schema import VllmConfig
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -56,9 +58,8 @@ def place_servers(
             "expected a different one for each: make all GPUs of a machine visible to every rank (--gpus-per-node "
             "without --gpus-per-task)"
         )
-    groups = _rank_groups(config, machines, students, cuda)
-    places = []
-    for number, group in enumerate(groups):
+    places, colocated = [], config.placement == "colocated"
+    for number, group in enumerate(_rank_groups(config, machines, students, cuda)):
         on_machines = {machines[rank] for rank in group}
         if len(on_machines) > 1:
             raise ValueError(
@@ -67,7 +68,6 @@ def place_servers(
             )
         machine = machines[group[0]]
         controller = next((rank for rank in students if machines[rank] == machine), machines.index(machine))
-        colocated = config.placement == "colocated"
         names = tuple(str(devices[rank]) for rank in group) if cuda else None
         transport = _transport(config, number, has_weights=controller in students, ipc=cuda and colocated, cuda=cuda)
         places.append(Place(number, controller, config.tensor, transport, names, sleeps=cuda and colocated))
@@ -101,10 +101,9 @@ def _rank_groups(config: VllmConfig, machines: Sequence[str], students: range, c
 
 
 def _endpoint(config: VllmConfig, number: int, url: str) -> Place:
-    local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-    return Place(
-        number, 0, config.tensor, _transport(config, number, has_weights=local, ipc=False, cuda=False), url=url
-    )
+    is_local = urlsplit(url).hostname in LOOPBACK
+    transport = _transport(config, number, has_weights=is_local, ipc=False, cuda=False)
+    return Place(number, 0, config.tensor, transport, url=url)
 
 
 def _transport(config: VllmConfig, number: int, *, has_weights: bool, ipc: bool, cuda: bool) -> str:

@@ -18,11 +18,8 @@ class RequestQueue:
     """Every rank has one, and makes, opens and closes it together with the others; controllers claim from it.
 
     The queue is a counter in the job's key-value store: a claim adds one and takes the request at that place. The store
-    also says how many controllers have finished, and whether somebody asked to cancel.
-
-    Args:
-        is_controller: whether this rank claims.
-        controllers: how many ranks do.
+    also says how many controllers have finished, and whether somebody asked to cancel. `is_controller`: whether this
+    rank claims; `controllers`: how many ranks do.
     """
 
     def __init__(self, is_controller: bool, controllers: int) -> None:

@@ -33,18 +33,13 @@ class Sampled:
 class Round:
     """What a controller brings home; also while the round is under way.
 
-    Attributes:
-        sampled: by the index of the request.
-        died: per server that died, why.
-        error: what makes further sampling pointless; None in general.
-        busy_s: per server, the seconds until its last response.
-        stop: set to end the round; requests under way are given up and their connections closed.
+    `stop` is set to end the round; requests under way are given up and their connections closed.
     """
 
-    sampled: dict[int, Sampled] = field(default_factory=dict)
-    died: dict[int, str] = field(default_factory=dict)
-    error: str | None = None
-    busy_s: dict[int, float] = field(default_factory=dict)
+    sampled: dict[int, Sampled] = field(default_factory=dict)  # by the index of the request
+    died: dict[int, str] = field(default_factory=dict)  # per server, why
+    error: str | None = None  # what makes further sampling pointless
+    busy_s: dict[int, float] = field(default_factory=dict)  # per server, the seconds until its last response
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     def portable(self) -> Round:
@@ -135,57 +130,48 @@ def seed_of(sampling: SamplingParams, index: int) -> int:
     return int(np.random.SeedSequence([*sampling.key, index]).generate_state(1)[0])
 
 
+@dataclass
 class Sampling:
     """One round of a controller: `run` samples until nothing is left to claim, or no server is left.
 
-    Args:
+    Attributes:
         claim: the index of the next request; None if there are no more. Other controllers claim from the same queue.
         slots: the most requests that a server gets at a time, so that no server takes what another one has room for.
         result: where the responses go.
         keep: called with every response, by the index of its request.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        task: Task,
-        version: str,
-        claim: Callable[[], int | None],
-        slots: int,
-        result: Round,
-        keep: Callable[[int, Sampled], None] | None = None,
-    ) -> None:
-        self._client, self._task, self._version = client, task, version
-        self._claim, self._slots, self._result, self._keep = claim, slots, result, keep
-        self._again: list[int] = []  # claimed by a server that died
-        self._started = time.monotonic()
+    client: Client
+    task: Task
+    version: str
+    claim: Callable[[], int | None]
+    slots: int
+    result: Round
+    keep: Callable[[int, Sampled], None] | None = None
+    _again: list[int] = field(default_factory=list)  # claimed by a server that died
+    _started: float = field(default_factory=time.monotonic)
 
     async def run(self, servers: list[Server]) -> None:
         """Samples on the servers that have the weights."""
-        alive = [server for server in servers if server.pushed == self._version]
-        while alive and not self._result.stop.is_set():
+        alive = [server for server in servers if server.pushed == self.version]
+        while alive and not self.result.stop.is_set():
             await asyncio.gather(*(self._serve(server) for server in alive))
-            alive = [server for server in alive if server.number not in self._result.died]
+            alive = [server for server in alive if server.number not in self.result.died]
             if not self._again:
                 return
 
     async def _serve(self, server: Server) -> None:
-        """Keeps a server busy until there is nothing left to claim, it dies, or the round is stopped.
-
-        Raises:
-            Exception: what `keep` or our own code raised.
-        """
-        work = (self._slot(server) for _ in range(min(self._slots, server.in_flight)))
-        watch = asyncio.create_task(self._client.watch(server))
-        stop = asyncio.create_task(self._result.stop.wait())
-        slots = asyncio.gather(*work)
+        """Keeps a server busy until there is nothing left to claim, it dies, or the round is stopped."""
+        watch = asyncio.create_task(self.client.watch(server))
+        stop = asyncio.create_task(self.result.stop.wait())
+        slots = asyncio.gather(*(self._slot(server) for _ in range(min(self.slots, server.in_flight))))
         waiting: list[asyncio.Future] = [slots, watch, stop]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if slots.done():
                 slots.result()  # raises what went wrong in our own code
             if watch.done():
-                self._result.died.setdefault(server.number, watch.result())
+                self.result.died.setdefault(server.number, watch.result())
         finally:
             for unfinished in waiting:
                 unfinished.cancel()
@@ -193,16 +179,16 @@ class Sampling:
 
     async def _slot(self, server: Server) -> None:
         """One request after the other."""
-        result = self._result
+        result = self.result
         while not result.stop.is_set() and server.number not in result.died:
-            index = self._again.pop() if self._again else self._claim()
+            index = self._again.pop() if self._again else self.claim()
             if index is None:
                 return
             try:
-                answer = await self._ask(server, self._task.body(index))
-                sampled = self._task.check(index, answer, self._version, server.name)
-                if self._keep is not None:
-                    self._keep(index, sampled)
+                answer = await self._ask(server, self.task.body(index))
+                sampled = self.task.check(index, answer, self.version, server.name)
+                if self.keep is not None:
+                    self.keep(index, sampled)
                 result.sampled[index] = sampled
                 result.busy_s[server.number] = time.monotonic() - self._started
             except ServerDied as death:
@@ -219,8 +205,8 @@ class Sampling:
         """The answer to one request, which is repeated if its connection broke and the server is well."""
         for _ in range(REPETITIONS):
             try:
-                return await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
+                return await self.client.post(server, GENERATE, body, timeout=self.task.timeout_s)
             except ConnectionBroken:
-                if not await self._client.stays_healthy(server):
+                if not await self.client.stays_healthy(server):
                     raise
-        return await self._client.post(server, GENERATE, body, timeout=self._task.timeout_s)
+        return await self.client.post(server, GENERATE, body, timeout=self.task.timeout_s)

@@ -20,18 +20,9 @@ logger = logging.getLogger(__name__)
 WORKER_FOLDER = Path(__file__).parent / "worker"
 # variables of this process that would mean something else to the server
 _PRIVATE = (
-    # sleep mode has an allocator of its own, which refuses expandable segments
-    "PYTORCH_",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC",
-    "PYTHON",
-    "VIRTUAL_ENV",
-    "VLLM_",
+    "PYTORCH_",  # sleep mode has an allocator of its own, which refuses expandable segments
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
+    *("PYTHON", "VIRTUAL_ENV", "VLLM_"),
 )
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
@@ -49,10 +40,9 @@ class ServerRefused(ValueError):  # noqa: N818 - named like ServerDied
 
 @dataclass
 class Server:
-    """One server and its address.
+    """One server and its address; `number` is its index among all servers of the run.
 
     Attributes:
-        number: index of the server among all servers of the run.
         generation: how often it was started; whoever connected to an earlier process has to connect again.
         pushed: the version of the weights that it has; None before the first ones.
         in_flight: requests that it may work on at the same time.
@@ -111,7 +101,7 @@ class LocalServer(Server):
 
     Attributes:
         python: interpreter of vLLM's environment.
-        flags: arguments of the server, without host and port.
+        flags: see `server_arguments`.
         devices: CUDA devices that it sees; None: without CUDA.
         log: what it prints is appended to this file.
         directory: a directory of this process that the guard removes when this process ends.
@@ -130,7 +120,9 @@ class LocalServer(Server):
         """Starts the process; it answers half a minute to minutes later."""
         self.generation += 1
         self.pushed = None
-        port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{port}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = server_command(self.python, self.flags, "127.0.0.1", port)
@@ -202,8 +194,7 @@ class LocalServer(Server):
 
 def server_command(python: Path, flags: list[str], host: str, port: int) -> list[str]:
     """What starts a server; `flags`: `server_arguments`."""
-    script = WORKER_FOLDER / "nemo_oprd_serve.py"
-    return [str(python), str(script), *flags, "--host", host, "--port", str(port)]
+    return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, "--host", host, "--port", str(port)]
 
 
 def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
@@ -227,12 +218,6 @@ def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         kept.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `KnownIds` has the interface of the first runner
     return kept
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def check_url(url: str) -> None:

@@ -70,11 +70,7 @@ class SharedFolder:
             self._guard = guard.start(["sleep", "infinity"], self.path)
 
     def write(self, bucket: Bucket) -> Path:
-        """Writes the bytes of a bucket to a new file.
-
-        Raises:
-            ValueError: shared memory is too small.
-        """
+        """Writes the bytes of a bucket to a new file; ValueError if shared memory is too small."""
         self._count += 1
         path = self.path / f"bucket_{self._count}"
         try:

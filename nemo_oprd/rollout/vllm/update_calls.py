@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_oprd.rollout.vllm.client import CALL_TIMEOUT_S, Client
@@ -15,41 +16,34 @@ from nemo_oprd.rollout.vllm.server import Server, ServerRefused
 # a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
 LOAD_TIMEOUT_S = 900.0
 READY_EVERY_S = 0.25
-PROBE = {
-    "token_ids": [1, 2],
-    "sampling_params": {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False},
-}
+_PROBE_SAMPLING = {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+PROBE = {"token_ids": [1, 2], "sampling_params": _PROBE_SAMPLING}
 
 
+@dataclass
 class UpdateCalls:
     """The calls of one controller, and how far each of its servers is. All calls raise ServerDied and ServerRefused.
 
-    Args:
+    Attributes:
         client: None on ranks that control no server; no call is made there.
-        places: all servers of the run.
         tensors: number of tensors of the model.
         describe: raises ServerRefused unless a server's description is that of a server for this run.
         start_timeout: seconds until a server answers after its start.
     """
 
-    def __init__(
-        self,
-        client: Client | None,
-        places: list[Place],
-        tensors: int,
-        describe: Callable[[dict[str, Any], str], None],
-        start_timeout: float,
-    ) -> None:
-        self._maybe_client, self._places, self._tensors = client, places, tensors
-        self._describe, self._start_timeout = describe, start_timeout
-        self._ready: dict[int, int] = {}  # server -> the generation that was found ready
-        self._joined: set[int] = set()  # servers that have a transport
-        self._begun: set[int] = set()  # servers with an update that has begun and received nothing
+    client: Client | None
+    places: list[Place]
+    tensors: int
+    describe: Callable[[dict[str, Any], str], None]
+    start_timeout: float
+    _ready: dict[int, int] = field(default_factory=dict)  # server -> the generation that was found ready
+    _joined: set[int] = field(default_factory=set)  # servers that have a transport
+    _begun: set[int] = field(default_factory=set)  # servers with an update that has begun and received nothing
 
     @property
     def _client(self) -> Client:
-        assert self._maybe_client is not None
-        return self._maybe_client
+        assert self.client is not None
+        return self.client
 
     def forget(self, server: Server) -> bool:
         """Forgets a server that died; whether it had been ready."""
@@ -67,11 +61,11 @@ class UpdateCalls:
             await self._wait_until_ready(server)
         if server.number in self._begun:
             return
-        if self._places[server.number].sleeps:
+        if self.places[server.number].sleeps:
             await self._client.post_watched(server, "/wake_up?tags=weights")
         # "wait" also resets the prefix cache, which holds keys of the old weights
         await self._client.post_watched(server, "/pause?mode=wait")
-        if self._places[server.number].transport != "group" and server.number not in self._joined:
+        if self.places[server.number].transport != "group" and server.number not in self._joined:
             await self._client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}})
             self._joined.add(server.number)
         await self._client.post_watched(server, "/start_weight_update")
@@ -79,23 +73,23 @@ class UpdateCalls:
 
     async def _wait_until_ready(self, server: Server) -> None:
         """Waits until the server is healthy, is the right one and survives a request."""
-        client, deadline = self._client, time.monotonic() + self._start_timeout
+        client, deadline = self._client, time.monotonic() + self.start_timeout
         while not await client.is_healthy(server, timeout=CALL_TIMEOUT_S):
             server.check_alive()
             if time.monotonic() > deadline:
                 raise ServerRefused(
-                    f"{server.name} was not ready after {self._start_timeout:.0f} s, expected it to be within rollout."
+                    f"{server.name} was not ready after {self.start_timeout:.0f} s, expected it to be within rollout."
                     f"vllm.start_timeout: raise that if the server needs longer{server.last_words()}"
                 )
             await asyncio.sleep(READY_EVERY_S)
         server.check_alive()  # somebody else's server may have taken the port
         for found in await self._ask_workers(server, "nemo_oprd_describe"):
-            self._describe(found, server.name)
+            self.describe(found, server.name)
         # an endpoint may have been left in the middle of an update, and paused
         await self._ask_workers(server, "nemo_oprd_give_up")
         await client.post_watched(server, "/resume")
         # a server whose kernels don't fit the model is healthy until its first request
-        await client.post_watched(server, GENERATE, PROBE, timeout=self._start_timeout)
+        await client.post_watched(server, GENERATE, PROBE, timeout=self.start_timeout)
         self._ready[server.number] = server.generation
 
     async def _ask_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
@@ -110,9 +104,8 @@ class UpdateCalls:
 
     async def join(self, server: Server, init_info: dict[str, Any]) -> None:
         """Lets the workers join the process group of the weights; returns once all members have joined."""
-        await self._client.post_watched(
-            server, "/init_weight_transfer_engine", {"init_info": init_info}, timeout=LOAD_TIMEOUT_S
-        )
+        path, body = "/init_weight_transfer_engine", {"init_info": init_info}
+        await self._client.post_watched(server, path, body, timeout=LOAD_TIMEOUT_S)
 
     async def update(self, server: Server, info: dict[str, Any]) -> None:
         """Lets the workers receive one bucket, or all buckets of the group; see `nemo_oprd_worker.UpdateInfo`."""
@@ -122,16 +115,15 @@ class UpdateCalls:
         """Compares what all workers received, and lets the server sample from it."""
         received = await self._ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
         for worker, found in enumerate(received):
-            if found != {"digest": digest, "tensors": self._tensors}:
+            if found != {"digest": digest, "tensors": self.tensors}:
                 raise ServerRefused(
                     f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
-                    f"{found['digest']}, expected {self._tensors} with {digest}: the weights did not "
+                    f"{found['digest']}, expected {self.tensors} with {digest}: the weights did not "
                     "arrive as sent; restart the server"
                 )
-        await self._client.post_watched(
-            server, "/finish_weight_update", {"weight_version": version}, timeout=LOAD_TIMEOUT_S
-        )
-        if self._places[server.number].sleeps:
+        body = {"weight_version": version}
+        await self._client.post_watched(server, "/finish_weight_update", body, timeout=LOAD_TIMEOUT_S)
+        if self.places[server.number].sleeps:
             await self._client.post_watched(server, "/wake_up?tags=kv_cache")
         await self._client.post_watched(server, "/resume")
         server.pushed = version

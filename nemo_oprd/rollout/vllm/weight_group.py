@@ -8,7 +8,6 @@ process group on top of it. Whenever a server was restarted, all servers and the
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import socket
 import threading
@@ -22,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks
-from nemo_oprd.rollout.vllm.placement import Place
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket
+from nemo_oprd.rollout.vllm.placement import LOOPBACK, Place
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, open_group, send
 
 # between two buckets a worker loads the last one, and the trainer gathers the next one
 TIMEOUT_S = 600.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
@@ -35,9 +33,7 @@ _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 class Rendezvous:
     """Where the members of a group meet, and how many they are; `nemo_oprd_worker.InitInfo` on the other side.
 
-    Attributes:
-        key: (server, generation) of all servers in the group.
-        first_ranks: per server, the rank of its first worker.
+    `key`: (server, generation) of all servers in the group; `first_ranks`: per server, the rank of its first worker.
     """
 
     key: tuple[tuple[int, int], ...]
@@ -50,24 +46,12 @@ class Rendezvous:
 
     def init_info(self, server: int) -> dict[str, Any]:
         """What a server is told to join the group."""
-        return {
-            "host": self.host,
-            "port": self.port,
-            "prefix": self.prefix,
-            "size": self.size,
-            "backend": self.backend,
-            "first_rank": self.first_ranks[server],
-            "timeout_s": TIMEOUT_S,
-        }
+        info = {name: getattr(self, name) for name in ("host", "port", "prefix", "size", "backend")}
+        return {**info, "first_rank": self.first_ranks[server], "timeout_s": TIMEOUT_S}
 
 
 class WeightGroup:
-    """The group of a run. Every rank has one; only the first rank is a member, its methods do nothing elsewhere.
-
-    Args:
-        places: all servers of the run.
-        device: of this rank.
-    """
+    """The group of a run. Every rank has one; only the first rank is a member, its methods do nothing elsewhere."""
 
     def __init__(self, places: list[Place], device: torch.device) -> None:
         self._workers = {place.number: place.workers for place in places if place.transport == "group"}
@@ -80,8 +64,7 @@ class WeightGroup:
     def meet(self, generations: dict[int, int]) -> Rendezvous | None:
         """Where a new group meets, the same on every rank; None if none is needed. Every rank calls this.
 
-        Args:
-            generations: of the servers of this rank.
+        `generations` are those of the servers of this rank.
         """
         if not self._workers:
             return None
@@ -101,29 +84,22 @@ class WeightGroup:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return Rendezvous(key, host, self._store.port, prefix, size, backend, first_ranks)
 
-    def open(self, rendezvous: Rendezvous) -> Future | None:
+    def open(self, meeting: Rendezvous) -> Future | None:
         """Begins to open the group; the others must join meanwhile. None on ranks that are not in it."""
         if dist.get_rank() != 0:
             return None
-        self._key = rendezvous.key
+        self._key = meeting.key
         future: Future = Future()
 
         def run() -> None:
             try:
-                future.set_result(self._open(rendezvous))
+                group = open_group(self._store, meeting.prefix, 0, meeting.size, meeting.backend, TIMEOUT_S)
+                future.set_result(group)
             except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)
 
         threading.Thread(target=run, name="weight-group", daemon=True).start()
         return future
-
-    def _open(self, rendezvous: Rendezvous) -> Any:
-        store = dist.PrefixStore(rendezvous.prefix, self._store)
-        if rendezvous.backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, rendezvous.size, _TIMEOUT)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
-        return dist.ProcessGroupNCCL(store, 0, rendezvous.size, options)
 
     def opened(self, future: Future | None) -> dict[int, str]:
         """Waits for the group; why each server failed if it did not come about."""
@@ -139,20 +115,11 @@ class WeightGroup:
         """Broadcasts a bucket, or None for the end; why each server failed if the group broke."""
         if self._group is None:
             return {}
-        text = b"" if bucket is None else json.dumps(bucket.describe()).encode()
         try:
-            self._broadcast(torch.tensor([len(text), 0 if bucket is None else len(bucket.data)]))
-            if bucket is not None:
-                self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-                self._broadcast(bucket.data)
+            send(self._group, bucket, self._device)
         except RuntimeError as error:
             return self._broken("broke", error)
         return {}
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([tensor.to(self._device)], options).wait()
 
     def _broken(self, how: str, error: RuntimeError) -> dict[int, str]:
         self._group = None
@@ -161,10 +128,9 @@ class WeightGroup:
 
 
 def _own_address(urls: list[str]) -> str:
-    """The address at which the workers of all servers reach this process.
+    """The address at which all workers reach this process: the job's MASTER_ADDR, unless that is a loopback address.
 
-    That is the job's MASTER_ADDR, unless it is a loopback address, as torchrun sets it on a single machine, and an
-    endpoint is elsewhere.
+    torchrun sets such a one on a single machine, from which an endpoint may be elsewhere.
     """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     remote = [host for url in urls if (host := str(urlsplit(url).hostname)) not in LOOPBACK]

@@ -50,18 +50,19 @@ class Failures:
     def shared(self) -> Failures:
         """Those of all ranks."""
         parts = everyones(self)
-        return Failures(
-            {k: v for part in parts for k, v in part.died.items()}, [r for part in parts for r in part.refused]
-        )
+        died = {number: why for part in parts for number, why in part.died.items()}
+        return Failures(died, [refusal for part in parts for refusal in part.refused])
+
+    def check(self) -> None:
+        """Raises ServerRefused with the first refusal, if there is one."""
+        if self.refused:
+            raise ServerRefused(self.refused[0])
 
 
 class WeightPush:
     """Updates the weights of all servers of a run; every rank has one and calls it alike.
 
     Args:
-        places: all servers of the run.
-        mine: the servers of this rank.
-        calls: the calls to the servers of this rank.
         names: HF names of all tensors of the model.
         device: of this rank, for collectives over NCCL.
         students: the ranks that have the stream.
@@ -80,10 +81,9 @@ class WeightPush:
         self.deaths = 0  # of all servers, in this run
         self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
         self._group = WeightGroup(places, device)
-        any_ipc = any(place.transport == "ipc" for place in places)
-        self._handle_group = (
-            dist.new_group(list(students), timeout=COLLECTIVE_TIMEOUT) if any_ipc else None
-        )  # a collective of all ranks
+        self._handle_group = None
+        if any(place.transport == "ipc" for place in places):  # a collective of all ranks
+            self._handle_group = dist.new_group(list(students), timeout=COLLECTIVE_TIMEOUT)
 
     def push(self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int) -> str:
         """Gives the weights to every server; returns their version.
@@ -97,9 +97,8 @@ class WeightPush:
         """
         while True:
             failures, version = self._attempt(stream, step)
-            if failures.refused and not failures.died:  # a refusal may follow from a death that broke the group
-                raise ServerRefused(failures.refused[0])
-            if not failures.died:
+            if not failures.died:  # a refusal may follow from a death that broke the group
+                failures.check()
                 assert version is not None
                 return version
             self.revive(failures.died)
@@ -118,8 +117,7 @@ class WeightPush:
             failures = Failures()
             self._each([n for n in self._mine.servers if n in sleeping], self._calls.settle, failures)
             failures = failures.shared()
-            if failures.refused:
-                raise ServerRefused(failures.refused[0])
+            failures.check()
             if not failures.died:
                 return
             self.revive(failures.died)
@@ -127,34 +125,25 @@ class WeightPush:
     def revive(self, died: dict[int, str]) -> None:
         """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
 
-        Args:
-            died: per server, why; the same on every rank.
-
-        Raises:
-            ServerRefused: a server died too often.
+        `died`: per server, why; the same on every rank. Raises ServerRefused if a server died too often.
         """
         failures = Failures()
         self.deaths += len(died)
         for number, why in died.items():
-            if number in self._mine.servers:
-                self._revive(self._mine.servers[number], why, failures)
-        failures = failures.shared()
-        if failures.refused:
-            raise ServerRefused(failures.refused[0])
-
-    def _revive(self, server: Server, why: str, failures: Failures) -> None:
-        """Restarts a server; an endpoint is waited for."""
-        number, server.pushed = server.number, None
-        was_ready = self._calls.forget(server)
-        self._false_starts[number] = 0 if was_ready else self._false_starts.get(number, 0) + 1
-        try:
+            if (server := self._mine.servers.get(number)) is None:
+                continue
+            server.pushed = None
+            self._false_starts[number] = 0 if self._calls.forget(server) else self._false_starts.get(number, 0) + 1
             if self._false_starts[number] > 1:
-                raise ServerRefused(
+                failures.refused.append(
                     f"{why}; it died twice before it was ready, expected a server that starts: read its log"
                 )
-            server.restart(why)
-        except ServerRefused as refusal:
-            failures.refused.append(str(refusal))
+                continue
+            try:
+                server.restart(why)
+            except ServerRefused as refusal:
+                failures.refused.append(str(refusal))
+        failures.shared().check()
 
     def _attempt(self, stream: Callable[[], Iterable], step: int) -> tuple[Failures, str | None]:
         failures = Failures()
@@ -168,11 +157,8 @@ class WeightPush:
                 return failures, None
         digest = first_ranks(self._send(stream(), failures))
         version = f"{step}-{digest}"
-        self._each(
-            [number for number in self._mine.servers if number not in failures.died],
-            lambda server: self._calls.finish(server, str(digest), version),
-            failures,
-        )
+        alive = [number for number in self._mine.servers if number not in failures.died]
+        self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
         return failures.shared(), version
 
     def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
@@ -191,21 +177,17 @@ class WeightPush:
     def _join(self, rendezvous: Rendezvous, failures: Failures) -> None:
         """The workers and the first rank open the group; each waits for the others."""
         opened = self._group.open(rendezvous)
-        self._each(
-            [number for number in self._mine.servers if number in rendezvous.first_ranks],
-            lambda server: self._calls.join(server, rendezvous.init_info(server.number)),
-            failures,
-        )
+        members = [number for number in self._mine.servers if number in rendezvous.first_ranks]
+        self._each(members, lambda server: self._calls.join(server, rendezvous.init_info(server.number)), failures)
         for number, why in self._group.opened(opened).items():
             failures.died.setdefault(number, why)
 
     def _send(self, weights: Iterable[tuple[str, torch.Tensor]], failures: Failures) -> str | None:
         """Sends the stream; returns its digest on the ranks that have the stream."""
         digest = Digest()
-        of_transport = {
-            kind: [n for n, server in self._mine.servers.items() if self._places[server.number].transport == kind]
-            for kind in ("file", "group", "ipc")
-        }
+        of_transport: dict[str, list[int]] = {"file": [], "group": [], "ipc": []}
+        for number in self._mine.servers:
+            of_transport[self._places[number].transport].append(number)
         self._calls.updates_begin()
         receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
         allocate = transport.shareable_room if self._handle_group is not None else transport.room

@@ -1,16 +1,19 @@
-"""The bytes of some weight tensors in a row, and a digest that both sides of a transfer compute from them.
+"""The bytes of some weight tensors in a row, a digest that both sides of a transfer compute from them, and the group.
 
 The trainer and vLLM's workers both import this module, so it needs torch alone.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # every tensor starts at a multiple of this many bytes, so that its part of the bucket is aligned for any dtype
 ALIGNMENT = 64
@@ -94,11 +97,7 @@ class Digest:
         self.tensors: dict[str, tuple] = {}
 
     def add(self, bucket: Bucket) -> None:
-        """Adds the tensors of a bucket.
-
-        Raises:
-            ValueError: a tensor was added before.
-        """
+        """Adds the tensors of a bucket; ValueError if one was added before."""
         for entry in bucket.entries:
             if entry.name in self.tensors:
                 raise ValueError(f"the tensor {entry.name} came twice")
@@ -120,3 +119,40 @@ def _sums(words: torch.Tensor) -> tuple[int, int]:
         plain += part.sum()
         weighted += (part * torch.arange(start + 1, start + 1 + len(part), device=words.device)).sum()
     return int(plain), int(weighted)
+
+
+def open_group(store: Any, prefix: str, rank: int, size: int, backend: str, timeout_s: float) -> Any:
+    """The process group of the weights; every member calls this. Independent of the default group of the process."""
+    timeout, store = datetime.timedelta(seconds=timeout_s), dist.PrefixStore(prefix, store)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def send(group: Any, bucket: Bucket | None, device: torch.device) -> None:
+    """Broadcasts from the first rank: lengths of description and data, the description, the data. None is the end."""
+    text = b"" if bucket is None else json.dumps(bucket.describe()).encode()
+    _broadcast(group, torch.tensor([len(text), 0 if bucket is None else len(bucket.data)]).to(device))
+    if bucket is not None:
+        _broadcast(group, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device))
+        _broadcast(group, bucket.data.to(device))
+
+
+def receive(group: Any, device: torch.device) -> Bucket | None:
+    """The bucket of the first rank's `send`; None at the end."""
+    text, size = _broadcast(group, torch.zeros(2, dtype=torch.int64, device=device)).tolist()
+    if not text:
+        return None
+    description = _broadcast(group, torch.empty(text, dtype=torch.uint8, device=device))
+    data = _broadcast(group, torch.empty(size, dtype=torch.uint8, device=device))
+    return Bucket.of(json.loads(bytes(description.tolist())), data)
+
+
+def _broadcast(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The first rank's `tensor`, in place on all ranks."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([tensor], options).wait()
+    return tensor

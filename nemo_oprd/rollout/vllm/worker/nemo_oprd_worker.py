@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import base64
 import datetime
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from nemo_oprd_buckets import Bucket, Digest
+from nemo_oprd_buckets import Bucket, Digest, open_group, receive
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -48,8 +47,7 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """One bucket in a file or in GPU memory; without either, all buckets come from the group until an empty one.
 
-    `handles` maps the UUID of a GPU to the handle of the trainer's memory there: the fields of torch's
-    `UntypedStorage._share_cuda_`, bytes in base64.
+    `handles` maps the UUID of a GPU to the handle of the trainer's memory there, see `memory_handle` in transport.py.
     """
 
     path: str = ""
@@ -73,7 +71,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.host:
             parallel = self.parallel_config
             rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self.group = open_group(init_info, rank, is_master=False)
+            info, timeout = init_info, datetime.timedelta(seconds=init_info.timeout_s)
+            store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
+            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s)
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
@@ -91,11 +91,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `UpdateInfo`."""
         if update_info.path:
-            self._load(
-                Bucket.of(
-                    update_info.entries, torch.from_file(update_info.path, size=update_info.bytes, dtype=torch.uint8)
-                )
-            )
+            data = torch.from_file(update_info.path, size=update_info.bytes, dtype=torch.uint8)
+            self._load(Bucket.of(update_info.entries, data))
         elif update_info.handles:
             # vLLM keeps the tensors of a layer until all of them have come; the trainer uses the memory again before
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
@@ -110,9 +107,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _shared_memory(self, update_info: UpdateInfo) -> torch.Tensor:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        fields = [
-            base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in update_info.handles[uuid]
-        ]
+        handle = update_info.handles[uuid]
+        fields = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
         fields[0] = self.device.index  # the same GPU may have another index in the trainer's process
         storage = torch.UntypedStorage._new_shared_cuda(*fields)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[: update_info.bytes]
@@ -145,41 +141,6 @@ def pack_experts(model: Any) -> None:
             kernel.fused_experts.process_weights_after_loading(module)
 
 
-def open_group(info: InitInfo, rank: int, *, is_master: bool, store: Any = None) -> Any:
-    """The process group of the weights; every member calls this. Independent of the default group of the process.
-
-    Args:
-        store: the master's store; None: connects to the master at `info.host`.
-    """
-    timeout = datetime.timedelta(seconds=info.timeout_s)
-    if store is None:
-        store = dist.TCPStore(info.host, info.port, is_master=is_master, timeout=timeout)
-    store = dist.PrefixStore(info.prefix, store)
-    if info.backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, info.size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, info.size, options)
-
-
-def broadcast(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The first rank's `tensor`, in place on all ranks."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    group.broadcast([tensor], options).wait()
-    return tensor
-
-
-def receive(group: Any, device: torch.device) -> Bucket | None:
-    """The next bucket of the group: lengths of description and data, the description, the data. None at the end."""
-    text, size = broadcast(group, torch.zeros(2, dtype=torch.int64, device=device)).tolist()
-    if not text:
-        return None
-    description = broadcast(group, torch.empty(text, dtype=torch.uint8, device=device))
-    data = broadcast(group, torch.empty(size, dtype=torch.uint8, device=device))
-    return Bucket.of(json.loads(bytes(description.tolist())), data)
-
-
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 
@@ -205,9 +166,7 @@ class WorkerExtension:
         model, text = config.model_config, config.model_config.hf_text_config
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         return {
-            **{key: getattr(text, key) for key in keys},
-            "vocab_size": text.vocab_size,
-            "model_type": text.model_type,
+            **{key: getattr(text, key) for key in (*keys, "vocab_size", "model_type")},
             "tie_word_embeddings": bool(text.tie_word_embeddings),
             "rope_parameters": dict(text.rope_parameters or {}),
             "experts": experts_of(text),
