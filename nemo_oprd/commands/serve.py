@@ -9,7 +9,7 @@ from typing import NoReturn
 from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.server import server_command, server_environment
-from nemo_oprd.setup.resolve import resolve_student
+from nemo_oprd.setup.resolve import resolve_model, servers_limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> NoReturn:
         ValueError: the model or vLLM's environment is wrong.
     """
     config = config_of(options)
-    student, vocab_limit = resolve_student(config)
+    student = resolve_model(config.student, "student")
     spec = student.spec
     check_model(config.rollout.vllm.tensor, spec)
     python = find_python(config.rollout.vllm)
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     cuda = torch.cuda.is_available()
     if not cuda:
         check_head_size(spec)
-    arguments = server_arguments(config, spec, student.directory, vocab_limit, cuda=cuda)
+    arguments = server_arguments(config, spec, student.directory, servers_limit(config, student), cuda=cuda)
     devices = None
     if cuda:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -33,13 +33,13 @@ class Groups:
     """The groups of GPUs, or the servers, that sample at the same time, each on `gpus` GPUs and with the whole model.
 
     Attributes:
-        place: on the student's GPUs, on ranks that hold nothing else, or wherever somebody else runs the servers.
+        placement: on the student's GPUs, on ranks that hold nothing else, or wherever somebody else runs the servers.
         memory: the fraction of a GPU's memory that a server takes; 0 for an engine in the trainer's processes.
     """
 
     count: int
     gpus: int
-    place: Literal["colocated", "dedicated", "elsewhere"] = "colocated"
+    placement: Literal["colocated", "dedicated", "elsewhere"] = "colocated"
     memory: float = 0.0
 
 

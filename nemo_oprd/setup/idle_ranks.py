@@ -77,7 +77,7 @@ def idle_ranks(
         found.append(_idle("teacher", teacher.size, teacher.data, of_one_teacher))
     kind = ENGINES[config.rollout.engine]
     groups = kind.groups(config.rollout, student.size)
-    on_ranks = groups.place != "elsewhere" and (kind.in_process or has_gpus)
+    on_ranks = groups.placement != "elsewhere" and (kind.in_process or has_gpus)
     if config.rollout.replay is None and on_ranks:
         found.append(_idle("sampling", groups.count * groups.gpus, groups.count, responses))
     idle = tuple(each for each in found if each.idle)

@@ -17,6 +17,7 @@ from nemo_oprd.losses.layer_mapping import weights_of_layers
 from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron_bridge.provider import check_provider, know_family
+from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup import checks
 
 
@@ -93,13 +94,13 @@ class SamplingSpec:
 
     Attributes:
         ranks: the ranks that sample.
-        vocab_limit: as in `RunModels`; teachers without a path are left out.
+        vocab_limit: as in `RunModels`, for servers that training runs use, too; None: all of the student's ids.
     """
 
     config: Config
     student: ResolvedModel
     ranks: Layout
-    vocab_limit: int
+    vocab_limit: int | None
 
 
 def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
@@ -144,23 +145,23 @@ def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
     Raises:
         ValueError: a model or the engine's sizes do not fit the configuration or the ranks.
     """
-    student, vocab_limit = resolve_student(config)
+    student, rollout = resolve_model(config.student, "student"), config.rollout
     checks.check_engine_sizes(config, student.spec)
     ranks = checks.trainer_ranks(config, world_size)
     checks.check_rollout_ranks(config, ranks)
-    return SamplingSpec(config, student, Layout(data=ranks), vocab_limit)
+    shared = ENGINES[rollout.engine].groups(rollout, ranks).placement == "elsewhere"
+    return SamplingSpec(config, student, Layout(data=ranks), servers_limit(config, student) if shared else None)
 
 
-def resolve_student(config: Config) -> tuple[ResolvedModel, int]:
-    """(The student, `SamplingSpec.vocab_limit`).
+def servers_limit(config: Config, student: ResolvedModel) -> int:
+    """`RunModels.vocab_limit` for servers that outlive a run; teachers without a path are left out.
 
     Raises:
-        ValueError: there is no such model, or its family is not supported.
+        ValueError: a teacher's config.json can't be read, or its family is not supported.
     """
-    student = resolve_model(config.student, "student")
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
     reading = [resolve_model(source, "teacher") for source in sources] if config.teacher.reads == "ids" else []
-    return student, _known_ids(config, student, reading)
+    return _known_ids(config, student, reading)
 
 
 def resolve_model(source: ModelSource, key: str) -> ResolvedModel:

@@ -74,7 +74,7 @@ def test_sampling_asks_every_32_tokens(pools: Pools, tmp_path: Path, top_p: floa
     few, many = count(2 * ASK_EVERY + 1), count(5 * ASK_EVERY + 1)
     grown = {where: count - few.get(where, 0) for where, count in many.items() if count > few.get(where, 0)}
     assert len(grown) == 1, grown
-    assert next(iter(grown)).startswith("tolist at generation.py"), grown
+    assert next(iter(grown)).startswith("tolist at decoding.py"), grown
     assert set(grown.values()) == {3}
 
 

@@ -175,7 +175,7 @@ class Examination:
             return f"data.validation has no problems with answers{of_teacher}; add a set"
         rollout = self.config.rollout
         kind = ENGINES[rollout.engine]
-        if kind.groups(rollout, self.spec.student_layout.size).place == "elsewhere":
+        if kind.groups(rollout, self.spec.student_layout.size).placement == "elsewhere":
             return f"the teacher can't be sampled: the servers of {kind.key}.endpoints have the student's architecture"
         try:
             teacher.spec.check_tensor_parallel(rollout.tensor, "rollout.tensor")

@@ -45,8 +45,7 @@ def evaluate(sampling: SamplingSpec) -> None:
     check_directory(Path(config.output), "evaluate")
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
-    kind = ENGINES[config.rollout.engine]
-    kind.check_device(config.rollout, spec)
+    ENGINES[config.rollout.engine].check_device(config.rollout, spec)
     place = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
     place.check()
     read = model.read
@@ -58,9 +57,7 @@ def evaluate(sampling: SamplingSpec) -> None:
 
         @cache
         def engine() -> RolloutEngine:
-            limit = None
-            if kind.groups(config.rollout, sampling.ranks.size).place == "elsewhere":
-                limit = sampling.vocab_limit  # as the endpoint of a training run masks them
+            limit = sampling.vocab_limit
             made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, limit)
             stack.callback(made.close)
             made.load(read, str(model.directory))

@@ -119,7 +119,7 @@ def _with_servers(work: Workload, demand: Demand, kind: EngineKind, groups: Grou
             f"{weights / 1e9:.1f} GB of weights and {int(cached):,} cached tokens, but one response has {length:,}: "
             f"raise it, or {kind.key}.tensor"
         )
-    parts = {f"{kind.label} server": share} if groups.place == "colocated" else {}
+    parts = {f"{kind.label} server": share} if groups.placement == "colocated" else {}
     rounds = waves(each, batch)
     seconds = _seconds(work, gpu, demand, batch, rounds, groups.gpus, eager=False)
     return Sampling(batch, groups, rounds, parts, seconds, problem)
