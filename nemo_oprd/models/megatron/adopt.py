@@ -51,8 +51,7 @@ def _joined(mixin: type, cls: type) -> type:
 
 def _observe(module: torch.nn.Module, mixin: type) -> None:
     if not isinstance(module, mixin):
-        cls: Any = type(module)
-        module.__class__ = _joined(mixin, cls)
+        module.__class__ = _joined(mixin, type(module))
 
 
 def unwrapped(chunk: torch.nn.Module) -> Any:
