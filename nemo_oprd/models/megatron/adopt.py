@@ -51,7 +51,8 @@ def _joined(mixin: type, cls: type) -> type:
 
 def _observe(module: torch.nn.Module, mixin: type) -> None:
     if not isinstance(module, mixin):
-        module.__class__ = _joined(mixin, type(module))
+        cls: Any = type(module)
+        module.__class__ = _joined(mixin, cls)
 
 
 def unwrapped(chunk: torch.nn.Module) -> Any:

@@ -197,7 +197,8 @@ def build_from_provider(
             if depth is not None and number > depth:
                 chunk.decoder.layers[index] = NotBuilt(chunk.config, index + 1, role.groups, chunk.vp_stage)
         chunk.register_load_state_dict_post_hook(norms_need_no_extra_state)
-        chunk.__class__ = _provided(type(chunk))
+        cls: Any = type(chunk)
+        chunk.__class__ = _provided(cls)
     _check_parameters(chunks, spec, depth)
     mark_parameters(chunks, spec)
     return chunks
