@@ -29,21 +29,13 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture-of-experts layers of a model.
+    """The mixture-of-experts layers of a model."""
 
-    Attributes:
-        count: experts of a layer, E.
-        per_token: experts that a token visits, K.
-        ffn_size: feed-forward size of an expert.
-        normalized: whether the weights of a token's K experts are divided by their sum.
-        sparse: for each layer, whether it has experts; the other layers have an ordinary feed-forward block.
-    """
-
-    count: int
-    per_token: int
-    ffn_size: int
-    normalized: bool
-    sparse: tuple[bool, ...]
+    count: int  # experts of a layer, E
+    per_token: int  # experts that a token visits, K
+    ffn_size: int  # of an expert
+    normalized: bool  # whether the weights of a token's K experts are divided by their sum
+    sparse: tuple[bool, ...]  # for each layer, whether it has experts; others have an ordinary feed-forward block
 
 
 @dataclass(frozen=True)
@@ -87,11 +79,8 @@ class ModelSpec:
     def check_tensor_parallel(self, size: int, key: str) -> None:
         """Raises ValueError, naming the configuration `key`, if `size` does not divide heads, groups and F."""
         dense = self.experts is None or not all(self.experts.sparse)
-        for what, value in (
-            ("attention heads", self.num_heads),
-            ("key/value heads", self.num_kv_heads),
-            *([("feed-forward size", self.ffn_size)] if dense else []),
-        ):
+        sizes = {"attention heads": self.num_heads, "key/value heads": self.num_kv_heads}
+        for what, value in (sizes | ({"feed-forward size": self.ffn_size} if dense else {})).items():
             if value % size:
                 raise ValueError(
                     f"{key}={size} does not divide the model's {value} {what}; choose a divisor of {value}"
@@ -143,6 +132,13 @@ def check_same_width(student: ModelSpec, teacher: ModelSpec) -> None:
         )
 
 
+def concatenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """As torch.cat, without importing torch together with this module."""
+    import torch
+
+    return torch.cat(list(tensors), dim)
+
+
 class Form:
     """How HF tensors become one Megatron tensor (`join`/`split_to_hf`), and how TP ranks split it (`shard`/`unshard`).
 
@@ -166,9 +162,7 @@ class Form:
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """The joined tensor from the shards of all TP ranks."""
-        import torch
-
-        return shards[0] if self.axis is None else torch.cat(list(shards), dim=self.axis)
+        return shards[0] if self.axis is None else concatenated(shards, self.axis)
 
 
 class Replicated(Form):
@@ -194,18 +188,14 @@ class Vocabulary(Form):
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
         """[V, D] -> [padded V / size, D]."""
-        import torch
-
         rows = spec.padded_vocab(size) // size
         part = tensor[rank * rows : (rank + 1) * rows]
         missing = rows - part.shape[0]
-        return part if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+        return part if missing == 0 else concatenated([part, part.new_zeros(missing, *part.shape[1:])])
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """[padded V / size, D] from each rank -> [V, D]."""
-        import torch
-
-        return torch.cat(list(shards))[: spec.vocab_size]
+        return concatenated(shards)[: spec.vocab_size]
 
 
 class GroupedQKV(Form):
@@ -218,11 +208,9 @@ class GroupedQKV(Form):
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """(q, k, v) -> interleaved by group."""
-        import torch
-
         rest = tensors[0].shape[1:]
         parts = [tensor.reshape(spec.num_kv_heads, -1, *rest) for tensor in tensors]
-        return torch.cat(parts, dim=1).reshape(-1, *rest)
+        return concatenated(parts, 1).reshape(-1, *rest)
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
         """Interleaved by group -> (q, k, v)."""
@@ -239,9 +227,7 @@ class GateUp(Form):
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """(gate, up) -> stacked."""
-        import torch
-
-        return torch.cat(list(tensors))
+        return concatenated(tensors)
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
         """Stacked -> (gate, up)."""
@@ -249,17 +235,13 @@ class GateUp(Form):
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
         """[2F, D] -> [2F / size, D]."""
-        import torch
-
         gate, up = tensor.chunk(2)
-        return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
+        return concatenated([gate.chunk(size)[rank], up.chunk(size)[rank]])
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """[2F / size, D] from each rank -> [2F, D]."""
-        import torch
-
         halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        return concatenated([gate for gate, _ in halves] + [up for _, up in halves])
 
 
 @dataclass(frozen=True)
@@ -338,11 +320,18 @@ def require(hf_config: dict, key: str, source: str) -> object:
     return hf_config[key]
 
 
+def positive_integer(hf_config: dict, key: str, source: str) -> int:
+    """`hf_config[key]`, or a ValueError unless there is a positive integer."""
+    value = require(hf_config, key, source)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{source}: {key}={value!r}; expected a positive integer as in the model's source")
+    return value
+
+
 def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
     """Raises ValueError for a model that needs its own Python files, or whose weights are stored quantized.
 
-    Args:
-        known: entries of `auto_map` that are accepted; their code is never run.
+    The entries `known` of `auto_map` are accepted; their code is never run.
     """
     code = hf_config.get("auto_map") or {}
     # an entry may name a repository before its file
@@ -363,11 +352,9 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
     """Raises ValueError if any layer would attend to a sliding window."""
     windowed = [kind for kind in hf_config.get("layer_types") or [] if kind != "full_attention"]
     in_use = hf_config.get("use_sliding_window") and hf_config.get("sliding_window") is not None
-    if in_use and not hf_config.get("layer_types"):
-        # transformers: layers from max_window_layers on use the window
-        in_use = hf_config.get("max_window_layers", 0) < hf_config["num_hidden_layers"]
-    elif in_use:
-        in_use = bool(windowed)
+    if in_use:  # with layer types, they decide; else transformers' layers from max_window_layers on use the window
+        typed = hf_config.get("layer_types")
+        in_use = not typed and hf_config.get("max_window_layers", 0) < hf_config["num_hidden_layers"]
     if windowed or in_use:
         raise ValueError(
             f"{source}: sliding-window attention is requested "

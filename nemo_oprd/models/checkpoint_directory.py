@@ -69,12 +69,8 @@ def check_torch_dist(path: Path) -> None:
 def hf_directory(path: Path, hf_path: Path | None = None) -> Path:
     """The directory that holds the config.json and the tokenizer of a torch_dist checkpoint's model.
 
-    Checkpoints of this project have them in `hf`. Those of Megatron-Bridge don't: `hf_path` has them, or a local
-    directory that their run_config.yaml names.
-
-    Args:
-        path: a checkpoint, or a directory of checkpoints (`checkpoint_directory`).
-        hf_path: the directory of a Hugging Face model, whose weights are not read.
+    Checkpoints of this project have them in `hf`. Those of Megatron-Bridge don't: `hf_path`, whose weights are not
+    read, has them, or a local directory that their run_config.yaml names. `path` is as for `checkpoint_directory`.
 
     Raises:
         ValueError: as `checkpoint_directory` and `check_torch_dist`; there is no config.json, or there are two; or

@@ -15,11 +15,8 @@ _WHOLE = ("config.json", "hf/config.json", "common.pt", ".metadata")
 def fingerprint(directory: Path) -> str | None:
     """sha256 (hex) of a model's config.json and weights; None if there is no such directory.
 
-    Of a file of weights, name, size and 64 pieces of 64 KiB, evenly spread, count: 4 MiB of each file are read, and
-    smaller files completely.
-
-    Args:
-        directory: a Hugging Face model, a Megatron checkpoint, or a directory of these (`checkpoint_directory`).
+    `directory` is a Hugging Face model, a Megatron checkpoint, or a directory of these (`checkpoint_directory`). Of a
+    file of weights, name, size and 64 pieces of 64 KiB, evenly spread, count: smaller files are read completely.
 
     Raises:
         ValueError: as `checkpoint_directory`.
@@ -31,13 +28,8 @@ def fingerprint(directory: Path) -> str | None:
     whole = [directory / name for name in _WHOLE]
     weights = [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]
     files = sorted(path for path in (*whole, *weights) if path.is_file())
-    return _digest(directory.resolve(), tuple((str(f.relative_to(directory)), *_state(f)) for f in files))
-
-
-def _state(file: Path) -> tuple[int, int]:
-    """Size and time of the last change."""
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
+    states = [(str(file.relative_to(directory)), file.stat()) for file in files]
+    return _digest(directory.resolve(), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in states))
 
 
 @cache

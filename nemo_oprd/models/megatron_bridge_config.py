@@ -103,11 +103,7 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
 def run_config(spec: ModelSpec, dtype: str) -> dict[str, Any] | None:
     """The content of a run_config.yaml with which Megatron-Bridge builds the model and loads its weights.
 
-    Args:
-        dtype: of the stored weights, for example "bfloat16".
-
-    Returns:
-        None for a model that the fields don't describe (`not_described`).
+    `dtype` is that of the stored weights, for example "bfloat16". None for a model that is `not_described`.
     """
     if not_described(spec) is not None:
         return None

@@ -43,26 +43,18 @@ _REFUSED = {
         "rotated unlike those of the whole sequence; expected {expected}: remove it, which changes nothing up to "
         "max_position_embeddings tokens"
     ),
-    "proportional": (
-        "which vLLM computes in another way than transformers; expected {expected}: choose a model without it"
-    ),
+    "proportional": "which vLLM computes in another way than transformers; expected {expected}: choose a model "
+    "without it",
 }
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """How the channels of a head are rotated.
+    """How the channels of a head are rotated; the regimes of longrope are short and long, other kinds have one."""
 
-    Attributes:
-        inv_freq: angles per position, float32 [regimes, rotated channels / 2]; the regimes of longrope are short and
-            long, all other kinds have one.
-        scale: multiplies cosines and sines (transformers' attention factor).
-        switch: sequences of more tokens than this use the second regime; None if there is one.
-    """
-
-    inv_freq: torch.Tensor
-    scale: float = 1.0
-    switch: int | None = None
+    inv_freq: torch.Tensor  # angles per position, float32 [regimes, rotated channels / 2]
+    scale: float = 1.0  # multiplies cosines and sines (transformers' attention factor)
+    switch: int | None = None  # sequences of more tokens than this use the second regime; None if there is one
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,8 @@ def parse_rope(
             f"{source}: partial_rotary_factor={share} asks for partial rotary embeddings, which this family does not "
             "have; expected 1.0: choose a model without them"
         )
-    if share > 1 or rotated_channels(head_dim, share) % 2 or not rotated_channels(head_dim, share):
+    channels = rotated_channels(head_dim, share)
+    if share > 1 or channels % 2 or not channels:
         raise ValueError(
             f"{source}: partial_rotary_factor={share} of head_dim {head_dim}; expected an even number of channels "
             f"between 2 and {head_dim}: correct it as in the model's source"
@@ -177,7 +170,7 @@ def parse_rope(
         raise ValueError(f"{source}: no rope_theta, neither at top level nor in rope_parameters; add the model's value")
     theta = number("rope_theta", theta, source)
     values = _values(kind, hf_config, settings, source)
-    _check_together(kind, values, rotated_channels(head_dim, share) // 2, source)
+    _check_together(kind, values, channels // 2, source)
     return Rope(theta, kind, share, tuple(sorted(values.items())))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nemo_oprd.models.architecture import (
+    Form,
     GateUp,
     GroupedQKV,
     ModelSpec,
@@ -13,56 +15,34 @@ from nemo_oprd.models.architecture import (
     RowParallel,
     Vocabulary,
     check_dtype,
-    require,
+    positive_integer,
     source_dtype,
 )
 from nemo_oprd.models.rope import number, parse_rope
 
-_HF = "model.layers.{layer}."
-_MEGATRON = "decoder.layers.{layer}."
-_QKV = ("q_proj", "k_proj", "v_proj")
+
+def layer_mapping(megatron: str, hf: Sequence[str], form: Form, **kind: Any) -> ParamMapping:
+    """The mapping of a layer's parameter, from the names within a layer; `kind`: other fields of `ParamMapping`."""
+    names = tuple("model.layers.{layer}." + name for name in hf)
+    return ParamMapping("decoder.layers.{layer}." + megatron, names, form, **kind)
+
+
+def _attention(megatron: str, hf: Sequence[str], form: Form, **kind: Any) -> ParamMapping:
+    return layer_mapping(f"self_attention.{megatron}", [f"self_attn.{name}" for name in hf], form, **kind)
+
 
 PARAM_MAPPINGS = (
     ParamMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary()),
-    ParamMapping(_MEGATRON + "input_layernorm.weight", (_HF + "input_layernorm.weight",), Replicated()),
-    ParamMapping(
-        _MEGATRON + "self_attention.linear_qkv.weight",
-        tuple(f"{_HF}self_attn.{name}.weight" for name in _QKV),
-        GroupedQKV(),
-    ),
-    ParamMapping(
-        _MEGATRON + "self_attention.linear_qkv.bias",
-        tuple(f"{_HF}self_attn.{name}.bias" for name in _QKV),
-        GroupedQKV(),
-        present=lambda spec: spec.qkv_bias,
-    ),
-    ParamMapping(
-        _MEGATRON + "self_attention.q_layernorm.weight",
-        (_HF + "self_attn.q_norm.weight",),
-        Replicated(),
-        present=lambda spec: spec.qk_norm,
-    ),
-    ParamMapping(
-        _MEGATRON + "self_attention.k_layernorm.weight",
-        (_HF + "self_attn.k_norm.weight",),
-        Replicated(),
-        present=lambda spec: spec.qk_norm,
-    ),
-    ParamMapping(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), RowParallel()),
-    ParamMapping(
-        _MEGATRON + "self_attention.linear_proj.bias",
-        (_HF + "self_attn.o_proj.bias",),
-        Replicated(),
-        present=lambda spec: spec.proj_bias,
-    ),
-    ParamMapping(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
-    ParamMapping(
-        _MEGATRON + "mlp.linear_fc1.weight",
-        (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
-        GateUp(),
-        sparse=False,
-    ),
-    ParamMapping(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), RowParallel(), sparse=False),
+    layer_mapping("input_layernorm.weight", ["input_layernorm.weight"], Replicated()),
+    _attention("linear_qkv.weight", [f"{part}_proj.weight" for part in "qkv"], GroupedQKV()),
+    _attention("linear_qkv.bias", [f"{part}_proj.bias" for part in "qkv"], GroupedQKV(), present=lambda s: s.qkv_bias),
+    _attention("q_layernorm.weight", ["q_norm.weight"], Replicated(), present=lambda spec: spec.qk_norm),
+    _attention("k_layernorm.weight", ["k_norm.weight"], Replicated(), present=lambda spec: spec.qk_norm),
+    _attention("linear_proj.weight", ["o_proj.weight"], RowParallel()),
+    _attention("linear_proj.bias", ["o_proj.bias"], Replicated(), present=lambda spec: spec.proj_bias),
+    layer_mapping("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"], Replicated()),
+    layer_mapping("mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], GateUp(), sparse=False),
+    layer_mapping("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], RowParallel(), sparse=False),
     ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
     ParamMapping(
         "output_layer.weight", ("lm_head.weight",), Vocabulary(), present=lambda spec: not spec.tied_embeddings
@@ -74,9 +54,9 @@ def parse_dense(
     hf_config: dict,
     source: str,
     *,
-    qkv_bias: bool,
-    proj_bias: bool,
-    qk_norm: bool,
+    qkv_bias: bool = False,
+    proj_bias: bool = False,
+    qk_norm: bool = False,
     **rope: Any,
 ) -> ModelSpec:
     """Parses the keys that all families share. `num_key_value_heads` defaults to `num_attention_heads`.
@@ -89,10 +69,7 @@ def parse_dense(
     """
 
     def integer(key: str) -> int:
-        value: Any = require(hf_config, key, source)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{source}: {key}={value!r}; expected a positive integer as in the model's source")
-        return value
+        return positive_integer(hf_config, key, source)
 
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{source}: hidden_act={hf_config['hidden_act']!r} is not supported; expected 'silu'")

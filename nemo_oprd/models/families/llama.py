@@ -15,14 +15,7 @@ def _parse(hf_config: dict, source: str) -> ModelSpec:
         )
     bias = bool(hf_config.get("attention_bias", False))
     # Llama 2's configs have no rope_theta
-    return parse_dense(
-        hf_config,
-        source,
-        qkv_bias=bias,
-        proj_bias=bias,
-        qk_norm=False,
-        default_theta=10000.0,
-    )
+    return parse_dense(hf_config, source, qkv_bias=bias, proj_bias=bias, default_theta=10000.0)
 
 
 LLAMA = Family("llama", _parse, PARAM_MAPPINGS)

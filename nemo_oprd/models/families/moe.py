@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from nemo_oprd.models.architecture import (
     Experts,
@@ -21,28 +20,21 @@ from nemo_oprd.models.architecture import (
     ParamMapping,
     Replicated,
     RowParallel,
-    refuse_sliding_window,
-    require,
+    positive_integer,
 )
-from nemo_oprd.models.families.dense import PARAM_MAPPINGS, parse_dense
-
-_LAYER = "decoder.layers.{layer}.mlp."
-_EXPERT = _LAYER + "experts.local_experts.{expert}."
+from nemo_oprd.models.families.dense import PARAM_MAPPINGS, layer_mapping, parse_dense
+from nemo_oprd.models.families.qwen import parse_qwen3
 
 
 def _expert_mappings(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
     """The mappings of a layer's router and experts, for the HF names of the block and of an expert's matrices."""
-    hf = "model.layers.{layer}." + block
-    expert = hf + ".experts.{expert}."
+    megatron, hf = "mlp.experts.local_experts.{expert}.", block + ".experts.{expert}."
     return (
-        ParamMapping(_LAYER + "router.weight", (hf + ".gate.weight",), Replicated(), sparse=True),
-        ParamMapping(
-            _EXPERT + "linear_fc1.weight",
-            (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
-            GateUp(),
-            sparse=True,
+        layer_mapping("mlp.router.weight", [f"{block}.gate.weight"], Replicated(), sparse=True),
+        layer_mapping(
+            megatron + "linear_fc1.weight", [f"{hf}{gate}.weight", f"{hf}{up}.weight"], GateUp(), sparse=True
         ),
-        ParamMapping(_EXPERT + "linear_fc2.weight", (f"{expert}{down}.weight",), RowParallel(), sparse=True),
+        layer_mapping(megatron + "linear_fc2.weight", [f"{hf}{down}.weight"], RowParallel(), sparse=True),
     )
 
 
@@ -73,32 +65,23 @@ def fused_name(name: str) -> tuple[str, int | None, int | None]:
     return f"{layer}.mlp.experts.{fused}", int(expert), half
 
 
-def _integer(hf_config: dict, keys: tuple[str, ...], source: str) -> int:
-    """The positive integer under the first of `keys` that the config has."""
-    key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
-    value: Any = require(hf_config, key, source)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{source}: {key}={value!r}; expected a positive integer as in the model's source")
-    return value
-
-
 def _experts(hf_config: dict, source: str, ffn_key: str, *, normalized: bool, sparse: tuple[bool, ...]) -> Experts:
-    count = _integer(hf_config, ("num_experts", "num_local_experts"), source)
-    per_token = _integer(hf_config, ("num_experts_per_tok",), source)
+    key = "num_experts"
+    if hf_config.get(key) is None and hf_config.get("num_local_experts") is not None:
+        key = "num_local_experts"
+    count = positive_integer(hf_config, key, source)
+    per_token = positive_integer(hf_config, "num_experts_per_tok", source)
     if per_token > count:
         raise ValueError(
             f"{source}: num_experts_per_tok={per_token} is more than the model's {count} experts; expected at most "
             f"{count}: correct it"
         )
-    return Experts(count, per_token, _integer(hf_config, (ffn_key,), source), normalized, sparse)
+    return Experts(count, per_token, positive_integer(hf_config, ffn_key, source), normalized, sparse)
 
 
 def _parse_qwen3_moe(hf_config: dict, source: str) -> ModelSpec:
-    require(hf_config, "num_key_value_heads", source)
-    refuse_sliding_window(hf_config, source)
-    bias = bool(hf_config.get("attention_bias", False))
-    dense = parse_dense(hf_config, source, qkv_bias=bias, proj_bias=bias, qk_norm=True)
-    step = _integer(hf_config, ("decoder_sparse_step",), source) if "decoder_sparse_step" in hf_config else 1
+    dense = parse_qwen3(hf_config, source)
+    step = positive_integer(hf_config, "decoder_sparse_step", source) if "decoder_sparse_step" in hf_config else 1
     without = hf_config.get("mlp_only_layers") or []
     if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
         raise ValueError(f"{source}: mlp_only_layers={without!r}; expected a list of 0-based layers: correct it")
@@ -124,15 +107,12 @@ def _parse_mixtral(hf_config: dict, source: str) -> ModelSpec:
             f"{source}: router_jitter_noise={hf_config['router_jitter_noise']!r} makes training random and is not "
             "supported; expected 0: set it to 0"
         )
-    dense = parse_dense(hf_config, source, qkv_bias=False, proj_bias=False, qk_norm=False, default_theta=1e6)
+    dense = parse_dense(hf_config, source, default_theta=1e6)
     sparse = (True,) * dense.num_layers
     found = _experts(hf_config, source, "intermediate_size", normalized=True, sparse=sparse)
     return replace(dense, experts=found)
 
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    _parse_qwen3_moe,
-    PARAM_MAPPINGS + _expert_mappings("mlp", "gate_proj", "up_proj", "down_proj"),
-)
+_QWEN3_EXPERTS = _expert_mappings("mlp", "gate_proj", "up_proj", "down_proj")
+QWEN3_MOE = Family("qwen3_moe", _parse_qwen3_moe, PARAM_MAPPINGS + _QWEN3_EXPERTS)
 MIXTRAL = Family("mixtral", _parse_mixtral, PARAM_MAPPINGS + _expert_mappings("block_sparse_moe", "w1", "w3", "w2"))

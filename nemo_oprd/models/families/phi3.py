@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_oprd.models.architecture import Family, Form, GateUp, GroupedQKV, ModelSpec, ParamMapping
+from nemo_oprd.models.architecture import Family, Form, GateUp, GroupedQKV, ModelSpec, ParamMapping, concatenated
 from nemo_oprd.models.families.dense import PARAM_MAPPINGS, parse_dense
 from nemo_oprd.models.rope import number
 
@@ -28,9 +28,7 @@ class FusedQKV(GroupedQKV):
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
         """Interleaved by group -> (qkv,)."""
-        import torch
-
-        return (torch.cat(super().split_to_hf(tensor, spec)),)
+        return (concatenated(super().split_to_hf(tensor, spec)),)
 
 
 class FusedGateUp(GateUp):
@@ -69,16 +67,7 @@ def _parse(hf_config: dict, source: str) -> ModelSpec:
             f"{source}: key 'original_max_position_embeddings' is missing; expected it at top level, where "
             "transformers reads it (4096 without it): add the model's value"
         )
-    spec = parse_dense(
-        hf_config,
-        source,
-        qkv_bias=False,
-        proj_bias=False,
-        qk_norm=False,
-        kinds=("default", "longrope"),
-        default_theta=10000.0,
-        partial=True,
-    )
+    spec = parse_dense(hf_config, source, kinds=("default", "longrope"), default_theta=10000.0, partial=True)
     window = hf_config.get("sliding_window")
     if window is not None and number("sliding_window", window, source) < spec.max_positions:
         raise ValueError(

@@ -9,10 +9,11 @@ from nemo_oprd.models.families.dense import PARAM_MAPPINGS, parse_dense
 def _parse_qwen2(hf_config: dict, source: str) -> ModelSpec:
     require(hf_config, "num_key_value_heads", source)
     refuse_sliding_window(hf_config, source)
-    return parse_dense(hf_config, source, qkv_bias=True, proj_bias=False, qk_norm=False)
+    return parse_dense(hf_config, source, qkv_bias=True)
 
 
-def _parse_qwen3(hf_config: dict, source: str) -> ModelSpec:
+def parse_qwen3(hf_config: dict, source: str) -> ModelSpec:
+    """Qwen3's architecture, and that of Qwen3-MoE without its experts."""
     require(hf_config, "num_key_value_heads", source)
     refuse_sliding_window(hf_config, source)
     bias = bool(hf_config.get("attention_bias", False))
@@ -20,4 +21,4 @@ def _parse_qwen3(hf_config: dict, source: str) -> ModelSpec:
 
 
 QWEN2 = Family("qwen2", _parse_qwen2, PARAM_MAPPINGS)
-QWEN3 = Family("qwen3", _parse_qwen3, PARAM_MAPPINGS)
+QWEN3 = Family("qwen3", parse_qwen3, PARAM_MAPPINGS)

@@ -31,13 +31,9 @@ BUCKET_RATIO = 1.5
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length that share a padded call of SDPA.
+    """B sequences of similar length, padded to T tokens, that share a call of SDPA."""
 
-    Attributes:
-        index: int64 [B * T] into the packed tokens, for B sequences padded to T tokens; None: the bucket is the pack.
-    """
-
-    index: torch.Tensor | None
+    index: torch.Tensor | None  # int64 [B * T] into the packed tokens; None: the bucket is the pack
     sequences: int
     longest: int
 
@@ -50,19 +46,15 @@ class Bucket:
 
 @dataclass
 class AttentionPlan:
-    """Index arithmetic of one microbatch, computed once on the host and used by every layer.
+    """Index arithmetic of one microbatch, computed once on the host and used by every layer."""
 
-    Attributes:
-        buckets: groups of sequences of similar length; without context parallelism.
-        order: int64 [S], the places of the packed tokens in the outputs of all buckets, laid end to end; None: they are
-            in order.
-        chunks: for each zig-zag chunk (first local query row, rows, first key of the sequence, keys).
-        gathered_order: int64 [S], puts the tokens gathered from all context ranks into their order in the pack.
-    """
-
+    # without context parallelism
     buckets: list[Bucket] = field(default_factory=list)
+    # int64 [S], the places of the packed tokens in the outputs of all buckets, laid end to end; None: they are in order
     order: torch.Tensor | None = None
+    # for each zig-zag chunk (first local query row, rows, first key of the sequence, keys)
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    # int64 [S], puts the tokens gathered from all context ranks into their order in the pack
     gathered_order: torch.Tensor | None = None
 
     @staticmethod

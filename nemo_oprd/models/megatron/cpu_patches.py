@@ -193,8 +193,7 @@ def install() -> None:
         return
     view = _TorchOnCpu()
     for name in MODULES_ASKING_FOR_CUDA:
-        module = importlib.import_module(name)
-        module.torch = view  # type: ignore[attr-defined]
+        importlib.import_module(name).torch = view  # type: ignore[attr-defined]
     for module_name, qualified_name in FUNCTIONS_COMPARING_TYPE_NAMES:
         function = _find(importlib.import_module(module_name), qualified_name)
         function.__code__ = _replace_names(function.__code__)

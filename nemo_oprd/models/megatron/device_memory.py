@@ -12,11 +12,7 @@ CPU_BYTES = 1 << 30
 
 
 def free_bytes(place: torch.device, share: float) -> int:
-    """The bytes that a part of a run may use on a device.
-
-    Args:
-        share: of the memory that is free on CUDA; the rest is for what else runs at that time.
-    """
+    """The bytes that a part of a run may use on a device: on CUDA `share` of the free ones, the rest is for others."""
     if place.type != "cuda":
         return CPU_BYTES
     free, _ = torch.cuda.mem_get_info(place)

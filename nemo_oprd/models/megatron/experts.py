@@ -50,15 +50,11 @@ def route(
     normalized: bool,
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token and their weights, as in transformers' Qwen3-MoE and Mixtral.
+    """Logits [N, E] -> (weights [N, K] in their dtype, experts int64 [N, K]), as transformers' Qwen3-MoE and Mixtral.
 
     Args:
-        logits: [N, E].
         normalized: whether a token's weights are divided by their sum.
         choose: the K most probable experts int64 [N, K] -> the experts to use [N, K]; None uses the most probable ones.
-
-    Returns:
-        (weights [N, K] in the dtype of the logits, experts int64 [N, K]).
     """
     every = probabilities(logits)
     weights, experts = torch.topk(every, per_token, dim=-1)
@@ -177,8 +173,7 @@ def use_padded_all_gather(chunk: torch.nn.Module, groups: Any) -> None:
 def expert_block_spec(experts: Experts, backend: str) -> ModuleSpec:
     """The spec of the feed-forward block of a layer with experts.
 
-    Args:
-        backend: "transformer_engine" (grouped products) or "local" (one expert after the other).
+    `backend` is "transformer_engine" (grouped products) or "local" (one expert after the other).
     """
     if backend == "transformer_engine":
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

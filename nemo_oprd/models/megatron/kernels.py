@@ -32,20 +32,18 @@ def accumulate_in_products(chunks: list[Any]) -> None:
 
 
 def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any) -> dict[str, str]:
-    """What this process uses, by its purpose.
+    """What this process uses, by its purpose, for `layers` ("transformer_engine" or "local") of `dtype`.
 
-    Args:
-        layers: "transformer_engine" or "local".
-        dtype: of the weights.
-        optimizer: torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student.
+    `optimizer` is torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student.
     """
-    engine = layers == "transformer_engine"
-    accumulation = "Transformer Engine" if engine else "Apex" if apex_accumulates(dtype) else "a separate addition"
-    found = {
-        "layers": "Transformer Engine" if engine else "Megatron's local layers, torch SDPA",
-        "norm": "Transformer Engine" if engine else "torch.nn.functional.rms_norm",
-        "weight gradients": accumulation,
-    }
+    if layers == "transformer_engine":
+        found = dict.fromkeys(("layers", "norm", "weight gradients"), "Transformer Engine")
+    else:
+        found = {
+            "layers": "Megatron's local layers, torch SDPA",
+            "norm": "torch.nn.functional.rms_norm",
+            "weight gradients": "Apex" if apex_accumulates(dtype) else "a separate addition",
+        }
     if optimizer is not None:
         found["AdamW"] = type(optimizer).__module__.split(".")[0] + "." + type(optimizer).__name__
     return found

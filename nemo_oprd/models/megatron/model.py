@@ -108,10 +108,7 @@ def _with_bias(row_parallel: type) -> type:
 
 
 class NotBuilt(MegatronModule):
-    """Placeholder for a layer that a role does not need (a teacher's layers above the deepest supervised one).
-
-    It has no weights and computes nothing.
-    """
+    """Placeholder without weights for a layer that a role does not need (a teacher's above the deepest supervised)."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int = 1, pg_collection: Any = None, vp_stage: int | None = None
@@ -156,32 +153,26 @@ def _layer_spec(spec: ModelSpec, backend: str, *, sparse: bool) -> ModuleSpec:
         mlp = expert_block_spec(spec.experts, backend)
     else:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-        mlp = ModuleSpec(
-            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        )
-    proj = _with_bias(RowParallelLinear) if spec.proj_bias else RowParallelLinear
-    return ModuleSpec(
-        module=ObservedLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=RotatedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=SDPAttention,
-                    linear_proj=proj,
-                    q_layernorm=norm if spec.qk_norm else IdentityOp,
-                    k_layernorm=norm if spec.qk_norm else IdentityOp,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=names,
-        ),
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        mlp = ModuleSpec(module=MLP, submodules=linear)
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=SDPAttention,
+        linear_proj=_with_bias(RowParallelLinear) if spec.proj_bias else RowParallelLinear,
+        q_layernorm=norm if spec.qk_norm else IdentityOp,
+        k_layernorm=norm if spec.qk_norm else IdentityOp,
     )
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(module=RotatedSelfAttention, params=causal, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=names,
+    )
+    return ModuleSpec(module=ObservedLayer, submodules=submodules)
 
 
 # Transformer Engine's norms have an extra state for FP8 (empty here), which local layers and older versions lack.
@@ -194,12 +185,9 @@ def norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
 
 
 class ModelStage:
-    """What the chunks of all models have beside Megatron's: a mixin before `GPTModel` or a subclass of it.
+    """What the chunks of all models have beside Megatron's: a mixin before `GPTModel` or a subclass of it."""
 
-    `backend` says of what the layers are made: "transformer_engine" or "local".
-    """
-
-    backend = "transformer_engine"
+    backend = "transformer_engine"  # what the layers are made of; or "local"
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -264,9 +252,7 @@ class DistillingModel(ModelStage, GPTModel):
 
         The last stage returns the output of the final norm.
         """
-        embedded = None
-        if self.pre_process:
-            embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         sequences = replace(sequences, rotation=self._rotation(sequences))
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
         return observe_block_output(self.decoder, hidden, sequences)

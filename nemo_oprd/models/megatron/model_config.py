@@ -15,23 +15,24 @@ from nemo_oprd.models.megatron.experts import expert_settings
 from nemo_oprd.models.megatron.parallel import Role
 
 # Megatron's own fused kernels are off: this project's layers bring what they need
-PLAIN_KERNELS = {
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-}
+PLAIN_KERNELS = dict.fromkeys(
+    (
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "persist_layer_norm",
+    ),
+    False,
+)
 
 
 def transformer_config(
     spec: ModelSpec, role: Role, dtype: torch.dtype, *, accumulates: bool = False, **training: Any
 ) -> TransformerConfig:
-    """Megatron's config for `spec` in the layout of `role`.
+    """Megatron's config for `spec` in the layout of `role`; `training`: recompute settings, and `moe_router_dtype`.
 
-    Args:
-        accumulates: whether Megatron's own linear layers add weight gradients inside the matrix product (Apex).
-        training: recompute settings, and `moe_router_dtype`.
+    `accumulates`: whether Megatron's own linear layers add weight gradients inside the matrix product (Apex).
     """
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -129,16 +130,12 @@ def chunk_places(spec: ModelSpec, role: Role) -> Iterator[ChunkPlace]:
 
 
 def chunk_training(training: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The recompute settings for a chunk of `layers` layers."""
+    """The recompute settings for a chunk of `layers` layers.
+
+    Under "uniform", the layers recomputed together are the largest divisor of `layers` that is at most the requested
+    number: Megatron would otherwise run past the chunk's end. It changes memory use, never a result.
+    """
     if training.get("recompute_method") != "uniform":
         return training
-    return {**training, "recompute_num_layers": recompute_group(layers, training["recompute_num_layers"])}
-
-
-def recompute_group(layers: int, requested: int) -> int:
-    """Layers recomputed together under "uniform": the largest divisor of a chunk's layers that is at most `requested`.
-
-    Megatron steps through a chunk in groups of this size and would otherwise run past the chunk's end. The size changes
-    memory use, never a result.
-    """
-    return max(size for size in range(1, layers + 1) if layers % size == 0 and size <= max(1, requested))
+    most = max(1, training["recompute_num_layers"])
+    return {**training, "recompute_num_layers": max(i for i in range(1, min(layers, most) + 1) if layers % i == 0)}

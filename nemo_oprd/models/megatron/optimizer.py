@@ -23,30 +23,21 @@ from nemo_oprd.models.megatron.partial_training import GROUP_KEY, MARK
 def freeze_unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
     """Turns off gradients of parameters that no loss reaches: they are not decayed and have no optimizer state.
 
-    Args: those of `_unreached`.
+    A loss reaches layers up to `depth`, and perhaps the final norm and the head.
     """
     for module in _unreached(chunks, depth, final_norm=final_norm, head=head):
         module.requires_grad_(False)
 
 
 def mark_partial(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
-    """Marks parameters for `make_optimizer` that the loss of all steps does not reach (see `partial_training`).
-
-    Args: those of `_unreached`, for the loss that is active in all steps.
-    """
+    """Marks the parameters for `make_optimizer` that the loss of all steps does not reach (see `partial_training`)."""
     for module in _unreached(chunks, depth, final_norm=final_norm, head=head):
         for parameter in module.parameters():
             setattr(parameter, MARK, True)
 
 
 def _unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> Iterator[torch.nn.Module]:
-    """The modules of a model that no loss reaches.
-
-    Args:
-        depth: the deepest layer that a loss reaches.
-        final_norm: whether a loss reaches the final norm.
-        head: whether a loss reaches the LM head. A tied head is always trained, through the embedding.
-    """
+    """The modules that no loss reaches. A tied head is always trained, through the embedding."""
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             if isinstance(layer, ObservedLayer) and layer.layer_number > depth:

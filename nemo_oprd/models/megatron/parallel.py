@@ -111,10 +111,7 @@ def init_distributed() -> None:
     if not dist.is_initialized():
         for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(key, value)
-        dist.init_process_group(
-            backend="nccl" if torch.cuda.is_available() else "gloo",
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=COLLECTIVE_TIMEOUT)
         # Ranks may start minutes apart. NCCL connects at the first collective, which must include all ranks (transfers
         # among some of them come later). The watchdog starts once all ranks have joined.
         dist.barrier()
@@ -169,7 +166,6 @@ def make_role(name: str, layout: Layout, *, saves: bool = False, experts: bool =
         experts: whether the model has experts; if it is saved, that takes `Role.expert_host_group`, too.
     """
     from megatron.core.hyper_comm_grid import HyperCommGrid
-    from megatron.core.process_groups_config import ProcessGroupCollection
 
     sizes = [layout.tensor, layout.context, layout.data, layout.pipeline]
     grid = HyperCommGrid(sizes, ["tp", "cp", "dp", "pp"], rank_offset=layout.first_rank)
@@ -189,14 +185,8 @@ def make_role(name: str, layout: Layout, *, saves: bool = False, experts: bool =
     if dist.get_rank() not in layout.ranks:
         return Role(name, layout, None, None)
     groups["pos_embd"] = None
-    return Role(
-        name,
-        layout,
-        ProcessGroupCollection(**groups),
-        layout.coordinates(dist.get_rank()),
-        host_group,
-        expert_host_group,
-    )
+    own, coords = ProcessGroupCollection(**groups), layout.coordinates(dist.get_rank())
+    return Role(name, layout, own, coords, host_group, expert_host_group)
 
 
 def _subgroups(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
@@ -222,11 +212,8 @@ def _subgroups(ranks: list[list[int]], backend: str | None = None) -> dist.Proce
 _known_groups: dict[Any, Any] = {}
 
 # name in ProcessGroupCollection -> dimensions that the group spans
-_GROUPS = {
-    "tp": "tp",
-    "cp": "cp",
-    "dp": "dp",
-    "pp": "pp",
+_GROUPS: dict[str, str | list[str]] = {
+    **{name: name for name in ("tp", "cp", "dp", "pp")},
     "dp_cp": ["dp", "cp"],
     "mp": ["tp", "pp"],
     "tp_cp": ["tp", "cp"],

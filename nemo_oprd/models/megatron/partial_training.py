@@ -24,8 +24,7 @@ MARK, GROUP_KEY = "nemo_oprd_partial", "is_decoupled_lr"
 class PartialTraining:
     """The groups of partially trained parameters in Megatron's `optimizer`, and their number of updates.
 
-    Args:
-        active: whether any rank has such parameters.
+    `active` says whether any rank has such parameters.
     """
 
     def __init__(self, optimizer: Any, *, active: bool) -> None:

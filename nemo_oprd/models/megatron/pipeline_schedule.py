@@ -77,9 +77,7 @@ def make_microbatch(
 ) -> Microbatch:
     """The microbatch of `pack` on this rank; padding tokens have id 0 and are never supervised.
 
-    Args:
-        routes: the experts of the tokens, for a model with experts whose layers are computed more than once, whose
-            routers have an observer, or whose routes are recorded.
+    `routes` is for a model with experts whose layers are computed more than once, observed, or recorded.
     """
     assert role.coords is not None
     ids = np.zeros(pack.total, dtype=np.int64)
@@ -120,17 +118,15 @@ def run_schedule(
         finalize: reduce the gradients over ranks at the end; False defers that to a later call.
         force_all_reduce: leave complete gradients on every rank, even if the distributed optimizer needs only shards.
     """
-    layout = role.layout
-    config = chunks[0].config
+    layout, config = role.layout, chunks[0].config
     refuse_layer_bypasses(config)
     layers = getattr(chunks[0], "module", chunks[0]).backend  # inside DDP, if there is one
     for microbatch in microbatches:
         microbatch.set_sequence_bounds(layers)
     if not forward_only:
         config.finalize_model_grads_func = finalize_model_grads if finalize else None
-    schedule = get_forward_backward_func(
-        layout.pipeline, layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
-    )
+    virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    schedule = get_forward_backward_func(layout.pipeline, virtual)
     communicator = P2PCommunicator(role.member_groups.pp, config) if layout.pipeline > 1 else None
     iterators = [iter(microbatches) for _ in chunks]
     schedule(

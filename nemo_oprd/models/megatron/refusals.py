@@ -44,7 +44,8 @@ def refuse_rescaling_buffers(chunk: Any) -> None:
 
     Megatron's DDP reads `calculate_per_token_loss` when it wraps the model.
     """
-    buffers = [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])] if _is_ddp(chunk) else []
+    is_ddp = isinstance(getattr(chunk, "buffers", None), list) and hasattr(chunk, "ddp_config")
+    buffers = [*chunk.buffers, *getattr(chunk, "expert_parallel_buffers", [])] if is_ddp else []
     factors = {buffer.gradient_scaling_factor for buffer in buffers} - {1.0}
     if factors:
         raise ValueError(
@@ -56,10 +57,6 @@ def refuse_rescaling_buffers(chunk: Any) -> None:
             "average_in_collective=True: data-parallel ranks would average injected gradients, which already contain "
             "1 / counts of the whole batch; expected False: set it in DistributedDataParallelConfig"
         )
-
-
-def _is_ddp(chunk: Any) -> bool:
-    return isinstance(getattr(chunk, "buffers", None), list) and hasattr(chunk, "ddp_config")
 
 
 def refuse_untrainable(config: Any) -> None:
@@ -121,17 +118,18 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
             "expected 'rope' or 'yarn' and a type with one set of frequencies: leave out hf_config, and compare both "
             "models' logits"
         )
-    built = _built_rope(rotary, yarn=kind == "yarn")
+    built, factor = _built_rope(rotary, yarn=kind == "yarn"), spec.rope.get("factor")
     if (
         built.inv_freq.shape != expected.inv_freq.shape
         or not torch.allclose(built.inv_freq, expected.inv_freq, rtol=_SAME_FREQUENCY, atol=0.0)
         or not math.isclose(built.scale, expected.scale, rel_tol=_SAME_FREQUENCY)
     ):
+        scaled = "" if factor is None else f" (factor {factor:g})"
         raise ValueError(
             f"rotary_base={model.rotary_base} with {_describe(built)} is not the RoPE of the HF config, which has "
-            f"rope_theta={spec.rope.theta:g}, type {_kind(spec)} and {_describe(expected)}; expected equal "
-            "frequencies: build the model with the config's rotary_base, scaling and rotary_percent, or take a model "
-            "for which Megatron-Bridge has them"
+            f"rope_theta={spec.rope.theta:g}, type {spec.rope.kind!r}{scaled} and {_describe(expected)}; expected "
+            "equal frequencies: build the model with the config's rotary_base, scaling and rotary_percent, or take a "
+            "model for which Megatron-Bridge has them"
         )
 
 
@@ -146,8 +144,3 @@ def _built_rope(rotary: Any, *, yarn: bool) -> Frequencies:
 def _describe(frequencies: Frequencies) -> str:
     scaled = f" and cosines times {frequencies.scale:.4g}" if frequencies.scale != 1.0 else ""
     return f"{frequencies.inv_freq.shape[1]} frequencies down to {float(frequencies.inv_freq[0, -1]):.3g}{scaled}"
-
-
-def _kind(spec: ModelSpec) -> str:
-    factor = spec.rope.get("factor")
-    return repr(spec.rope.kind) + (f" (factor {factor:g})" if factor is not None else "")

@@ -23,14 +23,9 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def packed_rotation(
     frequencies: Frequencies, positions: torch.Tensor, is_long: torch.Tensor | None, dtype: torch.dtype
 ) -> Rotation:
-    """The rotation [S, 1, 1, C] of packed tokens.
+    """The rotation [S, 1, 1, C] of packed tokens at `positions` int64 [S] of their sequences.
 
-    Args:
-        frequencies: of the model, on its device.
-        positions: int64 [S], positions of the tokens in their sequences.
-        is_long: bool [S], whether a token's whole sequence is longer than `frequencies.switch`; None if nothing
-            depends on it.
-        dtype: of the weights.
+    `is_long` bool [S]: whether a token's whole sequence is longer than `frequencies.switch`; None if that is no matter.
     """
     inv_freq = frequencies.inv_freq
     chosen = inv_freq[0] if is_long is None else torch.where(is_long[:, None], inv_freq[1], inv_freq[0])

@@ -93,12 +93,12 @@ def make_provider(key: str, provider: str, directory: Path) -> Any:
         )
     for field in dataclasses.fields(GPTModelProvider):
         name, given, expected = field.name, getattr(made, field.name), getattr(own, field.name)
-        if name in KERNELS or is_ours(name) or _same(given, expected, own, name):
-            continue
-        raise ValueError(
-            f"{key}={provider}: {name}={_shown(given)}, but {directory / 'config.json'} asks for {_shown(expected)}; "
-            "expected the same model: name the recipe of this model, or another hf_path"
-        )
+        if not (name in KERNELS or is_ours(name) or _same(given, expected, own, name)):
+            shown, asked = (getattr(value, "__name__", None) or repr(value) for value in (given, expected))
+            raise ValueError(
+                f"{key}={provider}: {name}={shown}, but {directory / 'config.json'} asks for {asked}; "
+                "expected the same model: name the recipe of this model, or another hf_path"
+            )
     chosen = copy.copy(own)
     for name in KERNELS:
         if hasattr(made, name):
@@ -124,10 +124,6 @@ def _recipe_provider(key: str, function: Callable[..., Any], directory: Path) ->
             "recipe without adapters: name that of full fine-tuning"
         )
     return getattr(made, "model", made)
-
-
-def _shown(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
 
 
 def _same(given: Any, expected: Any, own: Any, name: str) -> bool:

@@ -41,42 +41,28 @@ _LAYER = "decoder.layers.{layer}."
 _LOCAL_NAMES = {te: local for local, te in TE_NAMES.items()}
 # Megatron's name within a layer or the model -> how the one HF tensor behind it is split
 _FORMS: dict[str, Form] = {
-    "embedding.word_embeddings.weight": Vocabulary(),
-    "output_layer.weight": Vocabulary(),
-    "decoder.final_layernorm.weight": Replicated(),
-    "decoder.final_layernorm.bias": Replicated(),
-    "input_layernorm.weight": Replicated(),
-    "input_layernorm.bias": Replicated(),
-    "pre_mlp_layernorm.weight": Replicated(),
-    "pre_mlp_layernorm.bias": Replicated(),
-    "self_attention.q_layernorm.weight": Replicated(),
-    "self_attention.k_layernorm.weight": Replicated(),
-    "self_attention.linear_proj.weight": RowParallel(),
-    "self_attention.linear_proj.bias": Replicated(),
-    "mlp.linear_fc1.weight": ColumnParallel(),
-    "mlp.linear_fc1.bias": ColumnParallel(),
-    "mlp.linear_fc2.weight": RowParallel(),
-    "mlp.linear_fc2.bias": Replicated(),
-}
+    **dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), Vocabulary()),
+    **dict.fromkeys((
+        "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "input_layernorm.weight",
+        "input_layernorm.bias", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias",
+        "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight", "self_attention.linear_proj.bias",
+        "mlp.linear_fc2.bias",
+    ), Replicated()),
+    **dict.fromkeys(("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"), ColumnParallel()),
+    **dict.fromkeys(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"), RowParallel()),
+}  # fmt: skip
 # the names that the rest of this project reads directly
 _HF_NAMES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 
 
 @dataclass(frozen=True)
 class BridgeModel:
-    """What Megatron-Bridge and transformers say of one config.json.
+    """What Megatron-Bridge and transformers say of one config.json."""
 
-    Attributes:
-        provider: Megatron-Bridge's `GPTModelProvider`; copied before use, never changed.
-        complete: the HF config with transformers' defaults filled in.
-        shapes: HF name -> shape of every parameter.
-        mappings: of all parameters, one per kind.
-    """
-
-    provider: Any
-    complete: dict
-    shapes: dict[str, tuple[int, ...]]
-    mappings: tuple[ParamMapping, ...]
+    provider: Any  # Megatron-Bridge's `GPTModelProvider`; copied before use, never changed
+    complete: dict  # the HF config with transformers' defaults filled in
+    shapes: dict[str, tuple[int, ...]]  # of every parameter, by HF name
+    mappings: tuple[ParamMapping, ...]  # of all parameters, one per kind
 
 
 @dataclass(frozen=True)
@@ -95,13 +81,14 @@ class BridgeFamily(Family):
         """As `Family`: those that Megatron-Bridge derives from the config."""
         provider = bridge_model(spec.hf_config).provider
         fields = {name: getattr(provider, name) for name in (*MODEL, "rotary_base", "rotary_percent")}
-        named = {name: _python_name(value) if callable(value) else value for name, value in fields.items()}
+        # a function as Megatron-Bridge writes it to YAML
+        named = {
+            name: {"_target_": f"{value.__module__}.{value.__qualname__}", "_call_": False}
+            if callable(value)
+            else value
+            for name, value in fields.items()
+        }
         return {"_target_": f"{type(provider).__module__}.{type(provider).__qualname__}", **named}
-
-
-def _python_name(function: Any) -> dict[str, Any]:
-    """A function as Megatron-Bridge writes it to YAML."""
-    return {"_target_": f"{function.__module__}.{function.__qualname__}", "_call_": False}
 
 
 def register_family(directory: str | Path) -> None:
@@ -119,11 +106,7 @@ def register_family(directory: str | Path) -> None:
 
 
 def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
-    """The architecture that Megatron-Bridge derives from a config.json.
-
-    Raises:
-        ValueError: as `register_family`.
-    """
+    """The architecture that Megatron-Bridge derives from a config.json. Raises ValueError as `register_family`."""
     found = bridge_model(hf_config, source)
     provider, complete = found.provider, found.complete
     heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
@@ -158,11 +141,7 @@ def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
 
 
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
-    """What Megatron-Bridge and transformers make of a config.json; computed once per content.
-
-    Raises:
-        ValueError: as `register_family`.
-    """
+    """What Megatron-Bridge and transformers make of a config.json. Raises ValueError as `register_family`."""
     try:
         return _bridge_model(json.dumps(hf_config, sort_keys=True))
     except ValueError as error:
@@ -187,10 +166,9 @@ def _bridge_model(text: str) -> BridgeModel:
 
 
 def _rotate_part(provider: Any, complete: dict) -> None:
-    """Sets which share of the channels is rotated, from `rope_parameters` of the complete HF config.
+    """Sets the share of rotated channels from `rope_parameters` of the complete HF config, as transformers 5 has it.
 
-    transformers 5 keeps the share there; Megatron-Bridge 0.6.2 looks for it where transformers 4 had it, and without it
-    rotates all channels, except in families whose bridge reads it itself.
+    Megatron-Bridge 0.6.2 reads it from where transformers 4 had it in most families, else rotates all channels.
     """
     parameters = complete.get("rope_parameters")
     share = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
@@ -231,8 +209,7 @@ def _empty_model(config: Any) -> Any:
 def _check_same_computation(provider: Any, model: Any, architectures: Any) -> None:
     """Raises ValueError unless Megatron-Bridge read the same architecture and activation as transformers.
 
-    Its bridges choose by `architectures`, transformers by `model_type`, and some set an activation whatever the config
-    says.
+    Its bridges choose by `architectures`, transformers by `model_type`; some set an activation of their own.
     """
     import torch
 
@@ -254,11 +231,7 @@ def _check_same_computation(provider: Any, model: Any, architectures: Any) -> No
 
 
 def import_bridge(key: str) -> Any:
-    """Megatron-Bridge's `AutoBridge`.
-
-    Raises:
-        ValueError: it cannot be imported; the message begins with `key`.
-    """
+    """Megatron-Bridge's `AutoBridge`, or a ValueError, beginning with `key`, if it cannot be imported."""
     try:
         from megatron.bridge import AutoBridge
     except ImportError as error:
@@ -293,11 +266,7 @@ def refuse_unsupported(provider: Any) -> None:
 
 
 def _translate(registry: Any, provider: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[ParamMapping, ...]:
-    """Megatron-Bridge's mappings of the parameters that the model has, in this project's form.
-
-    Raises:
-        ValueError: a parameter has no mapping, or one that has no counterpart here.
-    """
+    """Megatron-Bridge's mappings of the parameters that the model has, in this project's form."""
     found: dict[str, ParamMapping] = {}
     for theirs in registry:
         hf = tuple(name.replace("*", "{layer}") for name in _hf_names(theirs.hf_param))
@@ -309,12 +278,8 @@ def _translate(registry: Any, provider: Any, shapes: dict[str, tuple[int, ...]])
             megatron = _LAYER + _LOCAL_NAMES.get(rest, rest)
         if megatron not in found:  # their registry has the norms by both names
             found[megatron] = ParamMapping(megatron, hf, _form(theirs, megatron, provider))
-    covered = {
-        name.format(layer=layer)
-        for mapping in found.values()
-        for layer in range(provider.num_layers)
-        for name in mapping.hf
-    }
+    names = [name for mapping in found.values() for name in mapping.hf]
+    covered = {name.format(layer=layer) for layer in range(provider.num_layers) for name in names}
     lost = sorted(set(shapes) ^ covered)
     if lost or not set(_HF_NAMES) - {"output_layer.weight"} <= set(found):
         raise ValueError(
@@ -343,13 +308,12 @@ def _form(theirs: Any, megatron: str, provider: Any) -> Form:
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
 
     kind, name = type(theirs), megatron.removeprefix(_LAYER)
-    expected = _HF_NAMES.get(name)
     form: Form | None = None
     if kind is QKVMapping:
         form = GroupedQKV()
     elif kind is GatedMLPMapping:
         form = GateUp()
-    elif kind is AutoMapping and not theirs.permute_dims and expected in (None, theirs.hf_param):
+    elif kind is AutoMapping and not theirs.permute_dims and _HF_NAMES.get(name, theirs.hf_param) == theirs.hf_param:
         # one tensor for both parts of a gated block would need to be cut first
         form = None if name.startswith("mlp.linear_fc1.") and provider.gated_linear_unit else _FORMS.get(name)
     if form is None:

@@ -18,9 +18,7 @@ OWN, BRIDGE = "own", "bridge"
 def know_family(provider: str, *, hf_path: str | None, checkpoint: str | None = None) -> None:
     """Registers the family of a model with a provider of Megatron-Bridge; does nothing for `own`.
 
-    Args:
-        provider: own, bridge, or MODULE:FUNCTION of a recipe.
-        hf_path, checkpoint: where the model is, as in the configuration; at least one of the two.
+    `hf_path` and `checkpoint` say where the model is, as in the configuration; at least one of the two.
 
     Raises:
         ValueError: Megatron-Bridge is not installed, does not have the family, or has what is not supported here.
@@ -43,15 +41,11 @@ def know_family(provider: str, *, hf_path: str | None, checkpoint: str | None = 
 def check_provider(provider: str, spec: ModelSpec, directory: Path) -> None:
     """Raises ValueError if this project is to build a model of a family that only Megatron-Bridge has."""
     if provider == OWN and not FAMILIES[spec.model_type].own:
+        own = sorted(name for name, family in FAMILIES.items() if family.own)
         raise ValueError(
-            f"{directory}: provider=own for a {spec.model_type} model; expected one of {own_families()}: set "
+            f"{directory}: provider=own for a {spec.model_type} model; expected one of {own}: set "
             "provider=bridge for this model, too (docs/nemo.md)"
         )
-
-
-def own_families() -> list[str]:
-    """The model types that this project builds."""
-    return sorted(name for name, family in FAMILIES.items() if family.own)
 
 
 def _config_directory(hf_path: str | None, checkpoint: str | None) -> Path | None:

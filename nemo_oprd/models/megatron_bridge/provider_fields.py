@@ -13,25 +13,11 @@ from typing import Any
 
 # what the model computes, beside its RoPE: read into a ModelSpec or compared with one
 MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "layernorm_epsilon",
-    "layernorm_zero_centered_gamma",
-    "normalization",
-    "activation_func",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "share_embeddings_and_output_weights",
-    "position_embedding_type",
-    "softmax_scale",
-    "num_moe_experts",
-)
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "layernorm_epsilon", "layernorm_zero_centered_gamma", "normalization", "activation_func", "gated_linear_unit",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "share_embeddings_and_output_weights", "position_embedding_type",
+    "softmax_scale", "num_moe_experts",
+)  # fmt: skip
 # compared by the frequencies of the model that is built; a recipe's must be those that Megatron-Bridge derives
 ROPE = (
     "rope_scaling", "rope_scaling_factor", "rotary_base", "rotary_percent", "rotary_scaling_factor",
@@ -64,68 +50,38 @@ PLAIN = (
 )  # fmt: skip
 # settings of recipes that would bypass the layers' forward, or split, store, round or train the model in another way
 OFF: dict[str, Any] = {
-    "pipeline_model_parallel_layout": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": None,
-    "gradient_accumulation_fusion": False,  # `accumulate_in_products` asks for it where it is possible
-    "cuda_graph_impl": "none",
-    "enable_cuda_graph": False,
-    "tp_comm_overlap": False,
-    "cpu_offloading": False,
-    "fine_grained_activation_offloading": False,
-    "fp16": False,
-    "fp8": None,
-    "should_pad_vocab": False,
-    "parallel_output": True,
-    "scatter_embedding_sequence_parallel": True,
-    "enable_autocast": False,
-    # from here on in 0.6.2 only, or newly listed: weights gathered for each layer
-    "tensor_parallel_num_weight_shards": None,
-    "gtp_weight_remat_size": 1,
-    "expert_tensor_parallel_num_weight_shards": None,
-    "expert_gtp_weight_remat_size": 1,
-    # schedules that call the parts of a layer themselves
-    "overlap_moe_expert_parallel_comm": False,
-    "overlap_dispatch_backward_with_experts_wgrad": False,
-    "ep_overlap_early_attn_memory_release": False,
-    # modules with other parameters, or with a forward of their own
-    "dense_grouped_gemm": False,
-    "use_grouped_gemm_for_dense_mlp": False,
-    "fused_residual_rmsnorm": False,
-    "mlp_chunks_for_training": 1,
-    "use_inference_optimized_layers": False,
-    "use_kitchen": False,
-    "use_kitchen_attention": False,
-    # lower precision, and an optimizer that changes weights by the attention's logits
-    "fp4": None,
-    "quant_recipe": None,
-    "qk_clip": False,
-    "log_max_attention_logit": False,
-    # weights are loaded here, into memory that exists
-    "init_model_with_meta_device": False,
-    "test_mode": False,
-}
+    **dict.fromkeys((
+        "pipeline_model_parallel_layout", "recompute_granularity", "recompute_method", "recompute_num_layers",
+        "recompute_modules", "fp8",
+        # in 0.6.2 only, or newly listed: weights gathered for each layer, and lower precision
+        "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "fp4", "quant_recipe",
+    )),
+    **dict.fromkeys((
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "gradient_accumulation_fusion",  # `accumulate_in_products` asks for it where it is possible
+        "enable_cuda_graph", "tp_comm_overlap", "cpu_offloading", "fine_grained_activation_offloading", "fp16",
+        "should_pad_vocab", "enable_autocast",
+        # from here on in 0.6.2 only, or newly listed: schedules that call the parts of a layer themselves
+        "overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad",
+        "ep_overlap_early_attn_memory_release",
+        # modules with other parameters, or with a forward of their own
+        "dense_grouped_gemm", "use_grouped_gemm_for_dense_mlp", "fused_residual_rmsnorm",
+        "use_inference_optimized_layers", "use_kitchen", "use_kitchen_attention",
+        # an optimizer that changes weights by the attention's logits
+        "qk_clip", "log_max_attention_logit",
+        # weights are loaded here, into memory that exists
+        "init_model_with_meta_device", "test_mode",
+    ), False),
+    "cuda_graph_impl": "none", "parallel_output": True, "scatter_embedding_sequence_parallel": True,
+    "gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1, "mlp_chunks_for_training": 1,
+}  # fmt: skip
 # what a recipe chooses: kernels that compute the same
 KERNELS = (
-    "apply_rope_fusion",
-    "batch_invariant_mode",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "cp_comm_type",
-    "deterministic_mode",
-    "flash_attention_version",
-    "fused_single_qkv_rope",
-    "high_priority_a2a_comm_stream",
-    "masked_softmax_fusion",
-    "memory_efficient_layer_norm",
-    "persist_layer_norm",
-    "use_te_activation_func",
+    "apply_rope_fusion", "batch_invariant_mode", "bias_activation_fusion", "bias_dropout_fusion", "cp_comm_type",
+    "deterministic_mode", "flash_attention_version", "fused_single_qkv_rope", "high_priority_a2a_comm_stream",
+    "masked_softmax_fusion", "memory_efficient_layer_norm", "persist_layer_norm", "use_te_activation_func",
     "use_transformer_engine_op_fuser",
-)
+)  # fmt: skip
 # what the configuration says instead of a recipe, or what nothing here uses; the model itself is compared
 UNUSED = {
     "_pg_collection", "activation_func_fp8_input_store", "activation_offload_fraction",
@@ -181,16 +137,13 @@ def kind_of(name: str) -> str | None:
 def changed(provider: Any, cls: type) -> dict[str, Any]:
     """The fields of `cls` that must have their defaults and do not have them in a provider, with their values.
 
-    Args:
-        cls: Megatron-Bridge's `GPTModelProvider`; families derive classes from it, with other defaults.
+    `cls` is Megatron-Bridge's `GPTModelProvider`; families derive classes from it, with other defaults.
     """
     found = {}
     for field in dataclasses.fields(cls):
-        if kind_of(field.name) not in ("plain", None):
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = getattr(provider, field.name)
-        if value != default and (value or default):  # None and False both switch off
+        # None and False both switch off
+        if kind_of(field.name) in ("plain", None) and value != default and (value or default):
             found[field.name] = value
     return found
