@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def write_tokenizer(directory: Path) -> None:
     write_tokenizer_config(directory, names)
 
 
-def write_tokenizer_config(directory: Path, names: dict[str, str | None]) -> None:
+def write_tokenizer_config(directory: Path, names: Mapping[str, str | None]) -> None:
     """Writes tokenizer_config.json; `names` are the class and the special tokens."""
     config = {**names, "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
