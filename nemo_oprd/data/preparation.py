@@ -6,6 +6,7 @@ compared with the validation sets. Lengths in tokens are not checked here, becau
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,13 +33,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The settings, as the keys of `data` with these names say.
-
-    Attributes:
-        files: the files with training prompts.
-        weighted: whether the files have weights, so that each needs a prompt.
-        held_out: share of the problems that is set aside.
-    """
+    """The settings, as the keys of `data` with these names say; each of `weighted` files needs a prompt."""
 
     files: tuple[str, ...]
     weighted: bool = False
@@ -69,12 +64,9 @@ def prepare(settings: Preparation, report: DataReport) -> PreparedPrompts:
     report.content["files"] = [
         {"file": file, "prompts": len(prompts)} for file, prompts in zip(settings.files, loaded, strict=True)
     ]
-    counts, files = SuffixCounts(), list[list[Prompt]]()
-    for prompts in loaded:
-        suffixed, counted = with_suffix(prompts, settings.suffix)
-        files.append(suffixed)
-        counts += counted
-    say_suffix(counts, "data.train", settings.suffix, report)
+    suffixed = [with_suffix(prompts, settings.suffix) for prompts in loaded]
+    files = [prompts for prompts, _ in suffixed]
+    say_suffix(sum((counts for _, counts in suffixed), SuffixCounts()), "data.train", settings.suffix, report)
     identities = [[identity(prompt, settings.suffix) for prompt in prompts] for prompts in files]
     files, identities, held_out = _split(settings, files, identities, report)
     files = _without_duplicates(settings, files, identities, report)
@@ -167,11 +159,8 @@ def decontaminate(
     """
     if not sets:
         return prepared
-    flat = [
-        (file, prompt)
-        for file, prompts in zip(settings.files, prepared.files, strict=True)
-        for prompt in prompts
-    ]  # fmt: skip
+    files_of = zip(settings.files, prepared.files, strict=True)
+    flat = [(file, prompt) for file, prompts in files_of for prompt in prompts]
     found = TrainingTexts(prepared.files).overlaps(sets)
     contained: set[int] = set()
     report.content["contamination"] = {
@@ -195,10 +184,8 @@ def decontaminate(
     )
     if settings.contamination != "drop":
         return prepared
-    at, files = 0, list[list[Prompt]]()
-    for prompts in prepared.files:
-        files.append([prompt for index, prompt in enumerate(prompts, at) if index not in contained])
-        at += len(prompts)
+    numbers = itertools.count()
+    files = [[prompt for prompt in prompts if next(numbers) not in contained] for prompts in prepared.files]
     _check_not_empty(settings, files)
     return PreparedPrompts(files, prepared.held_out)
 

@@ -19,17 +19,8 @@ HELD_OUT = "held_out"
 PROMPT_FIELDS = ("prompt", "problem", "question")
 # where a file may say what a problem is about and how hard it is; the first that is there counts
 SUBJECT_FIELDS, LEVEL_FIELDS = ("subject", "type"), ("level", "difficulty")
-FIELDS = (
-    *PROMPT_FIELDS,
-    *SUBJECT_FIELDS,
-    *LEVEL_FIELDS,
-    "answer",
-    "hint",
-    "data_source",
-    "reward_model",
-    "extra_info",
-    "id",
-)
+OTHER_FIELDS = ("answer", "hint", "data_source", "reward_model", "extra_info", "id")
+FIELDS = (*PROMPT_FIELDS, *SUBJECT_FIELDS, *LEVEL_FIELDS, *OTHER_FIELDS)
 SHAPES = (
     "{prompt: [{role, content}], data_source, reward_model: {ground_truth}} or {prompt|problem|question: text, answer}"
 )
@@ -140,22 +131,25 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     field = next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
     if field is None:
         raise ValueError(f"{where}: none of the fields {', '.join(PROMPT_FIELDS)}; write rows of the shape {SHAPES}")
-    source = row.get("data_source")
-    if source is not None and not isinstance(source, str):
-        raise _refused(f"{where}: data_source", source, "text; write the name of the data set, or omit the field")
-    hint = row.get("hint")
-    if hint is not None and not isinstance(hint, str):
-        raise _refused(f"{where}: hint", hint, "text; write what the teacher may know, or omit the field")
+    source = _text(row, "data_source", where, "the name of the data set")
+    hint = _text(row, "hint", where, "what the teacher may know")
     messages = _messages(row[field], f"{where}: {field}")
     return Prompt(
         messages,
         _answer(row, where),
         source or default_source,
         index,
-        (hint or "").strip() or None,
+        hint.strip() or None,
         _label(row, SUBJECT_FIELDS) or _subject_of_math(row.get("id")),
         _label(row, LEVEL_FIELDS),
     )
+
+
+def _text(row: dict[str, Any], name: str, where: str, meaning: str) -> str:
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _refused(f"{where}: {name}", value, f"text; write {meaning}, or omit the field")
+    return value or ""
 
 
 def _label(row: dict[str, Any], names: tuple[str, ...]) -> str | None:

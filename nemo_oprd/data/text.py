@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from nemo_oprd.data.prompts import Prompt
 
@@ -69,9 +69,7 @@ class SuffixCounts:
     other_words: int = 0
 
     def __add__(self, other: SuffixCounts) -> SuffixCounts:
-        return SuffixCounts(
-            self.added + other.added, self.present + other.present, self.other_words + other.other_words
-        )
+        return SuffixCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Prompt], SuffixCounts]:

@@ -32,8 +32,8 @@ class Span:
 
 def config_files(directory: Path) -> list[Path]:
     """The configurations of a run directory, in the order in which they were written."""
-    found = [(int(m[1] or 0), p) for p in directory.glob("config*.yaml") if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    found = [path for path in directory.glob("config*.yaml") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_number)
 
 
 def current_config(directory: Path) -> Path:
@@ -88,10 +88,14 @@ def record_config(directory: Path, config: Config) -> str:
     for file in dict.fromkeys([*(f for f in files if f == current), *reversed(files)]):
         if not changes(read_config(file), plain):
             return file.name
-    taken = [int(m[1] or 0) for file in files if (m := _NAME.fullmatch(file.name))]
-    name = f"config.{max(taken) + 1}.yaml" if taken else FIRST
+    name = f"config.{_number(files[-1]) + 1}.yaml" if files else FIRST
     write_atomically(directory / name, to_yaml(config))
     return name
+
+
+def _number(file: Path) -> int:
+    """0 of config.yaml, 1 of config.1.yaml, ..."""
+    return int(file.name.removeprefix("config").removesuffix("yaml").strip(".") or 0)
 
 
 def starts(directory: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ class Run:
 
     Attributes:
         name: tells the run apart from the other runs of a report.
-        path: the directory.
         config: the configuration of the last start as nested mappings.
         metrics: name -> {step: value}, steps ascending, never empty.
         seconds: wall-clock time between the first and the last logged line, including the pauses before restarts.
@@ -39,9 +38,8 @@ class Run:
     @property
     def steps(self) -> tuple[int, int]:
         """First and last step with a metric."""
-        return min(min(series) for series in self.metrics.values()), max(
-            max(series) for series in self.metrics.values()
-        )
+        steps = [step for series in self.metrics.values() for step in series]
+        return min(steps), max(steps)
 
     @property
     def unfinished(self) -> bool:
@@ -97,7 +95,8 @@ def read_run(path: Path, name: str) -> Run:
     if not metrics:
         raise ValueError(f"{path / 'metrics.jsonl'}: holds no metrics, expected a step; wait for the run's first step")
     metrics = {metric: dict(sorted(series.items())) for metric, series in metrics.items()}
-    history = tuple((span.after, span.file, _kept_config(path / span.file)) for span in spans(path))
+    kept = [(span, path / span.file) for span in spans(path)]  # the user may have removed a file
+    history = tuple((span.after, span.file, read_config(file) if file.is_file() else {}) for span, file in kept)
     return Run(name, path, read_config(config), metrics, max(times) - min(times), cut_line, history)
 
 
@@ -111,21 +110,12 @@ def short_names(paths: list[Path]) -> list[str]:
     raise ValueError(f"runs are {', '.join(map(str, paths))}, expected different directories; name each run once")
 
 
-def _kept_config(file: Path) -> dict[str, Any]:
-    """As `read_config`; {} if the user has removed the file."""
-    return read_config(file) if file.is_file() else {}
-
-
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     """The step, the time and the finite metrics of one line."""
     row = parse_json(line, where, "an object with step and time", "remove the line, or restore the file")
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "time" not in row:
         raise ValueError(f"{where}: expected an object with an integer `step` and a `time`; remove or correct the line")
-    wrong = {
-        name: value
-        for name, value in row.items()
-        if isinstance(value, bool) or not isinstance(value, int | float | None)
-    }
+    wrong = {k: v for k, v in row.items() if isinstance(v, bool) or not isinstance(v, int | float | None)}
     if wrong:
         raise ValueError(f"{where}: {wrong!r:.80} among the values, expected numbers; remove or correct the line")
     # null stands for a non-finite value, which a skipped update can have

@@ -35,8 +35,7 @@ class StepRecorder:
     """
 
     def __init__(self, config: Config, routing: Routing, log: MetricsLog, tokenizer: Tokenizer | None) -> None:
-        self._config, self._log, self._tokenizer = config, log, tokenizer
-        self._routing = routing
+        self._config, self._log, self._tokenizer, self._routing = config, log, tokenizer, routing
         self._directory = Path(config.output) / "rollouts"
         weights = dict(zip(TERMS, (config.loss.representation.weight, config.loss.output.weight), strict=True))
         past = {  # losses of the steps in which the loss had a weight
@@ -55,17 +54,16 @@ class StepRecorder:
         seconds: dict[str, float],
         additional: dict[str, float],
     ) -> None:
-        """Records a step.
+        """Records step `done`, from 1.
 
         Args:
-            done: number of the step, from 1.
-            rollouts: the rollouts of the step.
             updates: (metrics, update) of each update on the rollouts, in order; both None on ranks outside the student.
             seconds: phase of the step -> its duration.
             additional: further metrics of the step, by name.
         """
         metrics, update = merge_updates(updates)
         tokens, lengths = sum(r.length for r in rollouts), [len(r.response_ids) for r in rollouts]
+        reasons = [rollout.finish_reason for rollout in rollouts]  # a recorded rollout may have none
         named = {
             **(metrics.named if metrics else {}),
             **(self._metrics_per_teacher(rollouts, metrics) if self._config.teachers and metrics else {}),
@@ -74,7 +72,7 @@ class StepRecorder:
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             **alignment_metrics(rollouts),
-            **_share_finished(rollouts),
+            **({} if None in reasons else {"rollout/finished": reasons.count("stop") / len(reasons)}),
             **{f"timing/{phase}_s": value for phase, value in seconds.items()},
             "perf/tokens_per_s": tokens / sum(seconds.values()),
             "perf/peak_memory_gb": _peak_memory_gb(),
@@ -124,9 +122,7 @@ class StepRecorder:
         return [Rollout(**{**vars(rollout), "response": decode(rollout.response_ids)}) for rollout in rollouts]
 
 
-def merge_updates(
-    updates: list[tuple[StepMetrics | None, Update | None]],
-) -> tuple[StepMetrics | None, Update | None]:
+def merge_updates(updates: list[tuple[StepMetrics | None, Update | None]]) -> tuple[StepMetrics | None, Update | None]:
     """The (metrics, update) to log for the updates of one step; both None on ranks outside the student.
 
     They are those of the first update with two exceptions: the probability ratio to the weights that sampled comes from
@@ -139,16 +135,7 @@ def merge_updates(
     ratio = {name: value for name, value in last.named.items() if name in ("actor/ratio", "actor/clipped")}
     reasons = [one.nonfinite_reason for _, one in updates if one is not None and one.nonfinite_reason is not None]
     reason = reasons[0] if reasons else None
-    return (
-        replace(metrics, named={**metrics.named, **ratio}),
-        replace(update, nonfinite_reason=reason),
-    )
-
-
-def _share_finished(rollouts: list[Rollout]) -> dict[str, float]:
-    """The fraction of responses that ended by themselves; empty if a recorded rollout has no finish_reason."""
-    reasons = [rollout.finish_reason for rollout in rollouts]
-    return {} if None in reasons else {"rollout/finished": reasons.count("stop") / len(reasons)}
+    return replace(metrics, named={**metrics.named, **ratio}), replace(update, nonfinite_reason=reason)
 
 
 def _peak_memory_gb() -> float:

@@ -28,8 +28,7 @@ class TrainingData:
     Attributes:
         recorded: the rollouts of `rollout.replay`; None: rollouts are sampled. With recorded rollouts the other fields
             are empty.
-        prompts: the training prompts.
-        report: what was done to them; None with recorded rollouts.
+        report: what was done to the prompts; None with recorded rollouts.
         teacher_inputs: per teacher, the object that adds the teacher's sequences to rollouts, or None if the teacher
             reads the student's ids.
         evaluator: None if the run does not evaluate.
@@ -70,7 +69,7 @@ def read_prompts(config: Config, files: RunFiles, routing: Routing) -> tuple[Run
     """
     check_prompts_given(config)
     files.student.check_vocabulary()
-    teacher_inputs = make_teacher_inputs(config, files)
+    teacher_inputs = [_teacher_inputs(config, files.student.tokenizer, teacher) for teacher in files.teachers]
     prompts = read_run_prompts(config, files.student.tokenizer, files.student.spec.max_positions)
     sources = (request.data_source for request in prompts.training.requests)
     routing.check(sources, f"data.train={files_in_words(config)}")
@@ -90,13 +89,12 @@ def recorded_rollouts(config: Config, models: RunModels) -> list[Rollout] | None
     vocabulary = min(teacher.vocab_size for teacher in teachers)
     positions = min(teacher.max_positions for teacher in teachers)
     limits = TeacherLimits(vocabulary, positions, own_sequences(config.teacher))
-    needs_logprobs = config.rollout.correction != "off"
     rollouts = read_rollouts(
         config.rollout.replay,
         models.vocab_limit,
         student.max_positions,
         limits,
-        needs_logprobs=needs_logprobs,
+        needs_logprobs=config.rollout.correction != "off",
         student=student,
         needs_routes=config.student.router_replay,
     )
@@ -105,31 +103,17 @@ def recorded_rollouts(config: Config, models: RunModels) -> list[Rollout] | None
     return rollouts
 
 
-def make_teacher_inputs(config: Config, files: RunFiles) -> list[TeacherInputs | None]:
-    """`TrainingData.teacher_inputs`.
-
-    Raises:
-        ValueError: the tokenizers differ although `teacher.reads=ids`, or a tokenizer cannot be aligned.
-    """
-    return [_teacher_inputs(config, files.student.tokenizer, teacher) for teacher in files.teachers]
-
-
 def _teacher_inputs(config: Config, student: Tokenizer, teacher: ModelFiles) -> TeacherInputs | None:
     settings, positions = config.alignment, teacher.spec.max_positions
     if config.teacher.reads == "text":
         return TextInputs(student, teacher.tokenizer, positions, settings.exact, settings.min_coverage)
-    check_tokenizers(student, teacher)
-    return None if config.teacher.prompt is None else PromptInputs(teacher.tokenizer, positions)
-
-
-def check_tokenizers(student: Tokenizer, teacher: ModelFiles) -> None:
-    """Raises ValueError unless the teacher's tokenizer equals the student's."""
     if teacher.tokenizer.fingerprint() != student.fingerprint():
         raise ValueError(
             f"the tokenizers of {student.path} and {teacher.directory} differ: the teacher would read other text than "
             "the student wrote; expected the same tokenizer: set teacher.reads=text (with a bridge), or choose another "
             "teacher"
         )
+    return None if config.teacher.prompt is None else PromptInputs(teacher.tokenizer, positions)
 
 
 def check_teacher_prompts(

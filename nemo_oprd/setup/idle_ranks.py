@@ -35,7 +35,6 @@ class IdleRanks:
 
     @property
     def line(self) -> str:
-        """One line for the terminal."""
         return f"warning ({CODE}): {self.text}"
 
     @property
@@ -50,9 +49,8 @@ class IdleRanks:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The finding with its numbers."""
-        roles = [asdict(each) for each in self.roles]
-        return {"code": CODE, "text": self.text, "numbers": {"responses": self.responses, "roles": roles}}
+        numbers = {"responses": self.responses, "roles": [asdict(each) for each in self.roles]}
+        return {"code": CODE, "text": self.text, "numbers": numbers}
 
 
 def shares(responses: int, teachers: int) -> list[int]:

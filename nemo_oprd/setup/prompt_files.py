@@ -66,20 +66,14 @@ def validation_problems(config: Config) -> dict[str, list[Prompt]]:
 
 
 def say_shares(config: Config, sizes: Sequence[int], report: DataReport) -> None:
-    """Says which share of every step comes from which file; nothing without weights.
-
-    Args:
-        sizes: prompts per file.
-    """
+    """Says which share of every step comes from which file, with `sizes` prompts; nothing without weights."""
     weights = config.data.train
     if not isinstance(weights, dict):
         return
     total = sum(weights.values())
-    shares = {file: weight / total for file, weight in weights.items()}
-    report.content["shares"] = shares
-    parts = (
-        f"{share:.1%} from {file} ({size:,} prompts)" for (file, share), size in zip(shares.items(), sizes, strict=True)
-    )
+    report.content["shares"] = {file: weight / total for file, weight in weights.items()}
+    shares = zip(report.content["shares"].items(), sizes, strict=True)
+    parts = (f"{share:.1%} from {file} ({size:,} prompts)" for (file, share), size in shares)
     report.say(f"data.train: {', '.join(parts)}")
 
 
@@ -98,11 +92,8 @@ def write_report(report: DataReport, directory: Path) -> str | None:
 
 
 def _settings(config: Config) -> Preparation:
-    data = config.data
-    weighted = isinstance(data.train, dict)
-    return Preparation(
-        data.train_files, weighted, data.suffix, data.held_out, data.deduplicate, data.contamination
-    )  # fmt: skip
+    data, weighted = config.data, isinstance(config.data.train, dict)
+    return Preparation(data.train_files, weighted, data.suffix, data.held_out, data.deduplicate, data.contamination)
 
 
 def _sets_to_compare(config: Config, prepared: PreparedPrompts, report: DataReport) -> dict[str, list[Prompt]]:

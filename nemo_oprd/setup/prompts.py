@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.order import PromptOrder, exact_weights
@@ -21,13 +19,7 @@ from nemo_oprd.setup.prompt_files import prepare_prompts, say_shares
 
 @dataclass(frozen=True)
 class RunPrompts:
-    """The prompts of a run.
-
-    Attributes:
-        training: encoded.
-        held_out: the problems of the validation set that `data.held_out` makes.
-        report: what was done to the prompts.
-    """
+    """Encoded training prompts, the problems that `data.held_out` sets aside, and what was done to the prompts."""
 
     training: TrainingPrompts
     held_out: list[Prompt]
@@ -43,8 +35,9 @@ def read_run_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -
     report = DataReport()
     prepared = prepare_prompts(config, report)
     requests = encode_prompts(config, prepared, tokenizer, max_positions, report)
-    sizes = tuple(map(len, requests))
-    training = TrainingPrompts([request for each in requests for request in each], PromptOrder(sizes, _weights(config)))
+    sizes, train = tuple(map(len, requests)), config.data.train
+    weights = exact_weights(list(train.values())) if isinstance(train, dict) else None
+    training = TrainingPrompts([request for each in requests for request in each], PromptOrder(sizes, weights))
     say_shares(config, sizes, report)
     report.content |= {"prompts": sum(sizes), "fingerprint": _fingerprint(training)}
     return RunPrompts(training, prepared.held_out, report)
@@ -63,7 +56,8 @@ def encode_prompts(
     limit, longest, number = config.data.max_prompt_tokens, 0, 0
     files = config.data.train_files
     requests: list[list[Request]] = [[] for _ in files]
-    for own, file, prompt in _by_file(requests, files, prepared):
+    own_prompts = zip(requests, files, prepared.files, strict=True)
+    for own, file, prompt in ((own, file, prompt) for own, file, prompts in own_prompts for prompt in prompts):
         where = f"data.train={file}: prompt {prompt.index}"
         try:
             ids = tokenizer.encode_prompt(list(prompt.messages))
@@ -88,19 +82,8 @@ def encode_prompts(
     return requests
 
 
-def _by_file(
-    requests: list[list[Request]], files: tuple[str, ...], prepared: PreparedPrompts
-) -> Iterator[tuple[list[Request], str, Prompt]]:
-    for own, file, prompts in zip(requests, files, prepared.files, strict=True):
-        yield from ((own, file, prompt) for prompt in prompts)
-
-
 def _over_long(config: Config, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[Prompt, list[int]]:
-    """The prompt without the beginning of its last message, and its ids: as many words as fit stay.
-
-    Raises:
-        ValueError: `data.over_long=refuse`, or the rest of the conversation alone is too long.
-    """
+    """The prompt without the beginning of its last message, and its ids: as many words as fit stay."""
     limit = config.data.max_prompt_tokens
     assert limit is not None
     if config.data.over_long == "refuse":
@@ -154,11 +137,6 @@ def _say_over_long(config: Config, number: int, total: int, longest: int, report
         f"data.over_long={action}: {number:,} of {total:,} prompts have more than data.max_prompt_tokens={limit} "
         f"tokens (the longest {longest:,}); they {done}"
     )
-
-
-def _weights(config: Config) -> tuple[Fraction, ...] | None:
-    train = config.data.train
-    return exact_weights(list(train.values())) if isinstance(train, dict) else None
 
 
 def files_in_words(config: Config) -> str:

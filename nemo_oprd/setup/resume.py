@@ -69,7 +69,8 @@ def compare_settings(config: Config) -> Resume:
     if before is None:
         return Resume(step, [], [])
     old, new = read_config(before), as_plain(config)
-    changed = changes(old, new, _started_in(before))
+    started_in = [str(start.get("directory", "")) for start in _starts_with(before)]
+    changed = changes(old, new, started_in[-1] if started_in else "")
     if os.environ.get("RANK", "0") == "0":
         changed = _with_models(before, step or 1, changed, old, new)
     else:
@@ -87,10 +88,8 @@ def models_of(config: Config) -> dict[str, str]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _started_in(file: Path) -> str:
-    """The working directory of the last start with these settings; "" if it is not known."""
-    with_file = [start for start in starts(file.parent) if start.get("config") == file.name]
-    return str(with_file[-1].get("directory", "")) if with_file else ""
+def _starts_with(file: Path) -> list[dict[str, Any]]:
+    return [start for start in starts(file.parent) if start.get("config") == file.name]
 
 
 def _overwritten(directory: Path) -> Path | None:
@@ -146,16 +145,10 @@ def _with_models(
 ) -> list[Change]:
     """`changed` with what the models' contents say: the same model may move, another student is never accepted.
 
-    Args:
-        file: the configuration `old`.
-        step: the last kept one, from 1; a start that went on behind it has made no step that is kept.
+    `file` holds `old`. A start that went on behind `step`, the last kept one, has made no step that is kept.
     """
-    with_file = [
-        start
-        for start in starts(file.parent)
-        if start.get("config") == file.name and "models" in start and start.get("after_step", 0) < step
-    ]
-    recorded: dict[str, Any] = with_file[-1]["models"] if with_file else {}
+    kept = [each for each in _starts_with(file) if "models" in each and each.get("after_step", 0) < step]
+    recorded: dict[str, Any] = kept[-1]["models"] if kept else {}
     by_key = {change.key: change for change in changed}
     before, after = _model_paths(old), _model_paths(new)
     for key, path in after.items():

@@ -47,18 +47,10 @@ class Alternative:
         return " ".join(f"{key}={str(value).lower()}" for key, value in self.changes.items())
 
     @property
-    def without_teacher(self) -> tuple[tuple[str, object], ...]:
-        """The changes that are not the teacher's."""
-        return tuple(item for item in self.changes.items() if not item[0].startswith("teacher."))
-
-    @property
     def rank(self) -> tuple[float, float, int]:
         """The better, the smaller: seconds of a step, then GB, as far as the report shows them, then changes."""
-        return (
-            round(self.estimate.step_seconds, 1),
-            round(self.estimate.kinds[0].memory.peak / 1e9, 1),
-            len(self.changes),
-        )
+        peak = self.estimate.kinds[0].memory.peak
+        return round(self.estimate.step_seconds, 1), round(peak / 1e9, 1), len(self.changes)
 
 
 @dataclass(frozen=True)
@@ -74,13 +66,12 @@ def alternatives(run: RunSpec, cluster: Cluster, lengths: Lengths, most: int = 3
 
     Every one passes the checks of its configuration, and of its layouts against the models, that a run makes.
     """
-    search = Search(run, cluster, lengths)
-    found = search.fitting()
+    found = Search(run, cluster, lengths).fitting()
     found = [each for each in found if not any(_is_enough(other, each) for other in found)]
     # of those that differ in the teacher's layout only, the best
     best: dict[tuple[tuple[str, object], ...], Alternative] = {}
     for each in sorted(found, key=lambda each: each.rank):
-        best.setdefault(each.without_teacher, each)
+        best.setdefault(tuple(item for item in each.changes.items() if not item[0].startswith("teacher.")), each)
     return list(best.values())[:most]
 
 
@@ -105,21 +96,19 @@ class Search:
             return []
         for options in (self._recompute(), self._options()):
             kept = self._best_teachers(min(students, key=lambda each: each.least), teachers, options[-1])
-            found = self._tried(
+            candidates = (
                 student.changes | teacher.changes | option
                 for student, teacher in itertools.product(students, kept)
                 for option in options
                 if student.least + (0.0 if self._offloads(option) else teacher.least) <= self.usable
             )
+            found = [each for each in self._estimates(candidates) if not each.estimate.problems]
             if found:
                 return found
         return []
 
-    def _tried(self, candidates: Iterable[Changes]) -> list[Alternative]:
-        return [Alternative(changes, tried) for changes, tried in self._estimates(candidates) if not tried.problems]
-
-    def _estimates(self, candidates: Iterable[Changes]) -> Iterator[tuple[Changes, Estimate]]:
-        """Estimates of the candidates that are valid; only what differs from the configuration counts as changed."""
+    def _estimates(self, candidates: Iterable[Changes]) -> Iterator[Alternative]:
+        """The candidates that are valid, fit or not; only what differs from the configuration counts as changed."""
         seen: set[frozenset[tuple[str, object]]] = {frozenset()}
         for wanted in candidates:
             changes = {name: value for name, value in wanted.items() if value != _value(self.config, name)}
@@ -130,22 +119,19 @@ class Search:
             try:
                 candidate = changed(self.config, changes)
                 check(candidate)
-                yield changes, estimate_works(self._works(candidate), self.cluster, self.lengths)
+                # no key of the search has an influence on the work
+                works = Works(replace(self.works.longest, config=candidate), replace(self.works.mean, config=candidate))
+                yield Alternative(changes, estimate_works(works, self.cluster, self.lengths))
             except ValueError:  # sizes that do not fit the ranks or a model, or settings that exclude each other
                 continue
 
-    def _works(self, config: Config) -> Works:
-        """The work of a step, on which no key of the search has an influence."""
-        return Works(*(replace(work, config=config) for work in (self.works.longest, self.works.mean)))
-
     def _students(self) -> list[_Place]:
         """The student's layouts whose weights, gradients and optimizer fit."""
-        spec, found = self.works.longest.student, []
-        for changes in self._sizes("student", spec, SIZES):
+        work, found = self.works.longest, []
+        for changes in self._sizes("student", work.student, SIZES):
             layouts = self._layouts(changes)
             if layouts is not None:
                 stages = range(layouts[0].pipeline)
-                work = self._works(changed(self.config, changes)).longest
                 least = max(sum(student_state(work, layouts[0], stage).values()) for stage in stages)
                 found.append(_Place(changes, least))
         return [each for each in found if each.least <= self.usable]
@@ -154,15 +140,12 @@ class Search:
         """The teacher's layouts, beside a student that fits any number of ranks."""
         if TEACHER_KINDS[self.config.teacher.weights].moves:
             return [_Place({}, 0.0)]
-        spec, found = self.works.longest.teachers[0].spec, []
-        pipeline = self.config.teacher.parallel.pipeline
-        for changes in self._sizes("teacher", spec, (pipeline,)):
+        work, found = self.works.longest, []
+        for changes in self._sizes("teacher", work.teachers[0].spec, (self.config.teacher.parallel.pipeline,)):
             layouts = self._layouts(changes | {"student.parallel": type(self.config.student.parallel)()})
             if layouts is not None:
                 stages = range(layouts[1].pipeline)
-                found.append(
-                    _Place(changes, max(teacher_weights(self.works.longest, layouts[1], stage) for stage in stages))
-                )
+                found.append(_Place(changes, max(teacher_weights(work, layouts[1], stage) for stage in stages)))
         return found
 
     def _sizes(self, role: str, spec: ModelSpec, pipelines: Sequence[int]) -> Iterator[Changes]:
@@ -207,7 +190,7 @@ class Search:
         tried = []
         for teacher in teachers:
             changes = student.changes | teacher.changes | option
-            tried += [(teacher, Alternative(changes, found)) for _, found in self._estimates([changes])]
+            tried += [(teacher, replace(found, changes=changes)) for found in self._estimates([changes])]
         fits = sorted((pair for pair in tried if not pair[1].estimate.problems), key=lambda pair: pair[1].rank)
         kept = [teacher for teacher, _ in fits[:TEACHERS]]
         kept.append(min(teachers, key=lambda each: each.least))

@@ -127,19 +127,15 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     Raises:
         ValueError: the layouts of the works' configuration do not fit the ranks or the models.
     """
-    gpu, ranks = cluster.gpu, cluster.ranks
-    config = _with_waves(works.longest, cluster)
+    gpu, config = cluster.gpu, _with_waves(works.longest, cluster)
     work, mean = replace(works.longest, config=config), replace(works.mean, config=config)
-    student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], ranks)
-    kinds = [
-        _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)
-        for stages, rank in _stages(student, teacher).items()
-    ]
+    student, teacher, kinds = _kinds(work, cluster)
     usable = gpu.memory - ASSUMED.reserve
     left = usable - max(sum(kind.memory.always.values()) for kind in kinds if kind.student is not None)
     rollout = None
     if config.rollout.replay is None:
-        rollout = sample(work, _rollouts(work, mean), student.size, gpu, left)
+        demand = Demand(work.responses, work.response, mean.response, "rollout.max_new_tokens")
+        rollout = sample(work, demand, student.size, gpu, left)
     evaluation, known = _evaluation(work, mean, lengths.problems, student.size)
     tested = None if evaluation is None else sample(work, evaluation, student.size, gpu, left)
     kinds = sorted((_with_sampling(kind, rollout, tested) for kind in kinds), key=lambda kind: -kind.memory.peak)
@@ -156,7 +152,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     return Estimate(
         mean,
         gpu,
-        ranks,
+        cluster.ranks,
         student,
         teacher,
         tuple(kinds),
@@ -180,11 +176,7 @@ def _with_waves(work: Workload, cluster: Cluster) -> Config:
     config = work.config
     if config.teacher.resident_microbatches != "auto":
         return config
-    student, teacher = check_layouts(config, work.student, [each.spec for each in work.teachers], cluster.ranks)
-    kinds = [
-        _without_sampling(work, student, teacher, stages, rank, transformer_engine=cluster.transformer_engine)
-        for stages, rank in _stages(student, teacher).items()
-    ]
+    student, _, kinds = _kinds(work, cluster)
     left = cluster.gpu.memory - ASSUMED.reserve - max(sum(kind.memory.always.values()) for kind in kinds)
     count = work.on(student).count
     each = max(target_bytes(work, student, stage) for stage in range(student.pipeline)) / count
@@ -192,28 +184,29 @@ def _with_waves(work: Workload, cluster: Cluster) -> Config:
     return replace(config, teacher=replace(config.teacher, resident_microbatches=allowed))
 
 
-def _stages(student: Layout, teacher: Layout) -> dict[tuple[int | None, int | None], int]:
-    """(Student stage, teacher stage) of every kind of rank -> the first such rank."""
-    found: dict[tuple[int | None, int | None], int] = {}
+def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankKind]]:
+    """(The student's layout, the teacher's, every kind of rank without the phases of sampling)."""
+    student, teacher = check_layouts(work.config, work.student, [each.spec for each in work.teachers], cluster.ranks)
+    found: dict[tuple[int | None, ...], RankKind] = {}
     for rank in sorted({*student.ranks, *teacher.ranks}):
-        stages = tuple(
+        learns, teaches = (
             layout.coordinates(rank).pipeline if rank in layout.ranks else None for layout in (student, teacher)
         )
-        found.setdefault((stages[0], stages[1]), rank)
-    return found
+        if (learns, teaches) not in found:
+            held = _without_sampling(work, student, teacher, learns, teaches, cluster.transformer_engine)
+            found[learns, teaches] = RankKind(learns, teaches, rank, held)
+    return student, teacher, list(found.values())
 
 
 def _without_sampling(
     work: Workload,
     student: Layout,
     teacher: Layout,
-    stages: tuple[int | None, int | None],
-    rank: int,
-    *,
+    learns: int | None,
+    teaches: int | None,
     transformer_engine: bool,
-) -> RankKind:
-    """A kind of rank with all phases but those of sampling."""
-    learns, teaches = stages
+) -> Memory:
+    """Memory of a rank of these stages in the student and the teacher, in all phases but those of sampling."""
     config = work.config
     always: dict[str, float] = {}
     phases: dict[str, dict[str, float]] = {}
@@ -233,7 +226,7 @@ def _without_sampling(
     if learns is not None:
         moments = update_memory(work, student, learns, transformer_engine=transformer_engine)
         phases |= {name: {"targets": targets, **parts} for name, parts in moments.items()}
-    return RankKind(learns, teaches, rank, Memory(always, phases))
+    return Memory(always, phases)
 
 
 def _with_sampling(kind: RankKind, rollout: Sampling | None, evaluation: Sampling | None) -> RankKind:
@@ -242,11 +235,7 @@ def _with_sampling(kind: RankKind, rollout: Sampling | None, evaluation: Samplin
         return kind
     found = {"rollout": rollout, "evaluation": evaluation}
     phases = {name: each.parts for name, each in found.items() if each is not None}
-    return RankKind(kind.student, kind.teacher, kind.rank, Memory(kind.memory.always, {**phases, **kind.memory.phases}))
-
-
-def _rollouts(work: Workload, mean: Workload) -> Demand:
-    return Demand(work.responses, work.response, mean.response, "rollout.max_new_tokens")
+    return replace(kind, memory=Memory(kind.memory.always, phases | kind.memory.phases))
 
 
 def _evaluation(work: Workload, mean: Workload, problems: int | None, ranks: int) -> tuple[Demand | None, bool]:

@@ -12,7 +12,7 @@ from nemo_oprd.commands.plan.activations import (
     transient_bytes,
 )
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
-from nemo_oprd.commands.plan.workload import TeacherWork, Workload
+from nemo_oprd.commands.plan.workload import Workload
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.layout import Layout
@@ -56,19 +56,18 @@ def student_parameters(work: Workload, layout: Layout, pipeline: int) -> StagePa
         layout,
         pipeline,
         trained_depth=work.trained_depth,
-        trains_norm=work.final_layer_after_norm or work.output_kind not in ("none", "watched"),
-        trains_head=work.output_kind not in ("none", "watched"),
+        trains_norm=work.final_layer_after_norm or work.trains_head,
+        trains_head=work.trains_head,
     )
 
 
 def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
     """Weights, gradients (float32) and AdamW's state of the student on a rank of stage `pipeline`."""
-    count, train = student_parameters(work, layout, pipeline), work.config.train
+    count = student_parameters(work, layout, pipeline)
     # a float32 copy of the weights where they are bfloat16, and two moments
     state = 12 if work.value_bytes < 4 else 8
-    shards, copies = 1, 1
-    if train.distributed_optimizer:
-        shards, copies = layout.data * layout.context, layout.expert_copies
+    is_sharded = work.config.train.distributed_optimizer
+    shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
     return {
         "weights": float(count.all_held * work.value_bytes),
         "gradients": 4.0 * count.all_trained,
@@ -119,20 +118,19 @@ def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
     held = rows * len(owned & set(work.layers)) * teacher.width * teacher.value_bytes
     if work.output_rows and pipeline == layout.pipeline - 1:
         output = work.on(layout).per_pack * work.output_rows / layout.context
-        held += output * output_target_bytes(work, teacher)
+        # a teacher sends its final state per row, or two numbers
+        held += output * (teacher.spec.hidden_size * work.value_bytes if teacher.sends_states else 8)
     return held * waves
 
 
 def update_memory(
     work: Workload, layout: Layout, pipeline: int, *, transformer_engine: bool
 ) -> dict[str, dict[str, float]]:
-    """The moments of an update on a rank of stage `pipeline`: the output loss, and the backward pass of a layer.
+    """Moment of an update on a rank of stage `pipeline` (output loss, backward pass of a layer) -> part -> bytes.
 
-    Returns:
-        Moment -> part -> bytes. All activations are there when the backward pass begins.
+    All activations are there when the backward pass begins.
     """
-    student, spec = work.config.student, work.student
-    batches = work.on(layout)
+    student, spec, batches = work.config.student, work.student, work.on(layout)
     tokens = batches.tokens / layout.context
     each = layer_bytes(spec, layout, work.value_bytes, transformer_engine=transformer_engine)
     layers = [i for i in layout.owned_layers(pipeline, spec.num_layers) if i <= max(work.trained_depth, 1)]
@@ -194,11 +192,6 @@ def _responses_of_wave(work: Workload, student: Layout) -> int:
     return min(work.responses, at_a_time * student.data)
 
 
-def output_target_bytes(work: Workload, teacher: TeacherWork) -> float:
-    """Bytes that a teacher sends per row of the output loss: its final state, or two numbers."""
-    return float(teacher.spec.hidden_size * work.value_bytes if teacher.sends_states else 8)
-
-
 def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: float, targets: float) -> float:
     """Bytes on a rank while `captured` bytes are sent and `targets` bytes arrive, a few layers at a time.
 
@@ -215,14 +208,13 @@ def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: f
 
 def teacher_forward(work: Workload, teacher: Layout) -> float:
     """Bytes that come and go in a teacher's forward pass over one microbatch."""
-    tokens = work.on(teacher).tokens / teacher.context
     per_token = max(
         # a state on its way between two stages, too
         forward_bytes(each.spec, teacher, work.value_bytes)
         + (each.spec.hidden_size * work.value_bytes if teacher.pipeline > 1 else 0)
         for each in work.teachers
     )
-    return tokens * per_token
+    return work.on(teacher).tokens / teacher.context * per_token
 
 
 def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:

@@ -63,10 +63,9 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
         return tokens * (layers_flops(model, depth) + depth * attention_flops(model, length, causal=causal))
 
     output = float(work.responses * work.output_rows)
-    trains_head = work.output_kind not in ("none", "watched")
     again = 1.0 if work.config.student.recompute == "full" else 0.0
     update = (3 + again + _counting_passes(work)) * forward(spec, max(work.trained_depth, 1))
-    if trains_head:
+    if work.trains_head:
         update += 3 * output * head_flops(spec)
     teacher = 0.0
     for each in work.teachers:
@@ -74,7 +73,9 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
         teacher += share * forward(each.spec, each.depth)
         if each.head:
             teacher += share * output * head_flops(each.spec)
-        elif each.sends_states and trains_head:  # the student's rank multiplies these states with the teacher's head
+        elif (
+            each.sends_states and work.trains_head
+        ):  # the student's rank multiplies these states with the teacher's head
             update += share * output * head_flops(each.spec)
     sampled = float(work.responses * (work.prompt + work.response))
     attention = attention_flops(spec, work.prompt + work.response)
@@ -125,9 +126,7 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     counting = _counting_passes(work)
     passes = 2 + (1 if work.config.student.recompute == "full" else 0) + counting
     t = student.tensor
-    tensor = passes * 2 * layers * tokens * spec.hidden_size * e * 2 * (t - 1) / t
     keys = 2 * spec.num_kv_heads * spec.head_dim / t * e
-    context = passes * layers * tokens * (student.context - 1) * keys
     experts = 0.0
     if spec.experts is not None:  # there and back again, for each of a token's experts
         most = max(
@@ -137,16 +136,14 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
         # to other ranks; and where an expert is split, to all of its ranks
         sent = (student.expert - 1) / student.expert + student.expert_tensor - 1
         experts = visits * spec.hidden_size * e * sent
-    pipeline = (2.0 + counting) * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0
     rows = batches.responses * work.rows / student.context
     owned = -(-len(work.layers) // student.pipeline)
-    targets = rows * owned * work.teachers[0].width * work.teachers[0].value_bytes
     return StepBytes(
-        (stage.trained * away + stage.experts_trained * experts_away) * (4 + gathered),
-        tensor,
-        experts,
-        context,
-        pipeline,
-        targets,
-        float(model_parameters(spec) * e),
+        gradients=(stage.trained * away + stage.experts_trained * experts_away) * (4 + gathered),
+        tensor=passes * 2 * layers * tokens * spec.hidden_size * e * 2 * (t - 1) / t,
+        experts=experts,
+        context=passes * layers * tokens * (student.context - 1) * keys,
+        pipeline=(2.0 + counting) * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0,
+        targets=rows * owned * work.teachers[0].width * work.teachers[0].value_bytes,
+        weights=float(model_parameters(spec) * e),
     )

@@ -21,27 +21,21 @@ def lines(found: Estimate, near: list[Alternative], name: str) -> Iterator[str]:
         name: the configuration's name.
     """
     yield f"{name} on {found.ranks} x {found.gpu.name}"
-    yield ""
-    yield from _roles(found)
-    yield ""
-    yield from _memory(found)
-    yield ""
-    yield from _step(found)
+    for part in (_roles, _memory, _step):
+        yield ""
+        yield from part(found)
     yield ""
     if found.idle is not None:
         yield found.idle.line
     if not found.problems:
         yield f"it fits: {found.kinds[0].memory.peak / 1e9:.1f} GB on the fullest GPU"
         return
-    for problem in found.problems:
-        yield f"does not fit: {problem}"
-    yield from (f"fits: {each.arguments}   ({_brief(each.estimate)})" for each in near)
+    yield from (f"does not fit: {problem}" for problem in found.problems)
+    for each in near:
+        peak = each.estimate.kinds[0].memory.peak
+        yield f"fits: {each.arguments}   ({peak / 1e9:.1f} GB, {each.estimate.step_seconds:.0f} s per step)"
     if not near:
         yield "no layout near this one fits: start more ranks, or lower train.tokens_per_microbatch or the lengths"
-
-
-def _brief(found: Estimate) -> str:
-    return f"{found.kinds[0].memory.peak / 1e9:.1f} GB, {found.step_seconds:.0f} s per step"
 
 
 def _roles(found: Estimate) -> Iterator[str]:
@@ -82,15 +76,12 @@ def _memory(found: Estimate) -> Iterator[str]:
     header = [kind.name for kind in kinds]
     width = max(14, *(len(name) for name in header)) + 2
     yield f"{'':<34}" + "".join(f"{name:>{width}}" for name in header)
-    parts = {part: None for kind in kinds for part in kind.memory.always}
-    for part in parts:
+    for part in dict.fromkeys(part for kind in kinds for part in kind.memory.always):
         yield _row(part, [kind.memory.always.get(part, 0.0) for kind in kinds], width)
-    phases = {phase: None for kind in kinds for phase in kind.memory.phases}
-    for phase in phases:
-        inside = {part: None for kind in kinds for part in kind.memory.phases.get(phase, {})}
-        for part in inside:
-            values = [kind.memory.phases.get(phase, {}).get(part, 0.0) for kind in kinds]
-            yield _row(f"{phase}: {part}", values, width)
+    for phase in dict.fromkeys(phase for kind in kinds for phase in kind.memory.phases):
+        held = [kind.memory.phases.get(phase, {}) for kind in kinds]
+        for part in dict.fromkeys(part for parts in held for part in parts):
+            yield _row(f"{phase}: {part}", [parts.get(part, 0.0) for parts in held], width)
     yield _row("peak", [kind.memory.peak for kind in kinds], width)
     yield f"{'reached in':<34}" + "".join(f"{kind.memory.fullest:>{width}}" for kind in kinds)
     if len(found.kinds) > len(kinds):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
 from nemo_oprd.commands.plan.memory import forward_bytes
 from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
-from nemo_oprd.commands.plan.seconds import sampling_seconds, waves
 from nemo_oprd.commands.plan.workload import Workload
 from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
 from nemo_oprd.layout import Layout
@@ -15,6 +14,8 @@ from nemo_oprd.rollout.engine_kinds import ENGINES, EngineKind, Groups
 
 # Bytes per id and response while a token is drawn: logits in float32, and probabilities in float64 and their sums.
 DRAW_BYTES = 4 + 3 * 8
+# Operations of the in-process engine per token and layer; counted at 28 layers (`benchmarks.decode_cost`).
+DECODE_OPERATIONS = 86
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,27 @@ def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float) ->
     kind = ENGINES[work.config.rollout.engine]
     groups = kind.groups(work.config.rollout, ranks)
     if kind.in_process:
-        return _in_process(work, demand, groups, gpu, left)
-    return _with_servers(work, demand, kind, groups, gpu)
+        batch, parts, problem = _in_process(work, demand, groups, left)
+    else:
+        batch, parts, problem = _with_servers(work, demand, kind, groups, gpu)
+    waves = -(-_per_group(demand, groups) // batch)
+    return Sampling(batch, groups, waves, parts, _seconds(work, gpu, demand, batch, waves, groups), problem)
 
 
-def _in_process(work: Workload, demand: Demand, groups: Groups, gpu: Gpu, left: float) -> Sampling:
+def _per_group(demand: Demand, groups: Groups) -> int:
+    return -(-demand.responses // groups.count)
+
+
+def _in_process(
+    work: Workload, demand: Demand, groups: Groups, left: float
+) -> tuple[int, dict[str, float], str | None]:
+    """`Sampling`'s (at_a_time, parts, problem)."""
     rollout, spec = work.config.rollout, work.student
-    each = -(-demand.responses // groups.count)
     length = min(work.prompt + demand.longest, spec.max_positions)
     per_token = cache_bytes_per_token(spec, rollout.tensor, work.value_bytes)
     budget = rollout.max_cache_tokens
     tokens = int(CACHE_SHARE * max(0.0, left) / per_token) if budget == "auto" else int(budget)
-    batch = max(1, min(each, rollout.max_batch, tokens // length))
+    batch = max(1, min(_per_group(demand, groups), rollout.max_batch, tokens // length))
     parts = {
         "KV cache": float(batch * length * per_token),
         "prompts and logits": batch
@@ -90,9 +100,7 @@ def _in_process(work: Workload, demand: Demand, groups: Groups, gpu: Gpu, left: 
             f"do not fit into the {max(left, 0) / 1e9:.1f} GB that are left: lower {demand.key}, "
             f"rollout.max_cache_tokens ({budget}) or rollout.max_batch ({rollout.max_batch}), or raise rollout.tensor"
         )
-    rounds = waves(each, batch)
-    seconds = _seconds(work, gpu, demand, batch, rounds, rollout.tensor, eager=True)
-    return Sampling(batch, groups, rounds, parts, seconds, problem)
+    return batch, parts, problem
 
 
 def rollout_copy(work: Workload) -> float:
@@ -102,16 +110,19 @@ def rollout_copy(work: Workload) -> float:
     return float(held * work.value_bytes)
 
 
-def _with_servers(work: Workload, demand: Demand, kind: EngineKind, groups: Groups, gpu: Gpu) -> Sampling:
+def _with_servers(
+    work: Workload, demand: Demand, kind: EngineKind, groups: Groups, gpu: Gpu
+) -> tuple[int, dict[str, float], str | None]:
+    """`Sampling`'s (at_a_time, parts, problem)."""
     spec = work.student
     share = groups.memory * gpu.memory
     weights = model_parameters(spec) * work.value_bytes / groups.gpus
     length = min(work.prompt + demand.longest, spec.max_positions)
     per_token = cache_bytes_per_token(spec, groups.gpus, work.value_bytes)
     cached = max(0.0, share - weights - ASSUMED.reserve) / per_token
-    each = -(-demand.responses // groups.count)
     # a server admits responses as their caches grow; on average a cache is half as long as at the end
-    batch = max(1, min(each, work.config.rollout.max_batch, int(cached / (work.prompt + demand.mean / 2))))
+    admitted = int(cached / (work.prompt + demand.mean / 2))
+    batch = max(1, min(_per_group(demand, groups), work.config.rollout.max_batch, admitted))
     problem = None
     if cached < length:
         problem = (
@@ -119,21 +130,21 @@ def _with_servers(work: Workload, demand: Demand, kind: EngineKind, groups: Grou
             f"{weights / 1e9:.1f} GB of weights and {int(cached):,} cached tokens, but one response has {length:,}: "
             f"raise it, or {kind.key}.tensor"
         )
-    parts = {f"{kind.label} server": share} if groups.placement == "colocated" else {}
-    rounds = waves(each, batch)
-    seconds = _seconds(work, gpu, demand, batch, rounds, groups.gpus, eager=False)
-    return Sampling(batch, groups, rounds, parts, seconds, problem)
+    return batch, {f"{kind.label} server": share} if groups.placement == "colocated" else {}, problem
 
 
-def _seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, rounds: int, tensor: int, *, eager: bool) -> float:
-    """Seconds of `rounds` rounds of `batch` responses each, on groups of `tensor` GPUs."""
-    return sampling_seconds(
-        work,
-        gpu,
-        length=work.prompt + demand.mean,
-        new_tokens=demand.longest,
-        responses=batch,
-        waves=rounds,
-        tensor=tensor,
-        eager=eager,
-    )
+def _seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, waves: int, groups: Groups) -> float:
+    """Seconds of sampling `batch` responses at a time on one group of GPUs, `waves` times; all wait for the longest.
+
+    Reading the weights and the cached keys and values bounds a token, or starting its operations where they are started
+    one by one (in the trainer's processes).
+    """
+    spec, e = work.student, work.value_bytes
+    weights = model_parameters(spec) * e / groups.gpus
+    cache = batch * (work.prompt + demand.mean) / 2 * cache_bytes_per_token(spec, groups.gpus, e)
+    token = (weights + cache) / (gpu.bandwidth * ASSUMED.bandwidth)
+    if ENGINES[work.config.rollout.engine].in_process:
+        token = max(token, spec.num_layers * DECODE_OPERATIONS * ASSUMED.launch)
+    else:
+        token += ASSUMED.server_token
+    return waves * demand.longest * token

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
 from nemo_oprd.commands.plan.operations import step_bytes, step_flops
-from nemo_oprd.commands.plan.parameters import model_parameters
 from nemo_oprd.commands.plan.workload import Workload
-from nemo_oprd.config.memory_bounds import cache_bytes_per_token
 from nemo_oprd.layout import Layout
-
-# Operations of the in-process engine per token and layer; counted at 28 layers (`benchmarks.decode_cost`).
-DECODE_OPERATIONS = 86
 
 
 def bubble(layout: Layout, microbatches: int) -> float:
     """The share of a pipeline's time in which a rank waits: (P - 1) / (V m + P - 1)."""
     idle = layout.pipeline - 1
     return idle / (layout.virtual_pipeline * microbatches + idle)
-
-
-def sampling_seconds(
-    work: Workload, gpu: Gpu, *, length: int, new_tokens: int, responses: int, waves: int, tensor: int, eager: bool
-) -> float:
-    """Seconds of sampling `responses` responses at a time on one group of `tensor` GPUs, `waves` times.
-
-    Reading the weights and the cached keys and values bounds a token, or starting its operations where they are started
-    one by one (`eager`).
-
-    Args:
-        length: tokens of an average sequence at its end.
-        new_tokens: tokens of the longest response: the others wait for it.
-    """
-    spec, e = work.student, work.value_bytes
-    weights = model_parameters(spec) * e / tensor
-    cache = responses * length / 2 * cache_bytes_per_token(spec, tensor, e)
-    reading = (weights + cache) / (gpu.bandwidth * ASSUMED.bandwidth)
-    if eager:
-        return waves * new_tokens * max(reading, spec.num_layers * DECODE_OPERATIONS * ASSUMED.launch)
-    return waves * new_tokens * (reading + ASSUMED.server_token)
 
 
 def training_seconds(
@@ -51,7 +23,7 @@ def training_seconds(
     link = gpu.link * ASSUMED.bandwidth
     crosses = student.size > gpus_per_node
     network = (gpu.network if crosses else gpu.link) * ASSUMED.bandwidth
-    of_teacher, of_student = work.teacher_share(student, teacher), work.work_share(student)
+    of_teacher, of_student = work.teacher_share(student, teacher), work.on(student).responses / work.responses
     # one data-parallel rank's responses, on the ranks that divide each of them
     teacher_seconds = flops.teacher * of_teacher * teacher.data / teacher.size / rate
     teacher_seconds /= 1 - bubble(teacher, work.on(teacher).count)
@@ -67,8 +39,3 @@ def training_seconds(
         "gradients and optimizer": moved.gradients / network * updates,
         "weights to the engine": moved.weights / network,
     }
-
-
-def waves(responses: int, at_a_time: int) -> int:
-    """How often `at_a_time` responses are sampled until `responses` are."""
-    return math.ceil(responses / max(1, at_a_time))

@@ -48,7 +48,7 @@ class Workload:
         layers: the supervised student layers.
         value_bytes: bytes of a number in the run's precision.
         trained_depth: the deepest student layer that a gradient reaches.
-        output_kind: kind of the output loss, `none` without one.
+        output_kind: kind of the output loss; `watched` where it is only measured, `none` without one.
     """
 
     config: Config
@@ -68,7 +68,7 @@ class Workload:
     @property
     def trains_head(self) -> bool:
         """Whether the output loss trains the student's head."""
-        return self.output_kind != "none"
+        return self.output_kind not in ("none", "watched")
 
     @property
     def final_layer_after_norm(self) -> bool:
@@ -88,10 +88,6 @@ class Workload:
     def shares(self) -> list[int]:
         """The responses of each teacher, the largest number first."""
         return shares(self.responses, len(self.teachers))
-
-    def work_share(self, layout: Layout) -> float:
-        """What the fullest data-parallel rank of `layout` computes of a step."""
-        return self.on(layout).responses / self.responses
 
     def teacher_share(self, student: Layout, teacher: Layout) -> float:
         """What the teachers' fullest data-parallel rank computes of a step: whole responses in every wave of targets.
@@ -131,7 +127,6 @@ def make_workload(
     Args:
         prompt: tokens of a prompt; None: `data.max_prompt_tokens`, else 256.
         response: tokens of a response; None: the most that the configuration allows.
-
     """
     student = models.student.spec
     prompt = prompt or config.data.max_prompt_tokens or 256
@@ -169,31 +164,17 @@ def make_workload(
 
 
 def _teacher(
-    config: Config,
-    student: ModelSpec,
-    teacher: ResolvedTeacher,
-    *,
-    trained: bool,
-    watched: bool,
-    value_bytes: int,
+    config: Config, student: ModelSpec, teacher: ResolvedTeacher, *, trained: bool, watched: bool, value_bytes: int
 ) -> TeacherWork:
-    source, spec, pairs = teacher.source, teacher.spec, teacher.pairs
-    output = config.loss.output
+    source, spec, pairs, output = teacher.source, teacher.spec, teacher.pairs, config.loss.output
     from_samples = trained and output.from_samples
     measured = from_samples and config.logging.output_metrics_every > 0
     sends_states = (trained and output.needs_distribution) or watched or measured
     width, bytes_each = spec.hidden_size, value_bytes
     if source.bridge is not None and source.bridge != "full_width":
         width, bytes_each = _bridge_rank(config, source.bridge, student, spec), 4
-    return TeacherWork(
-        spec,
-        pairs,
-        width,
-        bytes_each,
-        spec.num_layers if trained or watched else max(pairs.values(), default=0),
-        from_samples,
-        sends_states,
-    )
+    depth = spec.num_layers if trained or watched else max(pairs.values(), default=0)
+    return TeacherWork(spec, pairs, width, bytes_each, depth, from_samples, sends_states)
 
 
 def _bridge_rank(config: Config, directory: str, student: ModelSpec, teacher: ModelSpec) -> int:

@@ -7,7 +7,6 @@ while many student tokens end inside a teacher token.
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable
@@ -79,38 +78,14 @@ def make_bpe_teacher(
 
 def _write_tokenizer(directory: Path, problems: np.ndarray) -> None:
     """Trains a BPE model on the texts of the task and writes it as a sentencepiece file."""
-    import sentencepiece
-
     texts = [text for a, b in problems.tolist() for text in (task.prompt_text(a, b), task.response_text(a, b))]
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=VOCAB_SIZE,
-        character_coverage=1.0,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        split_by_number=False,
-        split_by_unicode_script=False,
-        unk_id=0,
-        eos_id=1,
-        eos_piece="</s>",
-        bos_id=-1,
-        pad_id=-1,
-        num_threads=1,
-        minloglevel=2,
+    splits = {"split_by_number": False, "split_by_unicode_script": False}
+    numbers = {"unk_id": 0, "eos_id": 1, "pad_id": -1}
+    task.write_sentencepiece(
+        directory, texts, model_type="bpe", vocab_size=VOCAB_SIZE, eos_piece="</s>", **splits, **numbers
     )
-    (directory / "tokenizer.model").write_bytes(model.getvalue())
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "unk_token": "<unk>",
-        "eos_token": "</s>",
-        "bos_token": None,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": task.CHAT_TEMPLATE,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    names = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "eos_token": "</s>", "bos_token": None}
+    task.write_tokenizer_config(directory, names)
 
 
 def _new_model(tokenizer: Tokenizer, seed: int, layers: int, hidden: int) -> LlamaForCausalLM:
@@ -135,18 +110,12 @@ def _new_model(tokenizer: Tokenizer, seed: int, layers: int, hidden: int) -> Lla
     return model
 
 
-def _encode(tokenizer: Tokenizer, problems: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """(prompts in the chat template, correct responses with the end-of-sequence id), as token ids."""
+def _batch(tokenizer: Tokenizer, problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels, both int64 [B, S]; labels of prompt and padding are `IGNORED`."""
     pairs = problems.tolist()
     prompts = [tokenizer.encode_prompt([{"role": "user", "content": task.prompt_text(a, b)}]) for a, b in pairs]
     responses = tokenizer.encode_plain([task.response_text(a, b) for a, b in pairs])
-    return prompts, [[*ids, tokenizer.eos_ids[0]] for ids in responses]
-
-
-def _batch(tokenizer: Tokenizer, problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels, both int64 [B, S]; labels of prompt and padding are `IGNORED`."""
-    prompts, responses = _encode(tokenizer, problems)
-    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    rows = [[*prompt, *ids, tokenizer.eos_ids[0]] for prompt, ids in zip(prompts, responses, strict=True)]
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
     labels = torch.full_like(ids, IGNORED)

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,6 @@ def make_pair(
         student_step: the step whose model is the student; None chooses the first that solves `STUDENT_ACCURACY` of the
             tune set.
         experts: experts of each layer of a Qwen3-MoE, of which each token visits 2; 0 for a Qwen2 without experts.
-        log: called with one line of progress at a time.
 
     Returns:
         The contents of toy.json: `settings`, `student_step`, and for each model `accuracy` (fraction of the held-out
@@ -147,20 +146,8 @@ def make_tiny_pair(
     output: Path, *, seed: int = 0, steps: int = 30, experts: int = 0, log: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """For tests: the same files as `make_pair` in seconds; two layers of width 32 that have hardly learned anything."""
-    recipe = Recipe(
-        seed,
-        steps,
-        student_step=max(1, steps // 2),
-        layers=2,
-        hidden=32,
-        batch=16,
-        warmup_steps=5,
-        train_prompts=64,
-        tune_prompts=16,
-        heldout_prompts=16,
-        experts=experts,
-    )
-    return build_pair(recipe, Path(output), log)
+    tiny = Recipe(seed, steps, max(1, steps // 2), layers=2, hidden=32, batch=16, warmup_steps=5, experts=experts)
+    return build_pair(replace(tiny, train_prompts=64, tune_prompts=16, heldout_prompts=16), Path(output), log)
 
 
 def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict[str, Any]:
@@ -178,11 +165,9 @@ def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict
 
     model = new_model(recipe)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    log(
-        f"{recipe.layers} layers of width {recipe.hidden}"
-        + (f" with {recipe.experts} experts" if recipe.experts else "")
-        + f", {parameters:,} parameters; {torch.get_num_threads()} threads"
-    )
+    experts = f" with {recipe.experts} experts" if recipe.experts else ""
+    sizes_in_words = f"{recipe.layers} layers of width {recipe.hidden}{experts}, {parameters:,} parameters"
+    log(f"{sizes_in_words}; {torch.get_num_threads()} threads")
     student_weights, student_step = _train(model, recipe, training_rng, problems["tune"], unseen, log)
 
     found: dict[str, Any] = {"settings": recipe.settings(), "student_step": student_step}
@@ -190,7 +175,8 @@ def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict
         if weights is not None:
             model.load_state_dict(weights)
         found[role] = _evaluate(model, problems["heldout"])
-        _write_model(model, output / role)
+        model.save_pretrained(output / role)
+        task.write_tokenizer(output / role)
         log(f"{role}: held-out accuracy {_percent(found[role]['accuracy'])} at temperature {TEMPERATURE}")
     (output / "prompts").mkdir(exist_ok=True)
     for name, rows in problems.items():
@@ -307,7 +293,9 @@ def _train(
             student = {name: value.clone() for name, value in model.state_dict().items()}, step
         if accuracy is not None or step % LOG_EVERY == 0:
             mark = "  <- student" if student is not None and student[1] == step else ""
-            log(_progress(recipe, step, loss, accuracy, start) + mark)
+            left = (time.monotonic() - start) / step * (recipe.steps - step)
+            measured = "" if accuracy is None else f"  tune accuracy {_percent(accuracy)}"
+            log(f"step {step:3d}/{recipe.steps}  loss {loss:.4f}{measured}  {left:.0f} s left{mark}")
     if student is None:
         raise ValueError(
             f"steps={recipe.steps}: no evaluated step solved {_percent(STUDENT_ACCURACY)} of the tune problems, so "
@@ -324,11 +312,7 @@ def train_step(
     inputs: torch.Tensor,
     labels: torch.Tensor,
 ) -> float:
-    """One update on correct responses (int64 [B, S], labels `IGNORED` outside responses).
-
-    Returns:
-        The mean loss per token in nats.
-    """
+    """One update on correct responses (int64 [B, S], labels `IGNORED` outside responses); the mean loss in nats."""
     logits = model(input_ids=inputs, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
@@ -338,12 +322,6 @@ def train_step(
         group["lr"] = recipe.learning_rate_at(step)
     optimizer.step()
     return loss.item()
-
-
-def _progress(recipe: Recipe, step: int, loss: float, accuracy: float | None, start: float) -> str:
-    left = (time.monotonic() - start) / step * (recipe.steps - step)
-    measured = "" if accuracy is None else f"  tune accuracy {_percent(accuracy)}"
-    return f"step {step:3d}/{recipe.steps}  loss {loss:.4f}{measured}  {left:.0f} s left"
 
 
 def _percent(fraction: float) -> str:
@@ -357,12 +335,6 @@ def _evaluate(model: PreTrainedModel, problems: np.ndarray) -> dict[str, float]:
         "greedy_accuracy": solved(sample_responses(model, problems, temperature=0.0), problems),
         "mean_response_tokens": sum(map(len, responses)) / len(responses),
     }
-
-
-def _write_model(model: PreTrainedModel, directory: Path) -> None:
-    """An ordinary Hugging Face model directory: weights, configs and tokenizer."""
-    model.save_pretrained(directory)
-    task.write_tokenizer(directory)
 
 
 def _existing_pair(output: Path, recipe: Recipe) -> dict[str, Any] | None:

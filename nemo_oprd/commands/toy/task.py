@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -101,48 +103,41 @@ def write_prompts(file: Path, problems: np.ndarray) -> None:
 
 def write_tokenizer(directory: Path) -> None:
     """Writes the tokenizer as a sentencepiece file and as Hugging Face files, because engines read one or the other."""
-    (directory / "tokenizer.model").write_bytes(_sentencepiece_model())
-    _write_tokenizer_json(directory / "tokenizer.json")
     pad, eos, unk = SPECIAL_TOKENS
-    config = {
-        # The generic class: a release of transformers that follows this entry reads everything from tokenizer.json.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": pad,
-        "eos_token": eos,
-        "unk_token": unk,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
+    # pieces are numbered by decreasing frequency, so the training text determines the order
+    text = "".join(character * (len(ALPHABET) - i) for i, character in enumerate(ALPHABET))
+    numbers = {"pad_id": PAD_ID, "eos_id": EOS_ID, "unk_id": UNK_ID, "remove_extra_whitespaces": False}
+    pieces = {"pad_piece": pad, "eos_piece": eos, "unk_piece": unk}
+    write_sentencepiece(directory, [text], model_type="char", vocab_size=VOCAB_SIZE, **numbers, **pieces)
+    _write_tokenizer_json(directory / "tokenizer.json")
+    # The generic class: a release of transformers that follows this entry reads everything from tokenizer.json.
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad, "eos_token": eos, "unk_token": unk}
+    write_tokenizer_config(directory, names)
+
+
+def write_tokenizer_config(directory: Path, names: Mapping[str, str | None]) -> None:
+    """Writes tokenizer_config.json; `names` are the class and the special tokens."""
+    config = {**names, "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _sentencepiece_model() -> bytes:
-    """A character model. Pieces are numbered by decreasing frequency, so the training text determines the order."""
+def write_sentencepiece(directory: Path, texts: list[str], **settings: Any) -> None:
+    """Trains a sentencepiece model without a beginning of sequence on `texts`, and writes tokenizer.model."""
     import sentencepiece
 
-    pad, eos, unk = SPECIAL_TOKENS
-    text = "".join(character * (len(ALPHABET) - i) for i, character in enumerate(ALPHABET))
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([text]),
+        sentence_iterator=iter(texts),
         model_writer=model,
-        model_type="char",
-        vocab_size=VOCAB_SIZE,
         character_coverage=1.0,
         normalization_rule_name="identity",
         add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        pad_id=PAD_ID,
-        eos_id=EOS_ID,
-        unk_id=UNK_ID,
         bos_id=-1,
-        pad_piece=pad,
-        eos_piece=eos,
-        unk_piece=unk,
         num_threads=1,
         minloglevel=2,
+        **settings,
     )
-    return model.getvalue()
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
 
 
 def _write_tokenizer_json(file: Path) -> None:

@@ -21,27 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_oprd.data.tokenization.identity import (
-    Messages,
-    check_fingerprint,
-    fingerprint,
-    teacher_eos_id,
-    teacher_prompts,
-)
+from nemo_oprd.data.tokenization.identity import Messages, fingerprint, teacher_eos_id, teacher_prompts
 from nemo_oprd.data.tokenization.matching import bytes_outside, equal_spans, map_ends
-from nemo_oprd.data.tokenization.token_bytes import ByteTable, byte_ends, byte_table, check_ids
+from nemo_oprd.data.tokenization.token_bytes import ByteTable, byte_table, check_ids
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-
-__all__ = [
-    "Alignment",
-    "Coverage",
-    "align",
-    "align_batch",
-    "byte_ends",
-    "check_coverage",
-    "check_fingerprint",
-    "coverage_of",
-]
 
 # Without `exact` nearly every token has a partner. Coverage below one half means that the two texts differ.
 MIN_COVERAGE = 0.5
@@ -107,8 +90,9 @@ class Coverage:
 class _Response:
     """A student response as text.
 
-    `text` is valid UTF-8; `ends` int64 [n] are byte offsets; `usable` bool [n] marks the tokens that have text, all of
-    it valid UTF-8 in the original; `stops` says whether the last token ends the sequence.
+    `text` is valid UTF-8; `ends` int64 [n] are byte offsets, never decreasing: a special token repeats the one before
+    it; `usable` bool [n] marks the tokens that have text, all of it valid UTF-8 in the original; `stops` says whether
+    the last token ends the sequence.
     """
 
     text: bytes
@@ -224,8 +208,7 @@ def _mask(mask: Sequence[int] | None, length: int, at: int) -> np.ndarray:
 
 def _to_text(student: Tokenizer, ids: Sequence[int]) -> _Response:
     """The response's text and where its tokens end in the text; each invalid byte becomes one U+FFFD."""
-    table = byte_table(student)
-    array = check_ids(student, ids)
+    table, array = byte_table(student), check_ids(student, ids)
     raw = table.join(ids)
     prefix = table.prefix(raw)
     ends = np.maximum(np.cumsum(table.lengths[array]) - prefix, 0)

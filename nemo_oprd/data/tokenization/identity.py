@@ -27,21 +27,6 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return _FINGERPRINTS[tokenizer]
 
 
-def check_fingerprint(tokenizer: Tokenizer, expected: str, role: str) -> None:
-    """Raises ValueError if a tokenizer is not the one that an artifact or a run was made with.
-
-    Args:
-        expected: the fingerprint that the artifact or the run recorded.
-        role: "student" or "teacher", for the error message.
-    """
-    found = fingerprint(tokenizer)
-    if found != expected:
-        raise ValueError(
-            f"{tokenizer.path}: the {role}'s tokenizer has fingerprint {found}, expected {expected}; use the "
-            f"{role} model whose tokenizer was used for the alignment, or make the artifact again with this one"
-        )
-
-
 def teacher_eos_id(teacher: Tokenizer) -> int:
     """The id that ends the teacher's turn: the one of `teacher.eos_ids` that its template writes after a response.
 

@@ -38,7 +38,7 @@ def equal_spans(text: bytes, other: bytes) -> np.ndarray:
         i, j = i + n, j + n
         skip = _resume(text, other, i, j)
         if skip is None:
-            n = _common_suffix(text[i:], other[j:])
+            n = _common_prefix(text[i:][::-1], other[j:][::-1], 0, 0)  # the common suffix
             spans.append((len(text) - n, len(other) - n, n))
             break
         i, j = i + skip[0], j + skip[1]
@@ -106,10 +106,6 @@ def _common_prefix(a: bytes, b: bytes, i: int, j: int) -> int:
             return n + (int(differ.argmax()) if differ.any() else same)
         n += len(x)
         piece *= 4
-
-
-def _common_suffix(a: bytes, b: bytes) -> int:
-    return _common_prefix(a[::-1], b[::-1], 0, 0)
 
 
 def _resume(a: bytes, b: bytes, i: int, j: int) -> tuple[int, int] | None:

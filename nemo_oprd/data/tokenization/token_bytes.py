@@ -65,30 +65,13 @@ def byte_table(tokenizer: Tokenizer) -> ByteTable:
     return _TABLES[tokenizer]
 
 
-def byte_ends(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
-    """int64 [n]: for each token of a response, the byte offset in the response's UTF-8 text at which the token ends.
-
-    Offsets never decrease; a special token has no bytes and repeats the offset before it. A token may end inside a
-    character. Example, byte-level tokens `a`, `\\xc3`, `\\xa9` and the end of sequence: [1, 2, 3, 3].
-
-    Raises:
-        ValueError: the tokenizer has no byte table, or an id is not in its vocabulary.
-    """
-    table = byte_table(tokenizer)
-    array = check_ids(tokenizer, ids)
-    ends = np.cumsum(table.lengths[array])
-    first = next((table.pieces[i] for i in ids if table.pieces[i]), b"")
-    return np.maximum(ends - table.prefix(first), 0)
-
-
 def check_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
     """The ids as int64 [n], after a check that every id has a token in the vocabulary.
 
     Raises:
         ValueError: an id has no token, for example because the ids come from another tokenizer.
     """
-    table = byte_table(tokenizer)
-    array = np.asarray(ids, dtype=np.int64)
+    table, array = byte_table(tokenizer), np.asarray(ids, dtype=np.int64)
     size = len(table.lengths)
     outside = (array < 0) | (array >= size)
     outside |= table.lengths[np.where(outside, 0, array)] < 0

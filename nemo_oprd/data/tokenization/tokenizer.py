@@ -44,12 +44,11 @@ class Tokenizer:
         path: the directory that it was loaded from.
         vocab_size: largest id + 1, including added tokens. A model's embedding may have more rows.
         eos_ids: the ids that end a response, in the order in which the model's file lists them.
+        hf: the Hugging Face tokenizer, for code that reads its vocabulary or decoder.
     """
 
     def __init__(self, path: Path, hf_tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
-        self.path = path
-        self.eos_ids = eos_ids
-        self._hf = hf_tokenizer
+        self.path, self.eos_ids, self.hf = path, eos_ids, hf_tokenizer
         self._variables: dict[str, Any] = {}
         self._vocab: dict[str, int] = hf_tokenizer.get_vocab()
         self.vocab_size = max(self._vocab.values()) + 1
@@ -115,7 +114,7 @@ class Tokenizer:
                 f"data.chat_template={file}: not a Jinja template ({error}); expected one as in a model's "
                 "chat_template.jinja: correct it"
             ) from error
-        self._hf.chat_template = text
+        self.hf.chat_template = text
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """The ids of the conversation in the model's chat template, up to where the model's response begins.
@@ -144,16 +143,11 @@ class Tokenizer:
         """
         if not texts:
             return []
-        encoded = self._hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        encoded = self.hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
 
-    @property
-    def hf(self) -> Any:
-        """The Hugging Face tokenizer, for code that reads its vocabulary or decoder."""
-        return self._hf
-
     def _apply_template(self, messages: list[dict[str, str]], **kwargs: Any) -> Any:
-        if not self._hf.chat_template:
+        if not self.hf.chat_template:
             raise ValueError(
                 f"{self.path}: the tokenizer has no chat template, expected one to format the conversation; add "
                 "chat_template.jinja there, or name it in data.chat_template (that of the model's instruction-tuned "
@@ -162,7 +156,7 @@ class Tokenizer:
         import jinja2  # a dependency of transformers
 
         try:
-            return self._hf.apply_chat_template(messages, return_tensors=None, **self._variables, **kwargs)
+            return self.hf.apply_chat_template(messages, return_tensors=None, **self._variables, **kwargs)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"{self.path}: the chat template refuses the conversation with roles "
@@ -172,11 +166,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without beginning- or end-of-sequence tokens."""
-        return list(self._hf.encode(text, add_special_tokens=False))
+        return list(self.hf.encode(text, add_special_tokens=False))
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, without special tokens such as the end of sequence; spaces are not changed."""
-        return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def fingerprint(self) -> str:
         """sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.
@@ -212,12 +206,13 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return read_json(file, "an object", "copy the file from the model's source again")
+    """The content of a file that need not be there."""
+    return read_json(file, "an object", "copy the file from the model's source again") if file.is_file() else {}
 
 
 def _refuse_remote_code(path: Path) -> None:
     file = path / "tokenizer_config.json"
-    auto_map = _read_json(file).get("auto_map") if file.is_file() else None
+    auto_map = _read_json(file).get("auto_map")
     if auto_map:
         raise ValueError(
             f"{file}: auto_map={auto_map!r} asks for code from the model's directory, which is never run; expected a "
@@ -229,7 +224,7 @@ def _eos_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     """The stop ids of the first file that names any, otherwise the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
-        value = _read_json(file).get("eos_token_id") if file.is_file() else None
+        value = _read_json(file).get("eos_token_id")
         if value is None or value == []:
             continue
         ids = value if isinstance(value, list) else [value]

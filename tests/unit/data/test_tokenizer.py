@@ -49,7 +49,7 @@ def test_ids_and_text(directory):
 def test_special_tokens_are_not_added(directory):
     appending_eos(directory)
     tokenizer = Tokenizer.load(directory)
-    assert tokenizer._hf.encode("12") == [4, 5, task.EOS_ID], "the fixture does not add what it should"
+    assert tokenizer.hf.encode("12") == [4, 5, task.EOS_ID], "the fixture does not add what it should"
     assert tokenizer.encode("12") == [4, 5]
     assert tokenizer.encode_prompt([{"role": "user", "content": "12"}]) == [4, 5]
 
