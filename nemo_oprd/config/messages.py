@@ -61,7 +61,7 @@ def takes(root: type, key: str) -> tuple[bool, bool, bool]:
     return str in plain, any(typing.get_origin(each) in (list, tuple) for each in plain), is_group
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where an error is: the key, the type that belongs there, and the value that is there.
 
     `specific` is False if the value is none of several alternatives, and the error is about one alternative only.
@@ -77,17 +77,17 @@ def _message(root: type, value: dict, errors: list[ErrorDetails]) -> str:
     """One line for the first mistake; a misspelt key comes first, as it may explain the others."""
     error = next((e for e in errors if e["type"] == _UNKNOWN), None)
     if error is not None:
-        group = _place(root, value, {**error, "loc": error["loc"][:-1]})
+        group = _locate(root, value, {**error, "loc": error["loc"][:-1]})
         return _unknown_key(root, f"{group.key}.{error['loc'][-1]}".removeprefix("."), "configuration")
-    error, place = errors[0], _place(root, value, errors[0])
-    if not place.specific:
-        others = [(e, _place(root, value, e)) for e in errors[1:]]
-        inside = (pair for pair in others if pair[1].specific and pair[1].key.startswith(place.key))
-        error, place = next(inside, (error, place))
-    return _describe_error(error, place)
+    error, at = errors[0], _locate(root, value, errors[0])
+    if not at.specific:
+        others = [(e, _locate(root, value, e)) for e in errors[1:]]
+        inside = (pair for pair in others if pair[1].specific and pair[1].key.startswith(at.key))
+        error, at = next(inside, (error, at))
+    return _describe_error(error, at)
 
 
-def _place(root: type, value: Any, error: ErrorDetails) -> _Place:
+def _locate(root: type, value: Any, error: ErrorDetails) -> _Location:
     """Follows the path in pydantic's error, which has the names of a union's alternatives between the keys."""
     key, hint, union = "", root, None
     about_a_group = error["type"] == "missing" and isinstance(error["loc"][-1], str)
@@ -104,26 +104,26 @@ def _place(root: type, value: Any, error: ErrorDetails) -> _Place:
             items = [typing.get_args(option) for option in options if typing.get_origin(option) is dict]
             key, hint, value = f"{key}.{part}", items[0][1], value[part]
         else:  # the name of an alternative
-            union = _Place(key, hint, value, False)
+            union = _Location(key, hint, value, False)
     specific = union is None or about_a_group or not _WRONG_TYPE.search(error["type"])
-    return _Place(key, hint, value, True) if specific or union is None else union
+    return _Location(key, hint, value, True) if specific or union is None else union
 
 
-def _describe_error(error: ErrorDetails, place: _Place) -> str:
+def _describe_error(error: ErrorDetails, at: _Location) -> str:
     """KEY=VALUE, what was expected, and the fix."""
-    key, value = place.key, place.value
+    key, value = at.key, at.value
     if error["type"] == "value_error":  # a rule of the schema, which brings its own message
         return str(error["ctx"]["error"]).replace("{key}", key)
     if error["type"] == "finite_number":
         return f"{key}={value}: expected a finite number; choose one"
     if error["type"] == "dataclass_type":
-        first = next(iter(types_of(_options(place.hint)[0])))
+        first = next(iter(types_of(_options(at.hint)[0])))
         return f"{key}={value!r}: expected a group of keys; give one of them, e.g. {key}.{first}"
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
-        return f"{key}={value!r}: expected {_describe(place.hint)}; give {error['loc'][-1]}"
+        return f"{key}={value!r}: expected {_describe(at.hint)}; give {error['loc'][-1]}"
     if _WRONG_TYPE.search(error["type"]):
-        return f"{key}={value!r}: expected {_describe(place.hint)}; give one"
-    ranges = [pair for pair in map(_range, _options(place.hint)) if pair[1]]
+        return f"{key}={value!r}: expected {_describe(at.hint)}; give one"
+    ranges = [pair for pair in map(_range, _options(at.hint)) if pair[1]]
     if not ranges:  # described by pydantic alone, such as text that is not Unicode
         return f"{key or 'configuration'}: {error['msg']}; expected another value: correct it"
     ranged, description = ranges[0]

@@ -57,29 +57,31 @@ class MicrobatchGroup:
 
 def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict[int, LayerTarget]]:
     """Per microbatch: student layer -> the layer's target on this rank."""
-    table, place = group.plan.hidden.table, device()
+    table, rank_device = group.plan.hidden.table, device()
     weight, response = torch.from_numpy(table.weight).float(), torch.from_numpy(table.response)
     bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
     scale, deepest = objective.layer_scale, max(objective.run.layers, default=0)
     slots = None if group.slots is None else torch.from_numpy(group.slots.of_rows(table))
     weights = objective.layer_weights
     total, each = sum(weights.values()), 1 / max(1, len(weights))
-    shares = {layer: torch.tensor((w / total, each), dtype=torch.float64, device=place) for layer, w in weights.items()}
+    shares = {
+        layer: torch.tensor((w / total, each), dtype=torch.float64, device=rank_device) for layer, w in weights.items()
+    }
     result = []
     slices = group.target_slices(group.hidden_rows)
     for local, part, teacher in zip(group.hidden_rows, slices, group.plan.taught_by, strict=True):
-        row, hidden_index = torch.from_numpy(local.table_index), torch.from_numpy(local.hidden_index).to(place)
-        row_weight, row_response = weight[row].to(place), response[row].to(place)
+        row, hidden_index = torch.from_numpy(local.table_index), torch.from_numpy(local.hidden_index).to(rank_device)
+        row_weight, row_response = weight[row].to(rank_device), response[row].to(rank_device)
         sent = group.targets[teacher].hidden if teacher in group.targets else {}
         targets = {
             layer: LayerTarget(hidden_index, row_weight, row_response, target[part], scale[layer])
             for layer, target in sent.items()
         }
         if deepest in targets:
-            targets[deepest].bins = bins[:, row].to(place)
+            targets[deepest].bins = bins[:, row].to(rank_device)
         if group.slots is not None and slots is not None:
             for layer, target in targets.items():
-                target.tokens = LayerTokens(slots[row].to(place), group.slots.count, shares[layer])
+                target.tokens = LayerTokens(slots[row].to(rank_device), group.slots.count, shares[layer])
         result.append(targets)
     return result
 
@@ -97,7 +99,7 @@ def output_head_losses(
     term, model = objective.output, student.chunks[-1]
     if group.plan.output is None or term is None or not model.post_process:
         return [None] * len(group.plan.taught_by)
-    table, place = group.plan.output.table, device()
+    table, rank_device = group.plan.output.table, device()
     tokens, weight = torch.from_numpy(table.tokens(group.rollouts)), torch.from_numpy(table.weight).float()
     response = torch.from_numpy(table.response)
     corrected = term.loss.correction is not None
@@ -116,16 +118,16 @@ def output_head_losses(
             rows=final_state_rows(local, student.role),
             model=model,
             shard=vocab_shard(model, student.role, objective.run.teachers[teacher].shared_vocab),
-            tokens=tokens[row].to(place),
-            weight=weight[row].to(place),
-            response=response[row].to(place),
+            tokens=tokens[row].to(rank_device),
+            weight=weight[row].to(rank_device),
+            response=response[row].to(rank_device),
             teacher=sent[part],
             teacher_head=student.teacher_head(teacher) if term.sends_states else None,
             scale=term.weight,
             chunk_tokens=term.chunk_tokens,
             old_logprob=None if sampled_logprobs is None else sampled_logprobs[m],
-            engine_logprob=None if engine_logprob is None else engine_logprob[row].to(place),
-            token_slots=None if slots is None else slots[row].to(place),
+            engine_logprob=None if engine_logprob is None else engine_logprob[row].to(rank_device),
+            token_slots=None if slots is None else slots[row].to(rank_device),
         )
         losses.append(loss)
     return losses

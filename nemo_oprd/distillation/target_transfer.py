@@ -103,10 +103,10 @@ class RowShard:
         return self.values[layer].index_select(0, _index_of(self.rows, rows, self.values[layer].device))
 
 
-def _index_of(rows: np.ndarray, chosen: np.ndarray, place: torch.device) -> torch.Tensor:
-    """The indices of `chosen` in `rows`, int64 on `place`; both are table indices, in any order."""
+def _index_of(rows: np.ndarray, chosen: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The indices of `chosen` in `rows`, int64 on `device`; both are table indices, in any order."""
     order = np.argsort(rows)
-    return torch.from_numpy(order[np.searchsorted(rows, chosen, sorter=order)]).to(place)
+    return torch.from_numpy(order[np.searchsorted(rows, chosen, sorter=order)]).to(device)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Exchange:
     at_a_time: int
     width: int  # values per row and layer
     dtype: torch.dtype
-    place: torch.device  # this rank's
+    device: torch.device  # this rank's
 
     def run(
         self, transfers: list[Transfer], outgoing: RowShard | None, wanted: np.ndarray | None, wanted_layers: list[int]
@@ -153,9 +153,9 @@ class Exchange:
         for transfer in transfers:
             picked = placed = None
             if outgoing is not None and transfer.source == rank:
-                picked = _index_of(outgoing.rows, transfer.rows, self.place)
+                picked = _index_of(outgoing.rows, transfer.rows, self.device)
             if wanted is not None and transfer.target == rank:
-                placed = _index_of(wanted, transfer.rows, self.place)
+                placed = _index_of(wanted, transfer.rows, self.device)
             messages.append(_Message(transfer, picked, placed))
         values: dict[int, torch.Tensor] = {}
         for start in range(0, len(self.layers), self.at_a_time):
@@ -163,7 +163,7 @@ class Exchange:
             arrived, count = self._send_and_receive(messages, outgoing, part)
             received += count
             if wanted is not None:
-                values |= self._place(arrived, len(wanted), [layer for layer in part if layer in wanted_layers])
+                values |= self._put(arrived, len(wanted), [layer for layer in part if layer in wanted_layers])
             if outgoing is not None:
                 for layer in part:
                     outgoing.values.pop(layer, None)
@@ -190,7 +190,7 @@ class Exchange:
                     operations.append(dist.P2POp(dist.isend, payload, transfer.target))
             else:
                 shape = len(layers), len(transfer.rows), self.width
-                arrived.append((message, layers, torch.empty(shape, dtype=self.dtype, device=self.place)))
+                arrived.append((message, layers, torch.empty(shape, dtype=self.dtype, device=self.device)))
                 received += arrived[-1][2].nbytes
                 operations.append(dist.P2POp(dist.irecv, arrived[-1][2], transfer.source))
         if operations:
@@ -198,9 +198,9 @@ class Exchange:
                 request.wait()
         return arrived, received
 
-    def _place(self, arrived: list[_Arrival], count: int, layers: list[int]) -> dict[int, torch.Tensor]:
+    def _put(self, arrived: list[_Arrival], count: int, layers: list[int]) -> dict[int, torch.Tensor]:
         """Layer -> the values [count, width] of all rows that this rank receives."""
-        values = {layer: torch.empty(count, self.width, dtype=self.dtype, device=self.place) for layer in layers}
+        values = {layer: torch.empty(count, self.width, dtype=self.dtype, device=self.device) for layer in layers}
         filled = dict.fromkeys(layers, 0)
         for message, sent, payload in arrived:
             assert message.placed is not None
@@ -220,7 +220,7 @@ def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group:
     """
     size = dist.get_world_size(group)
     counts = np.bincount(owner, minlength=size).tolist()
-    # the place of each row in the parts laid end to end, every part padded to the longest
+    # the index of each row in the parts laid end to end, every part padded to the longest
     part_first = np.argsort(np.argsort(owner, kind="stable"), kind="stable") - (np.cumsum(counts) - counts)[owner]
     gathered_index = torch.from_numpy(owner * max(counts) + part_first)
     values = {}

@@ -77,7 +77,7 @@ class Evaluator:
         self.notes = report.lines
 
     def _read_sets(self, held_out: Sequence[Prompt], report: DataReport) -> Iterator[tuple[str, str, list[Prompt]]]:
-        """Name, place for messages and problems of each set."""
+        """Name, file for messages and problems of each set."""
         data, limit = self.config.data, self.config.evaluation.limit
         for name, path in data.validation.items():
             problems, counts = with_suffix(load_prompts(path), data.suffix)
@@ -112,7 +112,7 @@ class Evaluator:
     def evaluate(
         self,
         engine: Callable[[], RolloutEngine],
-        place: Generations,
+        generations: Generations,
         prefix: str = "",
         should_cancel: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
@@ -120,11 +120,11 @@ class Evaluator:
 
         Intervals and the metrics of subjects and levels are in evaluation.json only.
 
-        Responses that `place` has are not sampled again, and those that are sampled are kept there at once.
+        Responses that `generations` has are not sampled again, and those that are sampled are kept there at once.
 
         Args:
             engine: returns the engine with the weights to evaluate; called on every rank, if responses are missing.
-            place: the evaluation's directory, after `begin`.
+            generations: the evaluation's directory, after `begin`.
             prefix: inserted between the set and the metric, but not in the files.
             should_cancel: see `RolloutEngine.generate`.
 
@@ -135,27 +135,27 @@ class Evaluator:
         graded: list[GradedSet] = []
         for number, name in enumerate(self.sets):
             key = (self.config.seed, EVALUATION_STREAM, number)
-            of = SetKey(name, samples, key, place.about["model"]["name"], self._facts(name))
-            rollouts, sampled = self._responses(engine, place, of, prefix, should_cancel)
+            of = SetKey(name, samples, key, generations.about["model"]["name"], self._facts(name))
+            rollouts, sampled = self._responses(engine, generations, of, prefix, should_cancel)
             summary: list[dict[str, float] | None] = [None]
             if dist.get_rank() == 0:
                 texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
-                if sampled or place.has_parts(name) or not place.is_current(of):
-                    place.finish(of, rollouts, texts)
+                if sampled or generations.has_parts(name) or not generations.is_current(of):
+                    generations.finish(of, rollouts, texts)
                 records = map(of.record, range(len(texts)), rollouts, texts)
-                graded.append(grade_set(place.directory, name, list(map(response_of, records)), self.graders))
+                graded.append(grade_set(generations.directory, name, list(map(response_of, records)), self.graders))
                 summary = [scalars(graded[-1].metrics())]
             dist.broadcast_object_list(summary, src=0)
             assert summary[0] is not None
             metrics[name] = summary[0]
         if dist.get_rank() == 0:
-            finish(place.directory, graded, keep_others=False)
+            finish(generations.directory, graded, keep_others=False)
         return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
 
     def _responses(
         self,
         engine: Callable[[], RolloutEngine],
-        place: Generations,
+        generations: Generations,
         of: SetKey,
         prefix: str,
         should_cancel: Callable[[], bool] | None,
@@ -166,7 +166,7 @@ class Evaluator:
         """
         problems = zip(self.sets[of.name], self.ids[of.name], strict=True)
         requests = [Request(ids, answer=p.answer) for p, ids in problems for _ in range(of.samples)]
-        kept = place.kept(of, requests) if dist.get_rank() == 0 else {}
+        kept = generations.kept(of, requests) if dist.get_rank() == 0 else {}
         # the other ranks need no responses of a set that is complete
         answer: list[dict[int, Rollout] | None] = [None if len(kept) == len(requests) else kept]
         dist.broadcast_object_list(answer, src=0)
@@ -181,7 +181,7 @@ class Evaluator:
 
         def keep(rollouts: dict[int, Rollout]) -> None:
             texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts.values()]
-            place.keep(of, dist.get_rank(), zip(rollouts, rollouts.values(), texts, strict=True))
+            generations.keep(of, dist.get_rank(), zip(rollouts, rollouts.values(), texts, strict=True))
             progress.add(len(rollouts.keys() - done.keys()))
 
         sampling = SamplingParams(settings.temperature, settings.top_p, limit, of.key)

@@ -97,9 +97,11 @@ class Validation:
             return EvaluationOutcome()
         # an interrupted run that reaches this step again from an earlier checkpoint has other weights
         weights = _new_name()
-        place = self._place(self._evaluator, step_directory(done), self._trained(done, weights), afresh=True)
+        generations = self._generations(
+            self._evaluator, step_directory(done), self._trained(done, weights), afresh=True
+        )
         try:
-            metrics = self._evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
+            metrics = self._evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
         except GenerationCancelled:
             logger.info(f"step {done}: the evaluation is deferred to the next start: asked to stop")
             return EvaluationOutcome(deferred=weights)
@@ -109,8 +111,8 @@ class Validation:
 
     def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
         logger.info("evaluating the student before training")
-        place = self._place(evaluator, step_directory(0), model_identity(self._models.student))
-        metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
+        generations = self._generations(evaluator, step_directory(0), model_identity(self._models.student))
+        metrics = evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
         if self._config.evaluation.teacher:
             logger.info("evaluating the teacher")
             metrics |= self._evaluate_teacher(evaluator, student)
@@ -127,8 +129,8 @@ class Validation:
                 loaded = True
             return self._engine
 
-        place = self._place(evaluator, "teacher", model_identity(self._models.teacher))
-        metrics = evaluator.evaluate(engine, place, prefix="teacher/", should_cancel=self._asked_to_stop)
+        generations = self._generations(evaluator, "teacher", model_identity(self._models.teacher))
+        metrics = evaluator.evaluate(engine, generations, prefix="teacher/", should_cancel=self._asked_to_stop)
         if loaded:
             self._engine.update_weights(student.hf_weights, 0)
         return metrics
@@ -144,8 +146,8 @@ class Validation:
         logger.info(f"step {done}: the evaluation that was deferred")
         # a checkpoint of an earlier version does not name its weights: nothing that is kept can be theirs
         named = self._trained(done, weights if isinstance(weights, str) else _new_name())
-        place = self._place(evaluator, step_directory(done), named)
-        metrics = evaluator.evaluate(lambda: self._engine, place, should_cancel=self._asked_to_stop)
+        generations = self._generations(evaluator, step_directory(done), named)
+        metrics = evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
         best = self._if_best(done, metrics)
         if best is not None:
             # marked before the evaluation is logged: if the run is killed in between, it evaluates again
@@ -153,7 +155,9 @@ class Validation:
             prune(self._checkpoints, self._config.train.keep_checkpoints, done)
         self._write(done, metrics)
 
-    def _place(self, evaluator: Evaluator, name: str, model: dict[str, Any], *, afresh: bool = False) -> Generations:
+    def _generations(
+        self, evaluator: Evaluator, name: str, model: dict[str, Any], *, afresh: bool = False
+    ) -> Generations:
         """The directory of an evaluation; every rank calls this.
 
         What it holds of another evaluation is removed: the run has other settings or other weights now.
@@ -161,10 +165,10 @@ class Validation:
         Args:
             afresh: also removes what it holds of this evaluation.
         """
-        place = evaluator.generations(Path(self._config.output) / EVALUATIONS / name, model)
+        generations = evaluator.generations(Path(self._config.output) / EVALUATIONS / name, model)
         if dist.get_rank() == 0:
-            place.begin(afresh=afresh or place.difference() is not None)
-        return place
+            generations.begin(afresh=afresh or generations.difference() is not None)
+        return generations
 
     def _trained(self, step: int, weights: str) -> dict[str, Any]:
         return trained_identity(self._models.student, step, weights)

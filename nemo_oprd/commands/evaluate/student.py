@@ -46,13 +46,13 @@ def evaluate(sampling: SamplingSpec) -> None:
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
     ENGINES[config.rollout.engine].check_device(config.rollout, spec)
-    place = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
-    place.check()
+    generations = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
+    generations.check()
     read = model.read
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
             stack.callback(RunLock(Path(config.output)).undo)
-            place.check()  # again under the lock: another process may have used the directory until here
+            generations.check()  # again under the lock: another process may have used the directory until here
         init_distributed()
 
         @cache
@@ -67,8 +67,8 @@ def evaluate(sampling: SamplingSpec) -> None:
         for note in evaluator.notes:
             logger.info(note)
         if dist.get_rank() == 0:
-            place.begin(afresh=False)
-        evaluator.evaluate(engine, place)
+            generations.begin(afresh=False)
+        evaluator.evaluate(engine, generations)
     if dist.get_rank() == 0:
         # with the intervals, which only the file has
         rows = {model.directory.name: json.loads((Path(config.output) / METRICS).read_text())}

@@ -183,14 +183,14 @@ def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """
     found: dict[Path, Evaluation] = {}
     for each in evaluations:
-        place = each.directory.resolve()
-        known = found.get(place, each)
+        directory = each.directory.resolve()
+        known = found.get(directory, each)
         for name, file in each.files.items():
             if known.files.get(name, file).resolve() != file.resolve():
                 raise ValueError(
                     f"{file} and {known.files[name]} are both of the set {name}, expected one file; omit one"
                 )
-        found[place] = replace(known, files={**each.files, **known.files})
+        found[directory] = replace(known, files={**each.files, **known.files})
     return list(found.values())
 
 
@@ -225,11 +225,11 @@ def find(target: Path) -> list[Evaluation]:
 
 def _label(directory: Path) -> str:
     """Example: runs/a/evaluations/step_0000050 -> "a step 50"; runs/eval -> "eval"."""
-    place = directory.resolve()
-    if place.parent.name != EVALUATIONS:
-        return place.name
-    step = re.fullmatch(r"step_0*(\d+)", place.name)
-    return f"{place.parent.parent.name} {'step ' + step[1] if step else place.name}"
+    directory = directory.resolve()
+    if directory.parent.name != EVALUATIONS:
+        return directory.name
+    step = re.fullmatch(r"step_0*(\d+)", directory.name)
+    return f"{directory.parent.parent.name} {'step ' + step[1] if step else directory.name}"
 
 
 def _load(each: Evaluation, options: GradeOptions) -> Loaded:

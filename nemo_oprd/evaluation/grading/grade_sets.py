@@ -47,7 +47,7 @@ class GradedSet:
     """A set's grades, in the order of its responses.
 
     Attributes:
-        place: the directory of the evaluation, for messages.
+        where: the directory of the evaluation, for messages.
         k: responses per problem.
         answers: problem -> reference answer.
         graders: name of a grader -> number of responses.
@@ -56,7 +56,7 @@ class GradedSet:
     """
 
     name: str
-    place: str
+    where: str
     k: int
     samples: list[Sample]
     answers: dict[int, str]
@@ -140,7 +140,7 @@ def _graded(
 ) -> GradedSet:
     return GradedSet(
         name=name,
-        place=str(directory),
+        where=str(directory),
         k=samples_per_problem(name, responses),
         samples=[_sample(response, record) for response, record in zip(responses, records, strict=True)],
         answers={response.problem: response.answer for response in responses},
@@ -207,7 +207,7 @@ def compare(after: Iterable[GradedSet], before: Iterable[GradedSet]) -> dict[str
     shared = [(each, others[each.name]) for each in after if each.name in others]
     for each, other in shared:
         check_comparable(
-            each.name, (each.place, each.answers, set(each.graders)), (other.place, other.answers, set(other.graders))
+            each.name, (each.where, each.answers, set(each.graders)), (other.where, other.answers, set(other.graders))
         )
     return {each.name: intervals.paired_differences(each.values(), other.values()) for each, other in shared}
 
@@ -300,8 +300,8 @@ def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> lis
     records = list[dict[str, Any]]()
     for line, response in zip(lines, responses, strict=False):
         record = _object(line)
-        place = response.problem, response.sample
-        if _wrong_field(record) is not None or (record["problem"], record["sample"]) != place:
+        number = response.problem, response.sample
+        if _wrong_field(record) is not None or (record["problem"], record["sample"]) != number:
             break
         records.append(record)
     if records:

@@ -35,10 +35,11 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from nemo_oprd.losses.vocab_parallel import matmul
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.megatron.attention import DecodeParams, SDPAttention
+from nemo_oprd.models.megatron.attention import SDPAttention
 from nemo_oprd.models.megatron.experts import expert_block_spec, use_padded_all_gather
 from nemo_oprd.models.megatron.kernels import apex_accumulates
-from nemo_oprd.models.megatron.model_config import chunk_places, chunk_training, transformer_config
+from nemo_oprd.models.megatron.kv_cache import DecodeParams
+from nemo_oprd.models.megatron.model_config import chunk_spans, chunk_training, transformer_config
 from nemo_oprd.models.megatron.observed_layer import (
     ObservedLayer,
     ObservedSequences,
@@ -304,25 +305,25 @@ def build_chunks(
         final_norm = RMSNorm
     accumulates = backend == "local" and apex_accumulates(dtype)
     chunks = []
-    for place in chunk_places(spec, role):
-        specs = _layer_specs(spec, backend, place.layers, spec.num_layers if depth is None else depth)
-        settings = chunk_training(training, len(place.layers))
+    for span in chunk_spans(spec, role):
+        specs = _layer_specs(spec, backend, span.layers, spec.num_layers if depth is None else depth)
+        settings = chunk_training(training, len(span.layers))
         model = DistillingModel(
             config=transformer_config(spec, role, dtype, accumulates=accumulates, **settings),
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm),
             vocab_size=spec.padded_vocab(layout.tensor),
             max_sequence_length=spec.max_positions,
-            pre_process=place.first,
-            post_process=place.last,
+            pre_process=span.first,
+            post_process=span.last,
             share_embeddings_and_output_weights=spec.tied_embeddings,
             spec=spec,
             pg_collection=role.groups,
-            vp_stage=place.virtual_stage(layout),
+            vp_stage=span.virtual_stage(layout),
         )
-        model.vp_stage, model.backend = place.virtual_stage(layout), backend
-        if place.last and not head:
+        model.vp_stage, model.backend = span.virtual_stage(layout), backend
+        if span.last and not head:
             del model.output_layer
-        if not place.last and isinstance(model.decoder.layers[-1], ObservedLayer):
+        if not span.last and isinstance(model.decoder.layers[-1], ObservedLayer):
             model.decoder.layers[-1].stage_ends = True
         if spec.experts is not None and layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)

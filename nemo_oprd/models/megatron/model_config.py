@@ -100,7 +100,7 @@ def layout_settings(spec: ModelSpec, role: Role, dtype: torch.dtype) -> dict[str
 
 
 @dataclass(frozen=True)
-class ChunkPlace:
+class ChunkSpan:
     """A model chunk of a pipeline rank: its number among the rank's chunks, and its layers (1-based).
 
     `first` and `last` say whether it begins with the embedding and ends with the final norm and the head.
@@ -116,12 +116,12 @@ class ChunkPlace:
         return self.number if layout.virtual_pipeline > 1 else None
 
 
-def chunk_places(spec: ModelSpec, role: Role) -> Iterator[ChunkPlace]:
+def chunk_spans(spec: ModelSpec, role: Role) -> Iterator[ChunkSpan]:
     """The chunks of this rank of a role, in order."""
     layout, pipeline = role.layout, role.member_coords.pipeline
     for chunk in range(layout.virtual_pipeline):
         layers = range(1, spec.num_layers + 1)
-        yield ChunkPlace(
+        yield ChunkSpan(
             chunk,
             tuple(i for i in layers if layout.stage_of_layer(i, spec.num_layers) == (pipeline, chunk)),
             first=pipeline == 0 and chunk == 0,

@@ -31,7 +31,7 @@ from nemo_oprd.models.megatron.model import (
     mark_parameters,
     norms_need_no_extra_state,
 )
-from nemo_oprd.models.megatron.model_config import PLAIN_KERNELS, chunk_places, chunk_training, layout_settings
+from nemo_oprd.models.megatron.model_config import PLAIN_KERNELS, chunk_spans, chunk_training, layout_settings
 from nemo_oprd.models.megatron.observed_layer import ObservedSequences
 from nemo_oprd.models.megatron.parallel import Role, device
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
@@ -169,13 +169,13 @@ def build_from_provider(
     spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
     layout.layers_per_stage(spec.num_layers)
     chunks = []
-    for place in chunk_places(spec, role):
+    for span in chunk_spans(spec, role):
         made = copy.copy(provider)
         settings = {
             **_OFF,
             **layout_settings(spec, role, dtype),
             **({} if torch.cuda.is_available() else PLAIN_KERNELS),
-            **chunk_training({name: value for name, value in training.items() if value is not None}, len(place.layers)),
+            **chunk_training({name: value for name, value in training.items() if value is not None}, len(span.layers)),
             "vocab_size": spec.padded_vocab(layout.tensor),
             "seq_length": spec.max_positions,
         }
@@ -184,16 +184,16 @@ def build_from_provider(
                 setattr(made, name, value)
         made._pg_collection = role.groups
         made.finalize()
-        model = made.provide(place.first, place.last, place.virtual_stage(layout))
+        model = made.provide(span.first, span.last, span.virtual_stage(layout))
         _check_attention(model, type(made).__name__)
-        model.vp_stage = place.virtual_stage(layout)
-        if place.last and not head:
+        model.vp_stage = span.virtual_stage(layout)
+        if span.last and not head:
             del model.output_layer
         chunks.append(model.to(device()))
     adopt(chunks)
-    for place, chunk in zip(chunk_places(spec, role), chunks, strict=True):
+    for span, chunk in zip(chunk_spans(spec, role), chunks, strict=True):
         check_rope_of(chunk, spec)
-        for index, number in enumerate(place.layers):
+        for index, number in enumerate(span.layers):
             if depth is not None and number > depth:
                 chunk.decoder.layers[index] = NotBuilt(chunk.config, index + 1, role.groups, chunk.vp_stage)
         chunk.register_load_state_dict_post_hook(norms_need_no_extra_state)

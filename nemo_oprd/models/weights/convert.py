@@ -55,26 +55,26 @@ class Parameter:
 
     Attributes:
         key: name in the checkpoint, without a prefix.
-        place: (index, size) for each leading dimension that the stored array has more: the layer, the expert.
+        leading: (index, size) for each leading dimension that the stored array has more: the layer, the expert.
         shape: without the leading dimensions and without vocabulary padding.
     """
 
     mapping: ParamMapping
     key: str
-    place: tuple[tuple[int, int], ...]
+    leading: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the stored array whose parts have the shape `shape`."""
-        return (*(size for _, size in self.place), *shape)
+        return (*(size for _, size in self.leading), *shape)
 
     def offsets(self, start: Sequence[int]) -> tuple[int, ...]:
         """Where in the stored array a part of this tensor is that begins at `start`."""
-        return (*(index for index, _ in self.place), *start)
+        return (*(index for index, _ in self.leading), *start)
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The sizes of such a part in the stored array."""
-        return (*(1 for _ in self.place), *shape)
+        return (*(1 for _ in self.leading), *shape)
 
 
 def stacks_layers(spec: ModelSpec) -> bool:
@@ -122,17 +122,17 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
             parameters.append(Parameter(mapping, mapping.megatron, (), _joined_shape(mapping, mapping.megatron, spec)))
             continue
         name = mapping.megatron.split(".", 3)[3]
-        place: tuple[tuple[int, int], ...] = ((mapping.layer, spec.num_layers),) if stacked else ()
+        leading: tuple[tuple[int, int], ...] = ((mapping.layer, spec.num_layers),) if stacked else ()
         if mapping.expert is not None:
             assert spec.experts is not None
             # Megatron puts the experts of all ranks below one more "experts"
             name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
-            place = (*place, (mapping.expert, spec.experts.count))
+            leading = (*leading, (mapping.expert, spec.experts.count))
         fused = TE_NAMES.get(name, name)
         if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
             fused = name  # the norm before a router is stored by itself
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
-        parameters.append(Parameter(mapping, prefix + fused, place, _joined_shape(mapping, name, spec)))
+        parameters.append(Parameter(mapping, prefix + fused, leading, _joined_shape(mapping, name, spec)))
     return parameters
 
 
@@ -374,21 +374,21 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
 
 def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
     """Megatron's names for the extra states of a layer (0-based): `key/shard_INDEX_SIZE`, dimensions joined by dots."""
-    prefix, place = (
+    prefix, leading = (
         ("decoder.layers", [(layer, spec.num_layers)]) if stacks_layers(spec) else (f"decoder.layers.{layer}", [])
     )
     modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
-    places = {module: [place] for module in modules}
+    leading_of = {module: [leading] for module in modules}
     if spec.is_sparse(layer + 1):
         assert spec.experts is not None
         count = spec.experts.count
-        places |= {module: [[*place, (i, count)] for i in range(count)] for module in _EXPERTS_WITH_EXTRA_STATE}
-        places["pre_mlp_layernorm"] = [place]  # in a layer without experts it belongs to the first matrix
+        leading_of |= {module: [[*leading, (i, count)] for i in range(count)] for module in _EXPERTS_WITH_EXTRA_STATE}
+        leading_of["pre_mlp_layernorm"] = [leading]  # in a layer without experts it belongs to the first matrix
     else:
-        places |= {module: [place] for module in _BLOCK_WITH_EXTRA_STATE}
-    for module, several in places.items():
-        for where in several:
-            index, size = (".".join(str(pair[i]) for pair in where or [(0, 1)]) for i in (0, 1))
+        leading_of |= {module: [leading] for module in _BLOCK_WITH_EXTRA_STATE}
+    for module, several in leading_of.items():
+        for each in several:
+            index, size = (".".join(str(pair[i]) for pair in each or [(0, 1)]) for i in (0, 1))
             yield f"{prefix}.{module}._extra_state/shard_{index}_{size}"
 
 

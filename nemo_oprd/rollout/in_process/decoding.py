@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_oprd.models.megatron.attention import DecodeParams, KVCache
+from nemo_oprd.models.megatron.kv_cache import DecodeParams, KVCache
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.models.megatron.router_replay import Routes
 from nemo_oprd.rollout.expert_routes import RouteRecord
+from nemo_oprd.rollout.in_process.sampling import pick_tokens
 
 # Finished sequences are removed once they make up this share of the batch; removing them copies the cache.
 COMPACT_AT = 0.25
@@ -43,25 +44,6 @@ class Generated:
     ids: list[int]
     finished: bool
     routes: np.ndarray | None = None
-
-
-def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """One id per row of [B, V] logits: the smallest id whose cumulative probability exceeds `uniform` (in [0, 1)).
-
-    `temperature` 0 is greedy. `top_p` keeps the most likely ids until their total probability reaches `top_p`.
-    """
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    probability = torch.softmax(logits_BV.double() / temperature, dim=-1)
-    if top_p < 1:
-        # sorted as float32 logits, which have the same order; ids of equal logits are kept from the lowest id on
-        ids = logits_BV.sort(dim=-1, descending=True, stable=True).indices
-        ordered = probability.gather(-1, ids)
-        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
-        probability = torch.zeros_like(probability).scatter(-1, ids, ordered)
-    cumulative = probability.cumsum(-1)
-    target = uniform_B.double()[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits_BV.shape[-1] - 1)
 
 
 def _prefill_again(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
