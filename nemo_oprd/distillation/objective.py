@@ -24,11 +24,10 @@ from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 from nemo_oprd.config.schema import Config, OutputLossConfig, RolloutConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
-from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, supervised_layers, weights_of_layers
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
-from nemo_oprd.models import ModelSpec, check_same_width
+from nemo_oprd.models import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,8 @@ class Objective:
     def build(
         config: Config,
         student: ModelSpec,
-        teachers: Sequence[ModelSpec],
+        teachers: Sequence[tuple[ModelSpec, dict[int, int]]],
+        layer_weights: dict[int, float],
         same_tokenizer: Callable[[int], bool] = lambda number: False,
         *,
         fitting: bool = False,
@@ -152,7 +152,8 @@ class Objective:
         """The losses that the configuration describes, for these models.
 
         Args:
-            teachers: one per entry of `config.teacher_sources`.
+            teachers: one per entry of `config.teacher_sources`, with its pairs: student layer -> teacher layer.
+            layer_weights: student layer -> weight, as in `Objective`.
             same_tokenizer: teacher's number -> whether the teacher has the student's tokenizer. Called if the models
                 have vocabularies of different sizes, because the difference may be padding.
             fitting: for fit-bridge: the models may differ in shape, all response tokens are rows, and there is no
@@ -163,21 +164,21 @@ class Objective:
         """
         loss = config.loss.representation
         matches = []
-        for number, (spec, source) in enumerate(zip(teachers, config.teacher_sources, strict=True)):
+        for number, ((spec, pairs), source) in enumerate(zip(teachers, config.teacher_sources, strict=True)):
             if config.teacher.reads == "ids" and student.vocab_size != spec.vocab_size and not same_tokenizer(number):
                 raise ValueError(
                     f"student and teacher have vocabularies of {student.vocab_size} and {spec.vocab_size} ids; the "
                     "teacher cannot read ids of another tokenizer: set teacher.reads=text, or choose a teacher "
                     "with the student's tokenizer"
                 )
-            matches.append(_match(config, source, student, spec, fitting=fitting))
+            matches.append(_match(config, source, student, spec, pairs, fitting=fitting))
         for width in sorted({match.width for match in matches}):  # the loss is tried on rows of every width
             tried_width = None if fitting else width
             row_loss = resolve_row_loss(loss.kind, loss.kind_args, loss.dim_reduction, tried_width)
         return Objective(
             student=student,
             teachers=tuple(matches),
-            layer_weights=weights_of_layers(loss.layer_weights, loss.layers, student.num_layers),
+            layer_weights=layer_weights,
             row_loss=row_loss,
             dim_reduction=loss.dim_reduction,
             final_norm=loss.final_norm,
@@ -224,12 +225,6 @@ class Objective:
     def layers(self) -> list[int]:
         """The supervised student layers, ascending."""
         return sorted(self.layer_weights)
-
-    @property
-    def vocab_limit(self) -> int:
-        """Number of ids that may be sampled: those that the student knows, and all teachers that read its ids."""
-        shared = [match.shared_vocab for match in self.teachers] if self.reads_ids else []
-        return min([self.student.vocab_size, *shared])
 
     @property
     def trains_head(self) -> bool:
@@ -315,20 +310,19 @@ def model_identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None
 
 
 def _match(
-    config: Config, source: TeacherSource, student: ModelSpec, teacher: ModelSpec, *, fitting: bool
+    config: Config,
+    source: TeacherSource,
+    student: ModelSpec,
+    teacher: ModelSpec,
+    pairs: dict[int, int],
+    *,
+    fitting: bool,
 ) -> TeacherMatch:
-    """The layer pairs of one teacher, with the teacher's bridge; ValueError if they do not fit together."""
+    """The layer pairs of one teacher, with the teacher's bridge; ValueError if the two do not fit together."""
     loss = config.loss.representation
-    layers = supervised_layers(loss.layers, student.num_layers)
-    pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
     bridge = None if fitting else _bridge(config, source, student, teacher, pairs)
-    if bridge is None:
-        if layers and not fitting:
-            check_same_width(student, teacher)
-            if loss.final_norm:
-                check_norms_match(pairs, student.num_layers, teacher.num_layers)
-    else:
-        fitted_pairs = {layer: bridge.layers[layer] for layer in layers}
+    if bridge is not None:
+        fitted_pairs = {layer: bridge.layers[layer] for layer in pairs}
         if loss.layer_map is not None and fitted_pairs != pairs:
             raise ValueError(
                 f"loss.representation.layer_map={pairs} and {source.bridge} was fitted for {fitted_pairs}; "

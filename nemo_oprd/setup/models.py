@@ -178,7 +178,12 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
     config, models = run.config, run.models
     files = files or RunFiles(config, models)
     objective = Objective.build(
-        config, models.student.spec, models.teacher_specs, files.same_tokenizer, fitting=fitting
+        config,
+        models.student.spec,
+        [(teacher.spec, teacher.pairs) for teacher in models.teachers],
+        models.layer_weights,
+        files.same_tokenizer,
+        fitting=fitting,
     )
     watched = None if fitting else WatchedMetrics.build(config.loss.output, config.logging, config.seed)
     for model in (files.student, *files.teachers):

@@ -268,7 +268,7 @@ class Examination:
             text = "the teacher reads text: the two models have no distributions over the same tokens"
             yield Finding("KL and overlap", "skipped", text)
         elif metrics is not None:
-            yield model_checks.distance(metrics, objective.vocab_limit, config.loss.output.k)
+            yield model_checks.distance(metrics, self.spec.models.vocab_limit, config.loss.output.k)
         if not compares_states:
             for check in ("similar layers", "massive activations"):
                 yield Finding(check, "skipped", "the run compares no hidden states")

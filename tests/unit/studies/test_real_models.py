@@ -19,11 +19,12 @@ from nemo_oprd.bridge.artifact import save_bridge
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.maps import Bridge, LayerBridge
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective, model_identity
-from nemo_oprd.models import FAMILIES, parse_model_spec
+from nemo_oprd.models import FAMILIES, ModelSpec, parse_model_spec
 from nemo_oprd.models.weights.convert import checkpoint_parameters
-from nemo_oprd.setup.checks import make_layouts
+from nemo_oprd.setup.checks import check_layers, make_layouts
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
 QWEN = {**COMMON, "rms_norm_eps": 1e-06, "vocab_size": 151936, "use_sliding_window": False}
@@ -145,6 +146,12 @@ PARAMETERS = {
 }
 
 
+def objective_of(config: Config, student: ModelSpec, teacher: ModelSpec, *, fitting: bool = False) -> Objective:
+    """What `resolve` finds of these models, and the objective that follows."""
+    pairs = check_layers(config, student, teacher, config.teacher_sources[0], fitting=fitting)
+    return Objective.build(config, student, [(teacher, pairs)], dict.fromkeys(pairs, 1.0), fitting=fitting)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_and_frequencies(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -185,7 +192,7 @@ def test_the_bridge_recipe(tmp_path: Path) -> None:
     assert names == ["Qwen3-1.7B-Base", "Qwen3-4B"]
     student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in ("Qwen3-1.7B-Base", "Qwen3-4B"))
 
-    fitting = Objective.build(config, student, [teacher], fitting=True)
+    fitting = objective_of(config, student, teacher, fitting=True)
     # eq. (layer mapping), written out: round((l - 1) / 27 * 35) + 1
     assert fitting.teachers[0].layers == {layer: round((layer - 1) / 27 * 35) + 1 for layer in range(1, 29)}
     rank = config.bridge.rank
@@ -195,13 +202,13 @@ def test_the_bridge_recipe(tmp_path: Path) -> None:
         for s, t in fitting.teachers[0].layers.items()
     }
     save_bridge(Bridge(8, pairs, model_identity(student), model_identity(teacher)), tmp_path)
-    objective = Objective.build(config, student, [teacher])
+    objective = objective_of(config, student, teacher)
     (match,), needs = objective.teachers, ModelNeeds.build(objective, None)
     assert (match.layers, match.width) == (fitting.teachers[0].layers, 8)
     assert needs.teacher_depth(objective, 0) == objective.for_step(0).teacher_depth(0) == 36
     assert not objective.trains_bridge
     whole = ["bridge.train=true", "bridge.path=full_width"]
-    objective = Objective.build(load_config("bridge_qwen3_4b_to_1p7b", whole), student, [teacher])
+    objective = objective_of(load_config("bridge_qwen3_4b_to_1p7b", whole), student, teacher)
     (match,) = objective.teachers
     assert match.layers == fitting.teachers[0].layers and match.width == 2560 and objective.trains_bridge
 
@@ -229,20 +236,19 @@ def test_the_recipe_across_tokenizers(tmp_path: Path) -> None:
     student, teacher = (parse_model_spec(copy.deepcopy(MODELS[name])) for name in names)
     assert (student.vocab_size, teacher.vocab_size) == (151936, 200064)
     layers = {layer: round((layer - 1) / 27 * 31) + 1 for layer in range(1, 29)}
-    assert Objective.build(config, student, [teacher], fitting=True).teachers[0].layers == layers
+    assert objective_of(config, student, teacher, fitting=True).teachers[0].layers == layers
     pairs = {
         LayerPair(s, t): LayerBridge(torch.zeros(3072), torch.zeros(4, 3072), torch.zeros(4, 2048))
         for s, t in layers.items()
     }
     save_bridge(Bridge(4, pairs, model_identity(student), model_identity(teacher)), tmp_path)
-    objective = Objective.build(config, student, [teacher])
+    objective = objective_of(config, student, teacher)
     (match,) = objective.teachers
     assert (match.layers, match.width) == (layers, config.bridge.rank)
     assert ModelNeeds.build(objective, None).teacher_depth(objective, 0) == 32
-    assert objective.vocab_limit == student.vocab_size  # all of them may be sampled, the teacher reads text
     for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
         spec.check_tensor_parallel(layout.tensor, "tensor")
         assert layout.layers_per_stage(spec.num_layers) == [spec.num_layers]
     config.teacher.reads = "ids"
     with pytest.raises(ValueError, match="vocabularies of 151936 and 200064 ids"):
-        Objective.build(config, student, [teacher])
+        objective_of(config, student, teacher)
