@@ -23,6 +23,7 @@ COPY nemo_oprd nemo_oprd
 COPY conf conf
 COPY checkpoint_tools checkpoint_tools
 COPY benchmarks benchmarks
+COPY studies studies
 COPY scripts scripts
 COPY tests/golden tests/golden
 

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import correctness, long_context, real_shape, short_training, two_ranks
 from benchmarks.outcome import Outcome, Settings
+from nemo_oprd.runtime.messages import show
 
 
 def phases() -> dict[str, Callable[[Settings], Outcome]]:
     """Name -> function of the phase; `gpu_check.PHASES` has the order and the time limits."""
+    # imported here, so that main() records what goes wrong there
+    from benchmarks import correctness, long_context, real_shape, short_training, two_ranks
+
     return {
         "environment": correctness.environment,
         "golden_fp32": correctness.golden_fp32,
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--layers", type=int)
     options = parser.parse_args()
+    show()  # the messages of a run go to the log
     torch.set_float32_matmul_precision("highest")  # no TF32
     try:
         outcome = phases()[options.name](Settings(options.scratch, options.quick, options.layers))

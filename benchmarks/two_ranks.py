@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from benchmarks.correctness import all_golden_cases, compare_with_golden, configure, worst_line
 from benchmarks.outcome import Outcome, Settings
 from nemo_oprd.commands.verify.step import verify
+from nemo_oprd.runtime.messages import show
 from nemo_oprd.setup.models import world_size
 from nemo_oprd.setup.preflight import preflight
 
@@ -53,6 +54,7 @@ def _rank(rank: int, port: int, scratch: Path) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    show()
     for layout, override in LAYOUTS.items():
         verify(preflight(configure(all_golden_cases()[CASE], scratch / layout, override), world_size(), "verify"))
     dist.destroy_process_group()

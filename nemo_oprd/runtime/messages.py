@@ -52,7 +52,7 @@ class _Console(logging.Handler):
         if self.verbose:
             time = logging.Formatter("%(asctime)s").formatTime(record)
             return f"{time} rank {_rank()} {record.name}: {text}"
-        is_known = is_first_rank() or record.levelno < logging.WARNING
+        is_known = is_first_rank() or record.levelno < logging.WARNING or hasattr(record, "on_stdout")
         return text if is_known else f"rank {_rank()}: {text}"
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -17,7 +17,6 @@ from nemo_oprd.losses.layer_mapping import weights_of_layers
 from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron_bridge.provider import check_provider, know_family
-from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup import checks
 
 
@@ -94,13 +93,11 @@ class SamplingSpec:
 
     Attributes:
         ranks: the ranks that sample.
-        vocab_limit: as in `RunModels`, for servers that training runs use, too; None: all of the student's ids.
     """
 
     config: Config
     student: ResolvedModel
     ranks: Layout
-    vocab_limit: int | None
 
 
 def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
@@ -145,12 +142,11 @@ def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
     Raises:
         ValueError: a model or the engine's sizes do not fit the configuration or the ranks.
     """
-    student, rollout = resolve_model(config.student, "student"), config.rollout
+    student = resolve_model(config.student, "student")
     checks.check_engine_sizes(config, student.spec)
     ranks = checks.trainer_ranks(config, world_size)
     checks.check_rollout_ranks(config, ranks)
-    shared = ENGINES[rollout.engine].groups(rollout, ranks).placement == "elsewhere"
-    return SamplingSpec(config, student, Layout(data=ranks), servers_limit(config, student) if shared else None)
+    return SamplingSpec(config, student, Layout(data=ranks))
 
 
 def servers_limit(config: Config, student: ResolvedModel) -> int:

@@ -200,14 +200,14 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
-    if idle is not None:
-        logger.info(idle.line)
+    if idle is not None and is_first_rank():
+        logger.warning(idle.line)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)
     _show_bridges(run)
-    if not TEACHER_KINDS[config.teacher.weights].copied:
-        logger.info(
+    if not TEACHER_KINDS[config.teacher.weights].copied and is_first_rank():
+        logger.warning(
             "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
             "validation metrics, or choose ema or initial weights (docs/teachers.md)"
         )
@@ -260,7 +260,7 @@ def _record_prompts(run: TrainingRun, report: DataReport) -> None:
     if dist.get_rank() == 0:
         warning = write_report(report, Path(run.config.output))
         if warning is not None and run.first_step:
-            logger.info(warning)
+            logger.warning(warning)
 
 
 def _show_bridges(run: TrainingRun) -> None:

@@ -8,11 +8,12 @@ are built as for training. Nothing is trained or written, except for the finding
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from nemo_oprd.commands.doctor import responses as sample_checks
 from nemo_oprd.commands.doctor.findings import Finding, Report
 from nemo_oprd.commands.doctor.hidden_errors import massive_activations
 from nemo_oprd.commands.doctor.layer_states import layer_similarity
-from nemo_oprd.commands.doctor.settings import Settings, evaluation_limit
+from nemo_oprd.commands.doctor.settings import Settings, evaluation_limit, not_sampled
 from nemo_oprd.commands.doctor.static import static_findings, teacher_reads
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
@@ -64,8 +65,7 @@ def doctor(run: Config, spec: RunSpec, settings: Settings, json_file: Path | Non
     report = Report(speaks=is_first_rank())
     examination = Examination(run, spec, settings, report)
     examination.check_files()
-    if examination.prepare():
-        examination.check_samples()
+    if examination.prepare() and examination.check_samples():
         examination.check_models()
     wrong = report.is_wrong
     if dist.is_initialized():
@@ -99,8 +99,7 @@ class Examination:
     def prepare(self) -> bool:
         """Makes the plan of the run and joins the process group; False if `train` would refuse the configuration."""
         try:
-            if self.run.rollout.replay is None:
-                ENGINES[self.run.rollout.engine].check_here(self.run.rollout, self.files.student.spec)
+            ENGINES[self.config.rollout.engine].check_here(self.config.rollout, self.files.student.spec)
             prompts, self.inputs = read_prompts(self.config, self.files, self.routing)
             self.prompts = prompts.training
             self.plan: RunPlan = make_plan(self.spec, self.files)
@@ -116,11 +115,22 @@ class Examination:
         init_distributed()
         return True
 
-    def check_samples(self) -> None:
-        """The checks of sampled responses; the student's engine ends before those of the teachers begin."""
-        if self.run.rollout.replay is not None:
+    def check_samples(self) -> bool:
+        """The checks of sampled responses; False if nothing could be sampled."""
+        try:
+            self._check_samples()
+        except ValueError as error:  # the same on every rank
+            text = f"`train` would end while it samples: {error}"
+            self.report.add(Finding("start", "wrong", text, code="train-refuses"))
+            return False
+        return True
+
+    def _check_samples(self) -> None:
+        """The student's engine ends before those of the teachers begin."""
+        used = not_sampled(self.run)
+        if used is not None:
             label = ENGINES[self.config.rollout.engine].label
-            text = f"the {label} samples here, not recorded rollouts: what concerns that alone is not checked"
+            text = f"the {label} samples here, not {used}: what concerns that alone is not checked"
             self.report.add(Finding("engine", "skipped", text))
         self.requests = self._requests()
         compared = [self._compared_on(number) for number in range(len(self.labels))]
@@ -142,14 +152,16 @@ class Examination:
 
     @contextmanager
     def _engine(self, model: ModelFiles, vocab_limit: int | None = None) -> Iterator[RolloutEngine]:
-        """The run's engine with the weights of a model. What it writes, such as logs of servers, is removed."""
-        with TemporaryDirectory() as scratch, ExitStack() as stack:
+        """The run's engine with the weights of a model. What it writes, such as logs of servers, stays if it fails."""
+        scratch = mkdtemp(prefix="nemo_oprd_doctor_")
+        with ExitStack() as stack:
             config, eos_ids = replace(self.config, output=scratch), model.tokenizer.eos_ids
             engine = make_engine(config, model.spec, model.directory, self.spec.student_layout, eos_ids, vocab_limit)
             stack.callback(gc.collect)
             stack.callback(engine.close)
             engine.load(model.read, str(model.directory))
             yield engine
+        shutil.rmtree(scratch)
 
     def _requests(self) -> list[Request]:
         """The first training prompts in the order of the run, the same number for each teacher."""
@@ -174,12 +186,9 @@ class Examination:
             of_teacher = "" if self.labels[number] is None else " of this teacher's data sources"
             return f"data.validation has no problems with answers{of_teacher}; add a set"
         rollout = self.config.rollout
-        kind = ENGINES[rollout.engine]
-        if kind.groups(rollout, self.spec.student_layout.size).placement == "elsewhere":
-            return f"the teacher can't be sampled: the servers of {kind.key}.endpoints have the student's architecture"
         try:
             teacher.spec.check_tensor_parallel(rollout.tensor, "rollout.tensor")
-            kind.check_here(rollout, teacher.spec)
+            ENGINES[rollout.engine].check_here(rollout, teacher.spec)
         except ValueError as error:
             return f"the teacher can't be sampled: {error}"
         return problems

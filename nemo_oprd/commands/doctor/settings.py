@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.config.schema import Config
+from nemo_oprd.rollout.engine_kinds import ENGINES
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,17 @@ class Settings:
 def for_diagnosis(config: Config, settings: Settings) -> Config:
     """The configuration with a small sample of its engine, and with both models' distributions measured.
 
-    Recorded rollouts are not replayed, because what the current student samples is to be checked: the default engine
-    samples instead, which needs no installation. A correction needs log-probabilities of another engine, so there is
-    none. Whether the run's evaluations can sample the teacher is checked after the files, whose findings say why not.
+    Recorded rollouts are not replayed, because what the current student samples is to be checked, and servers that
+    others run (`rollout.vllm.endpoints`) keep their weights, because a run may be sampling from them: the default
+    engine samples instead, which needs no installation. Dedicated servers stand on the student's ranks here, so that a
+    visit needs no further ones; they end before the models are built. A correction needs log-probabilities of another
+    engine, so there is none. Whether the run's evaluations can sample the teacher is checked after the files, whose
+    findings say why not.
     """
     rollout = replace(
         config.rollout,
-        engine=config.rollout.engine if config.rollout.replay is None else RolloutConfig().engine,
+        engine=RolloutConfig().engine if not_sampled(config) else config.rollout.engine,
+        vllm=replace(config.rollout.vllm, placement="colocated"),
         per_prompt=1,
         max_new_tokens=min(config.rollout.max_new_tokens, settings.max_new_tokens),
         replay=None,
@@ -54,6 +59,14 @@ def for_diagnosis(config: Config, settings: Settings) -> Config:
         evaluation=replace(config.evaluation, max_new_tokens=limit, teacher=False),
         logging=replace(config.logging, output_metrics_every=watch),
     )
+
+
+def not_sampled(config: Config) -> str | None:
+    """What the run samples from and the doctor does not; None: it samples as the run does."""
+    if config.rollout.replay is not None:
+        return "recorded rollouts"
+    kind = ENGINES[config.rollout.engine]
+    return f"the servers of {kind.key}.endpoints" if kind.groups(config.rollout, 1).placement == "elsewhere" else None
 
 
 def evaluation_limit(config: Config) -> int:

@@ -23,7 +23,7 @@ from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.setup.models import student_files
 from nemo_oprd.setup.prompt_files import held_out_problems
-from nemo_oprd.setup.resolve import SamplingSpec
+from nemo_oprd.setup.resolve import SamplingSpec, servers_limit
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ def evaluate(sampling: SamplingSpec) -> None:
     check_directory(Path(config.output), "evaluate")
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
-    ENGINES[config.rollout.engine].check_device(config.rollout, spec)
+    kind = ENGINES[config.rollout.engine]
+    kind.check_device(config.rollout, spec)
     generations = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
     generations.check()
     read = model.read
@@ -57,7 +58,8 @@ def evaluate(sampling: SamplingSpec) -> None:
 
         @cache
         def engine() -> RolloutEngine:
-            limit = sampling.vocab_limit
+            shared = kind.groups(config.rollout, sampling.ranks.size).placement == "elsewhere"
+            limit = servers_limit(config, sampling.student) if shared else None  # as a training run masks them
             made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, limit)
             stack.callback(made.close)
             made.load(read, str(model.directory))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve, resolve_models, resolve_sampling
+from nemo_oprd.setup.resolve import resolve, resolve_models, resolve_sampling, servers_limit
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 PAIR = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'teacher'}", "output=unused"]
@@ -60,13 +60,12 @@ def test_a_teacher_of_the_students_weights_is_the_same_model() -> None:
 
 
 def test_sampling_needs_no_teacher() -> None:
-    """`evaluate` reads teachers only where its servers are those of training runs, too."""
+    """`evaluate` reads teachers only where it samples from servers that training runs use, too."""
     missing = [PAIR[0], "teacher.hf_path=/nowhere", "output=unused"]
     found = resolve_sampling(load_config("verify", [*missing, "rollout.tensor=2"]), 4)
-    assert (found.ranks.size, found.vocab_limit) == (4, None)
-    served = ["rollout.engine=vllm", "rollout.vllm.endpoints=[http://127.0.0.1:1]"]
+    assert found.ranks.size == 4
     with pytest.raises(ValueError, match="/nowhere"):
-        resolve_sampling(load_config("verify", [*missing, *served]), 4)
+        servers_limit(found.config, found.student)
 
 
 def test_it_imports_no_torch() -> None:
