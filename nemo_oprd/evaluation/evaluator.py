@@ -144,7 +144,7 @@ class Evaluator:
                     generations.finish(of, rollouts, texts)
                 records = map(of.record, range(len(texts)), rollouts, texts)
                 graded.append(grade_set(generations.directory, name, list(map(response_of, records)), self.graders))
-                summary = [scalars(graded[-1].metrics())]
+                summary = [scalars(graded[-1].metrics)]
             dist.broadcast_object_list(summary, src=0)
             assert summary[0] is not None
             metrics[name] = summary[0]
