@@ -173,15 +173,18 @@ def groups(runs: Sequence[RunEvaluations]) -> list[GroupRow]:
     """Accuracy by subject and level, before, after, and of the teacher, where the data have subjects or levels."""
     rows = list[GroupRow]()
     for run in runs:
-        for name, problems in (run.last.metrics if run.last else {}).items():
+        metrics = {} if run.last is None else run.last.metrics
+        for name, problems in metrics.items():
             _, _, rest = name.partition("val/")
             if not rest.endswith(f"/{PROBLEMS}") or rest.count("/") < 2:
                 continue
             prefix = name.removesuffix(PROBLEMS)
-            average = next(one for one in run.last.metrics if one.startswith(f"{prefix}avg@") and "/ci" not in one)
+            average = next(one for one in metrics if one.startswith(f"{prefix}avg@") and "/ci" not in one)
             values = []
             for each in (run.first, run.last, run.teacher):
-                has = each is not None and average in each.metrics
-                values.append((number(average, each.metrics[average]), each.interval(average)) if has else ("", ""))
+                if each is None or average not in each.metrics:
+                    values.append(("", ""))
+                else:
+                    values.append((number(average, each.metrics[average]), each.interval(average)))
             rows.append((run.key, rest.removesuffix(f"/{PROBLEMS}"), int(problems), values))
     return rows
