@@ -144,7 +144,7 @@ class Evaluator:
                     generations.finish(of, rollouts, texts)
                 records = map(of.record, range(len(texts)), rollouts, texts)
                 graded.append(grade_set(generations.directory, name, list(map(response_of, records)), self.graders))
-                summary = [scalars(graded[-1].metrics())]
+                summary = [scalars(graded[-1].metrics)]
             dist.broadcast_object_list(summary, src=0)
             assert summary[0] is not None
             metrics[name] = summary[0]
@@ -160,10 +160,7 @@ class Evaluator:
         prefix: str,
         should_cancel: Callable[[], bool] | None,
     ) -> tuple[list[Rollout], bool]:
-        """(The responses to a set in order, whether any was sampled now).
-
-        If none was sampled, the responses are empty on other ranks than the first.
-        """
+        """(The responses to a set in order, whether any was sampled); if none was, only the first rank has them."""
         problems = zip(self.sets[of.name], self.ids[of.name], strict=True)
         requests = [Request(ids, answer=p.answer) for p, ids in problems for _ in range(of.samples)]
         kept = generations.kept(of, requests) if dist.get_rank() == 0 else {}

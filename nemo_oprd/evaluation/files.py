@@ -17,14 +17,8 @@ from typing import Any
 
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
-GENERATIONS, GRADES, DISAGREEMENTS, ABOUT, METRICS, DIFFERENCES = (
-    "generations",
-    "grades",
-    "disagreements",
-    "about.json",
-    "evaluation.json",
-    "differences.json",
-)
+GENERATIONS, GRADES, DISAGREEMENTS = "generations", "grades", "disagreements"
+ABOUT, METRICS, DIFFERENCES = "about.json", "evaluation.json", "differences.json"
 # fields of a response's line that come from the problem, not from sampling
 FACTS = ("answer", "data_source", "subject", "level")
 

@@ -97,9 +97,8 @@ class Validation:
             return EvaluationOutcome()
         # an interrupted run that reaches this step again from an earlier checkpoint has other weights
         weights = _new_name()
-        generations = self._generations(
-            self._evaluator, step_directory(done), self._trained(done, weights), afresh=True
-        )
+        named = trained_identity(self._models.student, done, weights)
+        generations = self._generations(self._evaluator, step_directory(done), named, afresh=True)
         try:
             metrics = self._evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
         except GenerationCancelled:
@@ -145,7 +144,8 @@ class Validation:
             return
         logger.info(f"step {done}: the evaluation that was deferred")
         # a checkpoint of an earlier version does not name its weights: nothing that is kept can be theirs
-        named = self._trained(done, weights if isinstance(weights, str) else _new_name())
+        weights = weights if isinstance(weights, str) else _new_name()
+        named = trained_identity(self._models.student, done, weights)
         generations = self._generations(evaluator, step_directory(done), named)
         metrics = evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
         best = self._if_best(done, metrics)
@@ -158,20 +158,11 @@ class Validation:
     def _generations(
         self, evaluator: Evaluator, name: str, model: dict[str, Any], *, afresh: bool = False
     ) -> Generations:
-        """The directory of an evaluation; every rank calls this.
-
-        What it holds of another evaluation is removed: the run has other settings or other weights now.
-
-        Args:
-            afresh: also removes what it holds of this evaluation.
-        """
+        """The directory of an evaluation, without results of other settings or weights, or (`afresh`) without any."""
         generations = evaluator.generations(Path(self._config.output) / EVALUATIONS / name, model)
         if dist.get_rank() == 0:
             generations.begin(afresh=afresh or generations.difference() is not None)
         return generations
-
-    def _trained(self, step: int, weights: str) -> dict[str, Any]:
-        return trained_identity(self._models.student, step, weights)
 
     @property
     def _signal(self) -> str:
@@ -181,10 +172,7 @@ class Validation:
         return self._signals.received is not None
 
     def _if_best(self, done: int, metrics: dict[str, float]) -> dict[str, Any] | None:
-        """The content of best.json if the value of `train.keep_best` exceeds that of all earlier evaluations.
-
-        None on ranks other than the first one.
-        """
+        """The content of best.json on the first rank if `train.keep_best` exceeds all earlier evaluations."""
         metric = str(self._config.train.keep_best)
         # the evaluation before training (step 0) has no checkpoint
         before = [value for step, value in self._log.history(metric).items() if 0 < step < done]

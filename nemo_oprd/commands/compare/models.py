@@ -235,11 +235,7 @@ def _weights_digest(directory: Path) -> str:
 
 
 def _read_responses(file: Path) -> list[Response]:
-    """The responses in a file that `Comparison` wrote.
-
-    Raises:
-        ValueError: there is no such file, or a line lacks ids.
-    """
+    """The responses in a file that `Comparison` wrote."""
     fix, found = "give a file that nemo-oprd compare wrote", []
     for where, record in read_lines(file, "responses with prompt_ids and response_ids", fix):
         try:

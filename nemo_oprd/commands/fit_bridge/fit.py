@@ -72,11 +72,7 @@ def fit_bridge(spec: RunSpec) -> None:
 
 
 def _without_sequence_parallelism(spec: RunSpec) -> RunSpec:
-    """Every tensor rank of the student then has all rows, and the layer pairs can be divided among tensor ranks.
-
-    Raises:
-        ValueError: the student has experts, which need sequence parallelism.
-    """
+    """Every tensor rank then has all rows, and pairs can be divided among them; experts, which need it, are refused."""
     student, layout = spec.config.student, replace(spec.student_layout, sequence=False)
     check_experts_train(spec.models.student.spec, layout)
     parallel = replace(student.parallel, sequence=False)
@@ -87,12 +83,7 @@ def _without_sequence_parallelism(spec: RunSpec) -> RunSpec:
 def _collect_statistics(
     config: Config, distiller: Distiller, source: RolloutSource, signals: Signals
 ) -> list[PairStatistics]:
-    """Runs both models over all rollouts once.
-
-    Returns:
-        The statistics of all rows, for the layer pairs that this rank collects (the same on its data and context
-        parallel peers).
-    """
+    """Of all rows, for the layer pairs that this rank collects: the same on its data and context parallel peers."""
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
     student, objective = distiller.student, distiller.objective_of(None)
     coords, statistics, first, rows = student.role.coords, _empty_statistics(config, distiller), 0, 0

@@ -99,11 +99,7 @@ class SampledRollouts:
         return engine
 
     def _claim_directory(self) -> None:
-        """Records in `rollouts/about.json` how the rollouts are sampled.
-
-        Raises:
-            ValueError: the directory holds rollouts that were sampled in another way.
-        """
+        """Records how the rollouts are sampled; refuses a directory of those that were sampled in another way."""
         file, settings = Path(self.config.output) / DIRECTORY / "about.json", self.config.rollout
         about = {
             "student": str(self.student.directory),

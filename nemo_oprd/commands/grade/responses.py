@@ -176,11 +176,7 @@ def _grade(loaded: Sequence[Loaded]) -> tuple[list[list[GradedSet]], dict[str, d
 
 
 def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """One evaluation per directory, with the files of all that were given.
-
-    Raises:
-        ValueError: two different files of one directory are of the same set.
-    """
+    """One evaluation per directory, with the files of all that were given; one file per set."""
     found: dict[Path, Evaluation] = {}
     for each in evaluations:
         directory = each.directory.resolve()

@@ -28,15 +28,16 @@ def cards(runs: list[Run]) -> list[Card]:
 
 def _settings(run: Run) -> list[tuple[str, str]]:
     """Only the settings that the run has."""
-    total = run.setting("train.steps")
-    steps = f"{run.steps[1]:,}" + (f" of {total:,}, unfinished" if run.unfinished else "")
+    steps = f"{run.steps[1]:,}" + (f" of {run.setting('train.steps'):,}, unfinished" if run.unfinished else "")
+    prompts, each, lr = (run.setting(k) for k in ("train.prompts_per_step", "rollout.per_prompt", "train.lr"))
+    batch = "" if None in (prompts, each, lr) else f"{prompts} prompts x {each} responses, learning rate {lr}"
     rows = [
         ("Student", _model(run, "student")),
         ("Student layout", _layout(run, "student")),
         ("Teacher", _model(run, "teacher")),
         ("Teacher layout", _layout(run, "teacher")),
         ("Loss", " + ".join(filter(None, (_representation_term(run), _output_term(run))))),
-        ("Batch", _batch(run)),
+        ("Batch", batch),
         ("Steps", steps),
         ("Total time", duration(run.seconds)),
     ]
@@ -85,8 +86,3 @@ def _weight(settings: dict[str, Any]) -> str:
     if isinstance(settings["weight"], list):
         return "scheduled "
     return "" if settings["weight"] == 1 else f"{settings['weight']} x "
-
-
-def _batch(run: Run) -> str:
-    prompts, each, lr = (run.setting(k) for k in ("train.prompts_per_step", "rollout.per_prompt", "train.lr"))
-    return "" if None in (prompts, each, lr) else f"{prompts} prompts x {each} responses, learning rate {lr}"

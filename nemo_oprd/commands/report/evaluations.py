@@ -69,13 +69,9 @@ def read_evaluations(index: int, run: Run) -> RunEvaluations:
         ValueError: an evaluation.json is damaged.
     """
     steps = sorted({step for name, series in run.metrics.items() if name.startswith("val/") for step in series})
-    found = [_read(run.path, step_directory(step), _when(step)) for step in steps[:1] + steps[1:][-1:]]
-    first, last = ([None, None] + found)[-2:]
+    ends = [(step, f"after step {step:,}" if step else "before training") for step in steps[:1] + steps[1:][-1:]]
+    first, last = ([None, None] + [_read(run.path, step_directory(step), label) for step, label in ends])[-2:]
     return RunEvaluations(run_key(index, run), first, last, _read(run.path, "teacher", "teacher"))
-
-
-def _when(step: int) -> str:
-    return f"after step {step:,}" if step else "before training"
 
 
 def _read(run: Path, place: str, label: str) -> Evaluation | None:
@@ -110,13 +106,8 @@ def undefined(metric: str) -> str:
 # --- paired differences ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DifferenceCell:
-    """A difference as text, its interval, and what it is if the interval excludes 0: "better", "worse" or "other"."""
-
-    value: str
-    interval: str
-    real: str
+# a difference as text, its interval, and what it is if the interval excludes 0: "better", "worse" or "other", else ""
+DifferenceCell = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -130,16 +121,8 @@ class DifferenceRow:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Differences:
-    """The table of paired differences: its metrics and its rows."""
-
-    metrics: list[str]
-    rows: list[DifferenceRow]
-
-
-def paired(runs: Sequence[RunEvaluations]) -> Differences:
-    """The last evaluation of every run against its first, its teacher's, and the last one of the first run."""
+def paired(runs: Sequence[RunEvaluations]) -> tuple[list[str], list[DifferenceRow]]:
+    """(Metrics, rows): each run's last evaluation minus its first, its teacher's, and the last one of the first run."""
     pairs = []
     for number_, run in enumerate(runs):
         if run.last is None:
@@ -157,7 +140,7 @@ def paired(runs: Sequence[RunEvaluations]) -> Differences:
             rows.append(DifferenceRow("", *sides, [], note))
         for name, own in sets.items():
             rows.append(DifferenceRow(name, *sides, [_cell(metric, own.get(metric)) for metric in metrics]))
-    return Differences(metrics, rows)
+    return metrics, rows
 
 
 def _compared(after: Evaluation, before: Evaluation) -> tuple[dict[str, dict[str, Difference]], str]:
@@ -173,43 +156,35 @@ def _cell(metric: str, gap: Difference | None) -> DifferenceCell | None:
         return None
     real = ""
     if gap.real:
-        larger = "worse" if metric in _LESS_IS_BETTER else "better"
-        smaller = "better" if metric in _LESS_IS_BETTER else "worse"
-        real = "other" if metric == "avg_len" else (larger if gap.value > 0 else smaller)
+        better = (gap.value > 0) != (metric in _LESS_IS_BETTER)
+        real = "other" if metric == "avg_len" else ("better" if better else "worse")
     bounds = f"[{signed(metric, gap.low)}, {signed(metric, gap.high)}]"
-    return DifferenceCell(signed(metric, gap.value), bounds, real)
+    return signed(metric, gap.value), bounds, real
 
 
 # --- subjects and levels ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GroupRow:
-    """A subject or level of a set: the run, the number of problems, and (value, interval) per evaluation."""
-
-    key: Key
-    name: str
-    problems: int
-    values: list[tuple[str, str]]
+# a subject or level of a set: the run, its name, the number of problems, and (value, interval) per evaluation
+GroupRow = tuple[Key, str, int, list[tuple[str, str]]]
 
 
 def groups(runs: Sequence[RunEvaluations]) -> list[GroupRow]:
     """Accuracy by subject and level, before, after, and of the teacher, where the data have subjects or levels."""
-    rows = []
+    rows = list[GroupRow]()
     for run in runs:
-        if run.last is None:
-            continue
-        for name, problems in run.last.metrics.items():
+        metrics = {} if run.last is None else run.last.metrics
+        for name, problems in metrics.items():
             _, _, rest = name.partition("val/")
             if not rest.endswith(f"/{PROBLEMS}") or rest.count("/") < 2:
                 continue
             prefix = name.removesuffix(PROBLEMS)
-            average = next(one for one in run.last.metrics if one.startswith(f"{prefix}avg@") and "/ci" not in one)
-            values = [
-                (number(average, each.metrics[average]), each.interval(average))
-                if each is not None and average in each.metrics
-                else ("", "")
-                for each in (run.first, run.last, run.teacher)
-            ]
-            rows.append(GroupRow(run.key, rest.removesuffix(f"/{PROBLEMS}"), int(problems), values))
+            average = next(one for one in metrics if one.startswith(f"{prefix}avg@") and "/ci" not in one)
+            values = []
+            for each in (run.first, run.last, run.teacher):
+                if each is None or average not in each.metrics:
+                    values.append(("", ""))
+                else:
+                    values.append((number(average, each.metrics[average]), each.interval(average)))
+            rows.append((run.key, rest.removesuffix(f"/{PROBLEMS}"), int(problems), values))
     return rows

@@ -8,7 +8,6 @@ equal page, byte for byte, so pages can be compared. The page of an unfinished r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_oprd.commands.report.cards import cards
-from nemo_oprd.commands.report.comparison import COLUMNS, DIRECTORY, Comparison, read_comparison
+from nemo_oprd.commands.report.comparison import COLUMNS, DIRECTORY, read_comparison
 from nemo_oprd.commands.report.costs import costs
 from nemo_oprd.commands.report.evaluations import groups, meanings, paired, read_evaluations
-from nemo_oprd.commands.report.figures import COLORS, Key, Panel, run_key, svg
+from nemo_oprd.commands.report.figures import COLORS, Panel, run_key, svg
 from nemo_oprd.commands.report.panels import panels
 from nemo_oprd.commands.report.responses import prompt_decoder, responses
 from nemo_oprd.commands.report.settings import changed_settings, differing_settings
@@ -31,16 +30,6 @@ from nemo_oprd.runtime.files import write_atomically
 
 TEMPLATE = "page.html.jinja"
 REFRESH_S = 30
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A panel whose plots are drawn: (caption, SVG element) each."""
-
-    title: str
-    note: str
-    legend: list[Key]
-    plots: list[tuple[str, Markup]]
 
 
 def write_report(runs: Sequence[Path], output: Path) -> Path:
@@ -57,7 +46,7 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     if output.is_dir():
         raise ValueError(f"{output} is a directory, expected a file to write; add a name such as report.html")
     read = _read(runs)
-    page = _render(read, [read_comparison(run.path / DIRECTORY) for run in read])
+    page = _render(read)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page)
     return output
@@ -75,10 +64,10 @@ def _read(runs: Sequence[Path]) -> list[Run]:
     return [read_run(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
 
 
-def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
+def _render(runs: list[Run]) -> str:
     # autoescape: names of runs, sets and models come from files
     environment = Environment(
-        loader=FunctionLoader(_template),
+        loader=FunctionLoader(lambda name: resources.files(__package__).joinpath(name).read_text(encoding="utf-8")),
         autoescape=True,
         finalize=in_text,
         trim_blocks=True,
@@ -88,23 +77,20 @@ def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
     environment.filters["in_attribute"] = in_attribute
     steps = min(run.steps[0] for run in runs), max(run.steps[1] for run in runs)
     kept = [read_evaluations(index, run) for index, run in enumerate(runs)]
-    metrics, differences = validation_metrics(runs), paired(kept)
+    compared = [(run_key(index, run), read_comparison(run.path / DIRECTORY)) for index, run in enumerate(runs)]
+    metrics, (differing, differences) = validation_metrics(runs), paired(kept)
     return environment.get_template(TEMPLATE).render(
         title=", ".join(run.name for run in runs),
         refresh=REFRESH_S if any(run.unfinished for run in runs) else None,
         colors=COLORS,
         cards=cards(runs),
         validation={"metrics": metrics, "rows": validation_rows(runs, kept)},
-        differences=differences,
-        meanings=meanings([*metrics, *differences.metrics]),
+        differences={"metrics": differing, "rows": differences},
+        meanings=meanings([*metrics, *differing]),
         groups=groups(kept),
         columns=COLUMNS,
-        comparisons=[
-            (run_key(index, run), comparison)
-            for index, (run, comparison) in enumerate(zip(runs, comparisons, strict=True))
-            if comparison is not None
-        ],
-        figures=[_figure(panel, steps, f"f{index}") for index, panel in enumerate(panels(runs))],
+        comparisons=[(key, comparison) for key, comparison in compared if comparison is not None],
+        figures=[(panel, _plots(panel, steps, f"f{index}")) for index, panel in enumerate(panels(runs))],
         costs=costs(runs),
         settings=differing_settings(runs),
         changed=changed_settings(runs),
@@ -117,14 +103,9 @@ def _render(runs: list[Run], comparisons: list[Comparison | None]) -> str:
     )
 
 
-def _template(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _figure(panel: Panel, steps: tuple[int, int], ident: str) -> Figure:
-    """Draws the plots of a panel; `ident` keeps their ids apart from the ids of other panels."""
-    plots = [
+def _plots(panel: Panel, steps: tuple[int, int], ident: str) -> list[tuple[str, Markup]]:
+    """(Caption, SVG element) of each plot; `ident` keeps their ids apart from the ids of other panels."""
+    return [
         (caption, Markup(svg(draw, steps, in_attribute(f"{panel.title} {caption}".strip()), f"{ident}-{index}")))
         for index, (caption, draw) in enumerate(panel.plots)
     ]
-    return Figure(panel.title, panel.note, panel.keys, plots)

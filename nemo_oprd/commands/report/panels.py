@@ -67,10 +67,9 @@ def validation_names(runs: list[Run]) -> list[tuple[str, str]]:
 def _curve(runs: list[Run], metric: str, title: str, note: str, logarithmic: bool) -> Panel:
     curves = _curves(runs, metric)
     logarithmic = logarithmic and not any(value <= 0 for _, series in curves for value in series.values())
-    smoothed = any(len(series) >= SMOOTH_FROM for _, series in curves)
     if not logarithmic:
         note = note.replace(", log scale", "").replace("log scale", "")
-    if smoothed:
+    if any(len(series) >= SMOOTH_FROM for _, series in curves):
         note = f"{note}; bold: moving average".lstrip("; ")
     return _lines(title, note, curves, _logarithmic if logarithmic else None)
 
@@ -232,10 +231,9 @@ def _layers(runs: list[Run]) -> Panel:
 def _positions(runs: list[Run]) -> Panel:
     """Cosine similarity over the first or last k tokens, at the first and the last step of a run, as in the paper."""
     keys = {
-        ("first", 0): Key("first k, start", "series-0", "dotted"),
-        ("first", 1): Key("first k, end", "series-0"),
-        ("last", 0): Key("last k, start", "series-1", "dotted"),
-        ("last", 1): Key("last k, end", "series-1"),
+        (which, end): Key(f"{which} k, {('start', 'end')[end]}", color, ("dotted", "solid")[end])
+        for which, color in (("first", "series-0"), ("last", "series-1"))
+        for end in (0, 1)
     }
 
     def draw(curves: dict[tuple[str, int], dict[int, float]], axes: Any) -> None:
@@ -246,8 +244,7 @@ def _positions(runs: list[Run]) -> Panel:
         axes.set_ylim(*limits)
 
     limits = _position_limits(runs)
-    plots: list[tuple[str, Draw]] = []
-    drawn = set()
+    plots, drawn = list[tuple[str, Draw]](), set[tuple[str, int]]()
     for run in runs:
         curves: dict[tuple[str, int], dict[int, float]] = {}
         for name, series in run.metrics.items():
@@ -288,10 +285,9 @@ def _bridge_ranks(runs: list[Run]) -> Panel:
     """The held-out cosine over the rank, as `fit-bridge` measured it for the bridges of the runs, mean over layers."""
     curves = []
     for i, run in enumerate(runs):
-        key, file = run_key(i, run), run.path / "bridge" / "bridge.json"
-        for name, series in _rank_curves(file).items():
-            label = {"bridge": "after the fit", "before": "before the fit"}[name]
-            style = key.style if name == "bridge" else "dashed"
+        key = run_key(i, run)
+        for name, series in _rank_curves(run.path / "bridge" / "bridge.json").items():
+            label, style = ("after the fit", key.style) if name == "bridge" else ("before the fit", "dashed")
             curves.append((Key(f"{key.label}, {label}" if len(runs) > 1 else label, key.color, style), series))
 
     def over_ranks(axes: Any) -> None:

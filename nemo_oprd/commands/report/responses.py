@@ -51,10 +51,6 @@ class Samples:
     samples: list[Sample]
     total: int
 
-    def count(self, kind: str) -> int:
-        """How many of the shown problems a filter shows."""
-        return sum(kind in sample.kinds for sample in self.samples)
-
 
 def responses(run: RunEvaluations, prompt_text: Callable[[list[int]], str]) -> Iterator[Samples]:
     """The first response to some problems of each set, chosen so that every kind of change is among them.
@@ -69,13 +65,14 @@ def responses(run: RunEvaluations, prompt_text: Callable[[list[int]], str]) -> I
         return
     for name, graded in run.last.graded.items():
         prompts = _prompts(run.last.directory, name)
-        after = _first_responses(run.last, name, graded.answers)
-        before = _first_responses(run.first, name, graded.answers)
-        teacher = _first_responses(run.teacher, name, graded.answers)
+        sides = (_first_responses(each, name, graded.answers) for each in (run.first, run.last, run.teacher))
+        before, after, teacher = sides
         made = []
         for problem, answer in sorted(graded.answers.items()):
             shown = [side[problem] for side in (before, after, teacher) if problem in side]
-            kinds = _kinds(before.get(problem), after[problem])
+            was, now = before.get(problem), after[problem]
+            kinds = ["right" if now.correct else "wrong"] + (["truncated"] if now.truncated else [])
+            kinds += ["changed"] if was is not None and was.correct != now.correct else []
             made.append(Sample(problem, prompt_text(prompts.get(problem, [])), answer, shown, kinds))
         yield Samples(run.key, name, _chosen(made), len(made))
 
@@ -98,11 +95,6 @@ def _prompts(directory: Path, name: str) -> dict[int, list[int]]:
         ids = record.get("prompt_ids")
         found.setdefault(record["problem"], ids if isinstance(ids, list) else [])
     return found
-
-
-def _kinds(before: Shown | None, after: Shown) -> list[str]:
-    kinds = ["right" if after.correct else "wrong"] + (["truncated"] if after.truncated else [])
-    return [*kinds, "changed"] if before is not None and before.correct != after.correct else kinds
 
 
 def _chosen(samples: list[Sample]) -> list[Sample]:

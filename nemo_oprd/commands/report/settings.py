@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nemo_oprd.commands.report.figures import Key, run_key
@@ -18,13 +16,8 @@ _LEFT_OUT = ("output", *(f"environment.{name}" for name in ("started", "config",
 _MODELS = "environment.models"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings with which steps of a run were made: the steps, the file, and what differs from the steps before."""
-
-    steps: str
-    file: str
-    changed: list[Change]
+# settings with which steps of a run were made: the steps, the file, and what differs from the steps before
+Settings = tuple[str, str, list[Change]]
 
 
 def differing_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
@@ -32,7 +25,8 @@ def differing_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
     Keys of environment.json (the last start of a run) begin with `environment.`.
     """
-    flat = [_flat(run.config) | _flat({"environment": _environment(run.path)}) for run in runs]
+    # a run without environment.json has no such keys: the file only informs, as for the run that writes it
+    flat = [_flat(run.config) | _flat({"environment": (starts(run.path) or [{}])[-1]}) for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one if not key.startswith(_MODELS) and key not in _LEFT_OUT)
     rows = [(key, [one.get(key, ABSENT) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
@@ -43,20 +37,15 @@ def changed_settings(runs: list[Run]) -> list[tuple[Key, list[Settings]]]:
     found = []
     for index, run in enumerate(runs):
         ends = [after for after, _, _ in run.history[1:]] + [run.steps[1]]
-        rows, before = [], None
+        rows, before = list[Settings](), None
         for (after, file, config), end in zip(run.history, ends, strict=True):
             if end > after:
                 steps = f"{after + 1:,}" if end == after + 1 else f"{after + 1:,} to {end:,}"
-                rows.append(Settings(steps, file, changes(before, config) if before and config else []))
+                rows.append((steps, file, changes(before, config) if before and config else []))
                 before = config
         if len(rows) > 1:
             found.append((run_key(index, run), rows))
     return found
-
-
-def _environment(path: Path) -> dict[str, Any]:
-    """The last entry of environment.json; {} if there is none: it only informs, as for the run that writes it."""
-    return (starts(path) or [{}])[-1]
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:

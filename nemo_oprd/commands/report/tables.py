@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nemo_oprd.commands.report.evaluations import Evaluation, RunEvaluations, undefined
 from nemo_oprd.commands.report.figures import Key, last, run_key
@@ -66,10 +66,8 @@ def validation_rows(runs: list[Run], evaluations: Sequence[RunEvaluations]) -> l
             evaluated = [step for column in columns for step in run.metrics.get(column, {})]
             if evaluated:
                 ends = min(evaluated), max(evaluated)
-                cells = [
-                    _with_intervals(_before_after(run, student, teacher, ends), evaluations[index], student)
-                    for student, teacher in zip(columns, references, strict=True)
-                ]
+                pairs = zip(columns, references, strict=True)
+                cells = [_before_after(run, *pair, ends, evaluations[index]) for pair in pairs]
                 steps = f"{ends[0]:,}", f"{ends[1]:,}"
                 of_set.append(ValidationRow("" if of_set else name, cells, run_key(index, run), steps))
             if any(key in run.metrics for key in references):
@@ -86,27 +84,21 @@ def validation_rows(runs: list[Run], evaluations: Sequence[RunEvaluations]) -> l
     return rows
 
 
-def _before_after(run: Run, student: str, teacher: str, ends: tuple[int, int]) -> Cell:
-    """The metric `student` at the first and the last evaluation, and how much of the teacher's lead was made up.
+def _before_after(run: Run, student: str, teacher: str, ends: tuple[int, int], kept: RunEvaluations) -> Cell:
+    """The metric `student` at the steps `ends` of two evaluations, and how much of the teacher's lead was made up.
 
-    Args:
-        ends: steps of the two evaluations. One that has no value shows why, if the metric may lack one.
+    An evaluation without a value shows why, if the metric may lack one.
     """
     series = run.metrics.get(student, {})
     first, final = (number(student, series[step]) if step in series else undefined(student) for step in ends)
+    before, after = ("" if each is None else each.interval(student) for each in (kept.first, kept.last))
     if ends[0] == ends[1]:
-        return Cell(final)
+        return Cell(final, last_interval=after if final else "")
     closed = ""
     if "@" in student and teacher in run.metrics and set(ends) <= set(series):
         lead = last(run, teacher) - series[ends[0]]
         closed = f"{100 * (series[ends[1]] - series[ends[0]]) / lead:.0f}" if lead > 0 else ""
-    return Cell(final, first, closed)
-
-
-def _with_intervals(cell: Cell, kept: RunEvaluations, metric: str) -> Cell:
-    """The cell with the intervals of the first and the last evaluation, where they are kept."""
-    first, final = ("" if each is None else each.interval(metric) for each in (kept.first, kept.last))
-    return replace(cell, first_interval=first if cell.first else "", last_interval=final if cell.last else "")
+    return Cell(final, first, closed, before if first else "", after if final else "")
 
 
 def first_and_last(runs: list[Run]) -> list[tuple[str, list[tuple[str, str]]]]:

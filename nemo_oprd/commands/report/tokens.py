@@ -48,13 +48,8 @@ MEASURES = (
 )
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token as it is shown: its text, CSS classes such as "c3 kx" (`_classes`), and its values for a tooltip."""
-
-    text: str
-    classes: str
-    values: str
+# a token as it is shown: its text, CSS classes such as "c3 kx" (`_classes`), and its values for a tooltip
+Token = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -103,10 +98,6 @@ class TokenPanel:
     responses: list[TokenResponse]
     total: int
 
-    def count(self, kind: str) -> int:
-        """How many of the shown responses a filter shows."""
-        return sum(kind in response.kinds for response in self.responses)
-
 
 def token_panel(index: int, run: Run) -> TokenPanel | None:
     """The responses of the run at position `index` of the page; None if it kept no values.
@@ -154,9 +145,8 @@ def _axis(measure: Measure, value: float) -> float:
 
 def _scale(measure: Measure, records: Iterable[dict[str, Any]]) -> Scale | None:
     """From the 2nd to the 98th percentile of all values; None if there are none."""
-    values = [
-        _axis(measure, value) for record in records for value in record.get(measure.name, ()) if value is not None
-    ]
+    every = (value for record in records for value in record.get(measure.name, ()))
+    values = [_axis(measure, value) for value in every if value is not None]
     if not values:
         return None
     low, high = np.percentile(values, [2, 98]).tolist()
@@ -180,11 +170,11 @@ def _largest(records: Sequence[dict[str, Any]]) -> set[int]:
 
 def _response(record: dict[str, Any], scales: Sequence[Scale], grading: GraderChoice, largest: bool) -> TokenResponse:
     texts = record.get("tokens") or [f"{i} " for i in record["token_ids"]]
-    tokens = []
+    tokens = list[Token]()
     for t, text in enumerate(texts):
         given = [(scale, record[scale.measure.name][t]) for scale in scales if scale.measure.name in record]
         values = [f"{scale.measure.title} {value:.3g}" for scale, value in given if value is not None]
-        tokens.append(Token(text, " ".join(_classes(given)), ", ".join(values)))
+        tokens.append((text, " ".join(_classes(given)), ", ".join(values)))
     left_out = max(0, len(tokens) - HEAD - TAIL)
     means = [(scale.measure.title, _mean(record, scale.measure.name)) for scale in scales]
     verdict = _verdict(record, grading)
@@ -194,10 +184,7 @@ def _response(record: dict[str, Any], scales: Sequence[Scale], grading: GraderCh
         str(record.get("prompt", "")),
         tokens[:HEAD] + tokens[len(tokens) - TAIL :] if left_out else tokens,
         left_out,
-        [
-            (f"{len(tokens):,} tokens", ""),
-            *((f"mean {name}", f"{mean:.3g}") for name, mean in means if mean is not None),
-        ],
+        [(f"{len(tokens):,} tokens", ""), *((f"mean {name}", f"{m:.3g}") for name, m in means if m is not None)],
         kinds + (["largest"] if largest else []),
     )
 

@@ -64,20 +64,12 @@ class GradedSet:
     undecided: int
     disagreements: int
 
+    @cached_property
     def metrics(self) -> intervals.Metrics:
-        """As `intervals.measure`; computed once."""
-        return dict(self._metrics)
+        return intervals.measure(self.samples, self.k, self.values)
 
+    @cached_property
     def values(self) -> intervals.Values:
-        """As `intervals.per_problem`; computed once."""
-        return dict(self._values)
-
-    @cached_property
-    def _metrics(self) -> intervals.Metrics:
-        return intervals.measure(self.samples, self.k, self._values)
-
-    @cached_property
-    def _values(self) -> intervals.Values:
         return intervals.per_problem(self.samples, self.k)
 
     def statement(self) -> list[str]:
@@ -166,7 +158,7 @@ def finish(directory: Path, graded: Sequence[GradedSet], *, keep_others: bool) -
         ours = tuple(f"val/{each.name}/" for each in graded)
         metrics = {name: value for name, value in old.items() if not name.startswith(ours)}
     for each in graded:
-        metrics |= {f"val/{each.name}/{name}": value for name, value in each.metrics().items()}
+        metrics |= {f"val/{each.name}/{name}": value for name, value in each.metrics.items()}
     write_atomically(file, json.dumps(metrics, indent=1) + "\n")
     for each in graded:
         _part(directory, each.name).unlink(missing_ok=True)
@@ -209,7 +201,7 @@ def compare(after: Iterable[GradedSet], before: Iterable[GradedSet]) -> dict[str
         check_comparable(
             each.name, (each.where, each.answers, set(each.graders)), (other.where, other.answers, set(other.graders))
         )
-    return {each.name: intervals.paired_differences(each.values(), other.values()) for each, other in shared}
+    return {each.name: intervals.paired_differences(each.values, other.values) for each, other in shared}
 
 
 def read_graded(directory: Path) -> dict[str, GradedSet]:
@@ -218,8 +210,7 @@ def read_graded(directory: Path) -> dict[str, GradedSet]:
     Raises:
         ValueError: a file is missing or damaged, or grades and responses are not of each other.
     """
-    found = {}
-    fix = "grade again with `nemo-oprd grade`"
+    found, fix = {}, "grade again with `nemo-oprd grade`"
     for file in sorted((directory / GRADES).glob("[!.]*.jsonl")):
         responses, _ = read_responses(directory / GENERATIONS / file.name)
         records = []
@@ -323,8 +314,7 @@ def _log_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> No
     """Says that the grades on disk are of other graders, which are replaced as a whole."""
     file = directory / GRADES / f"{name}.jsonl"
     if file.exists():
-        fix = "remove that file"
-        before = {str(record.get("grader")) for _, record in read_lines(file, "a grade", fix)}
+        before = {str(record.get("grader")) for _, record in read_lines(file, "a grade", "remove that file")}
         now = {grader.name for grader in graders}
         if before != now:
             was, by = ", ".join(sorted(before)), ", ".join(sorted(now))
@@ -367,13 +357,6 @@ def _sample(response: Response, record: Mapping[str, Any]) -> Sample:
     none = extracted is None or (not extracted and not is_import_path(record["grader"]))
     # a text that is too long to be an answer is compared with others as it is written
     spelling = extracted if none or len(extracted) > MAX_CHARACTERS else canonical(extracted)
-    return Sample(
-        problem=response.problem,
-        response=response.text,
-        correct=record["correct"],
-        num_tokens=response.tokens,
-        vote=None if none else spelling,
-        truncated=response.truncated,
-        subject=response.subject,
-        level=response.level,
-    )
+    facts = response.truncated, response.subject, response.level
+    vote = None if none else spelling
+    return Sample(response.problem, response.text, record["correct"], response.tokens, vote, *facts)

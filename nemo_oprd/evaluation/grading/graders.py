@@ -149,11 +149,7 @@ BUILTIN: dict[str, _Builtin] = {
     ),
 }
 # the data sources whose prompts ask for another form than a box, as their files name them
-DATA_SOURCES = {
-    "math_dapo": "answer_line_or_boxed",
-    "openai/gsm8k": "number",
-    "gsm8k": "number",
-}
+DATA_SOURCES = {"math_dapo": "answer_line_or_boxed", "openai/gsm8k": "number", "gsm8k": "number"}
 
 
 @dataclass(frozen=True)

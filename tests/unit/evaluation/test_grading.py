@@ -168,7 +168,7 @@ def test_what_is_read_again_is_what_was_graded(tmp_path: Path) -> None:
     grade(tmp_path, "--judge", "text")
     graded = read_graded(tmp_path)["sums"]
     metrics = json.loads((tmp_path / "evaluation.json").read_text())
-    assert {f"val/sums/{name}": value for name, value in graded.metrics().items()} == metrics
+    assert {f"val/sums/{name}": value for name, value in graded.metrics.items()} == metrics
     lines = (tmp_path / "grades" / "sums.jsonl").read_text().splitlines()
     (tmp_path / "grades" / "sums.jsonl").write_text("\n".join(lines[1:]) + "\n")
     with pytest.raises(ValueError, match=r"not the grades of generations/sums.jsonl.*nemo-oprd grade"):

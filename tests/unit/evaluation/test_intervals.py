@@ -177,9 +177,9 @@ def test_the_4_grams_of_a_problem_are_counted_once(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "distinct_ratio", count)
     samples = [sample(p, "5", subject="ab"[p % 2], level="12"[p // 2]) for p in range(4)]
     graded = GradedSet("sums", "here", 1, samples, {}, {}, 0, 0)
-    assert graded.metrics() == graded.metrics() and graded.values().keys() == graded.values().keys()
+    assert graded.metrics.keys() > graded.values.keys()
     assert len(counted) == 4
-    assert graded.metrics()["subject/a/problems"] == 2
+    assert graded.metrics["subject/a/problems"] == 2
 
 
 def test_unknown_lengths_are_left_out() -> None:
