@@ -13,6 +13,7 @@ still loads, and computes something else. Which differences are a mistake depend
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from nemo_oprd.commands.doctor.findings import Finding
@@ -34,17 +35,14 @@ def config_values(
         shares_ids: whether both models read the same token ids.
     """
     found = [*_of_each(student, teacher, response_tokens), *_between(student.spec, teacher.spec)]
-    if shares_ids:
-        found += _special_ids(student, teacher)
-    yield from found
-    if not found:
-        kin = "of one origin by their shape" if is_kin(student.spec, teacher.spec) else "of different shapes"
-        text = f"the two config.json ({kin}) have no value that is likely to be a mistake: rope_theta "
-        text += f"{student.spec.rope.theta:g} and {teacher.spec.rope.theta:g}, rms_norm_eps {student.spec.norm_eps:g} "
-        yield Finding(CHECK, "ok", f"{text}and {teacher.spec.norm_eps:g}")
+    found += _special_ids(student, teacher) if shares_ids else ()
+    kin = "of one origin by their shape" if _is_kin(student.spec, teacher.spec) else "of different shapes"
+    text = f"the two config.json ({kin}) have no value that is likely to be a mistake: rope_theta "
+    text += f"{student.spec.rope.theta:g} and {teacher.spec.rope.theta:g}, rms_norm_eps {student.spec.norm_eps:g} "
+    yield from found or [Finding(CHECK, "ok", f"{text}and {teacher.spec.norm_eps:g}")]
 
 
-def is_kin(student: ModelSpec, teacher: ModelSpec) -> bool:
+def _is_kin(student: ModelSpec, teacher: ModelSpec) -> bool:
     """Whether two models look like checkpoints of one model, or one like a pruned copy of the other."""
     return student.model_type == teacher.model_type and student.hidden_size == teacher.hidden_size
 
@@ -59,37 +57,33 @@ def _differ(code: str, key: str, ours: Any, theirs: Any, why: str) -> Finding:
 def _between(student: ModelSpec, teacher: ModelSpec) -> Iterator[Finding]:
     if student.model_type != teacher.model_type:
         return
-    kin = is_kin(student, teacher)
-    ours, theirs = student.rope.theta, teacher.rope.theta
-    if ours != theirs and (kin or max(ours, theirs) < FACTOR * min(ours, theirs)):
+    kin = _is_kin(student, teacher)
+    bases = student.rope.theta, teacher.rope.theta
+    if bases[0] != bases[1] and (kin or max(bases) < FACTOR * min(bases)):
         why = "all attention of one of them turns by other angles than it was trained with"
-        yield _differ("rope-theta-differs", "rope_theta", ours, theirs, why)
-    if not kin:
-        return
-    if student.rope.share != teacher.rope.share:
-        why = "other channels are rotated"
-        yield _differ("rope-theta-differs", "partial_rotary_factor", student.rope.share, teacher.rope.share, why)
-    if student.norm_eps != teacher.norm_eps:
-        why = "the norms of one of them scale its states otherwise than in training"
-        yield _differ("norm-eps-differs", "rms_norm_eps", student.norm_eps, teacher.norm_eps, why)
-    for key, name in _ATTENTION.items():
-        if getattr(student, name) != getattr(teacher, name):
-            why = "the same weights are cut into other heads"
-            yield _differ("attention-differs", key, getattr(student, name), getattr(teacher, name), why)
-    if student.experts is not None and teacher.experts is not None:
-        for key, name in (("num_experts_per_tok", "per_token"), ("norm_topk_prob", "normalized")):
-            values = getattr(student.experts, name), getattr(teacher.experts, name)
-            if values[0] != values[1]:
-                yield _differ("experts-differ", key, *values, "experts are weighed otherwise than in training")
+        yield _differ("rope-theta-differs", "rope_theta", *bases, why)
+    with_experts = student.experts is not None and teacher.experts is not None
+    for code, key, attribute, why in _OF_KIN if kin else ():
+        if with_experts or not attribute.startswith("experts."):
+            ours, theirs = (attrgetter(attribute)(spec) for spec in (student, teacher))
+            if ours != theirs:
+                yield _differ(code, key, ours, theirs, why)
 
 
-_ATTENTION = {
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "the bias of q, k and v": "qkv_bias",
-    "the norm of q and k": "qk_norm",
-}
+_SCALED = "the norms of one of them scale its states otherwise than in training"
+_HEADS, _WEIGHED = "the same weights are cut into other heads", "experts are weighed otherwise than in training"
+# (code, key, attribute of the spec, what a difference does) of values that models of one origin share
+_OF_KIN = (
+    ("rope-theta-differs", "partial_rotary_factor", "rope.share", "other channels are rotated"),
+    ("norm-eps-differs", "rms_norm_eps", "norm_eps", _SCALED),
+    ("attention-differs", "num_attention_heads", "num_heads", _HEADS),
+    ("attention-differs", "num_key_value_heads", "num_kv_heads", _HEADS),
+    ("attention-differs", "head_dim", "head_dim", _HEADS),
+    ("attention-differs", "the bias of q, k and v", "qkv_bias", _HEADS),
+    ("attention-differs", "the norm of q and k", "qk_norm", _HEADS),
+    ("experts-differ", "num_experts_per_tok", "experts.per_token", _WEIGHED),
+    ("experts-differ", "norm_topk_prob", "experts.normalized", _WEIGHED),
+)
 
 
 def _of_each(student: ModelFiles, teacher: ModelFiles, response_tokens: Mapping[str, int]) -> Iterator[Finding]:
@@ -105,14 +99,14 @@ def _of_each(student: ModelFiles, teacher: ModelFiles, response_tokens: Mapping[
                 numbers = {"positions": spec.max_positions, "tokens": tokens}
                 yield Finding(CHECK, "warning", text, numbers, code="positions-too-few")
                 break
-    size = {name: parameters(files.spec) for name, files in (("student", student), ("teacher", teacher))}
+    size = {"student": _parameters(student.spec), "teacher": _parameters(teacher.spec)}
     if size["teacher"] < size["student"]:
         text = f"the teacher has {size['teacher']:.3g} weights in its layers and the student {size['student']:.3g}; "
         text += "expected a teacher of the same size or a larger one; fix: exchange the two paths, unless it is meant"
         yield Finding(CHECK, "warning", text, size, code="teacher-smaller")
 
 
-def parameters(spec: ModelSpec) -> float:
+def _parameters(spec: ModelSpec) -> float:
     """The number of weights in the layers of a model, without biases and norms."""
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     experts = spec.experts
@@ -134,7 +128,7 @@ def _special_ids(student: ModelFiles, teacher: ModelFiles) -> Iterator[Finding]:
                 text += f"{files.spec.vocab_size}; expected one of these; fix: correct it as in the model's source"
                 yield Finding(CHECK, "warning", text, {role: sorted(ids)}, code="special-id-beyond-model")
                 return
-    if is_kin(student.spec, teacher.spec) and student.spec.num_layers == teacher.spec.num_layers:
+    if _is_kin(student.spec, teacher.spec) and student.spec.num_layers == teacher.spec.num_layers:
         for key in ("bos_token_id", "eos_token_id"):
             ours, theirs = (files.spec.hf_config.get(key) for files in (student, teacher))
             if _ids(ours) and _ids(theirs) and not _ids(ours) & _ids(theirs):

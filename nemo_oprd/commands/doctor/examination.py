@@ -1,8 +1,7 @@
-"""`doctor`: says in one line each what makes distillation fail silently, before the run. From cheap to dear.
+"""All checks of `doctor` in their order, from cheap to dear (docs/doctor.md).
 
-The checks are in this package, and docs/doctor.md lists them. The files are checked first, on the first rank. Then the
-run's engine samples a few responses, of the student first and then of each teacher, and the models of the run
-are built as for training. Nothing is trained or written, except for the findings in `--json`.
+The files are checked first, on the first rank. Then the run's engine samples a few responses, of the student first and
+then of each teacher, and the models of the run are built as for training. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.commands.doctor import models as model_checks
 from nemo_oprd.commands.doctor import responses as sample_checks
-from nemo_oprd.commands.doctor.findings import Finding, Report
+from nemo_oprd.commands.doctor.findings import Finding, Report, Verdict
 from nemo_oprd.commands.doctor.hidden_errors import massive_activations
 from nemo_oprd.commands.doctor.layer_states import layer_similarity
 from nemo_oprd.commands.doctor.settings import Settings, evaluation_limit, not_sampled
@@ -84,7 +83,6 @@ class Examination:
     """
 
     def __init__(self, run: Config, spec: RunSpec, settings: Settings, report: Report) -> None:
-        """Opens the models' files."""
         self.run, self.settings, self.report = run, settings, report
         self.spec, self.config, self.routing = spec, spec.config, spec.models.routing
         self.files = RunFiles(self.config, spec.models)
@@ -107,10 +105,10 @@ class Examination:
             if self.run.evaluation.teacher and self.run.rollout.replay is None:
                 check_same_architecture(self.files.student.spec, self.files.teachers[0].spec)
         except ValueError as error:
-            known = self.report.is_wrong
             text = f"`train` refuses this run, so nothing can be sampled: {error}"
-            skipped = Finding("start", "skipped", text)
-            self.report.add(skipped if known else Finding("start", "wrong", text, code="train-refuses"))
+            verdict: Verdict = "skipped" if self.report.is_wrong else "wrong"
+            code = None if verdict == "skipped" else "train-refuses"
+            self.report.add(Finding("start", verdict, text, code=code))
             return False
         init_distributed()
         return True
@@ -140,14 +138,15 @@ class Examination:
             limits = self.config.rollout.max_new_tokens, self.run.rollout.max_new_tokens
             self.report.add(sample_checks.truncation(self.rollouts, *limits))
             self.greedy = model_checks.greedy_responses(engine, self.requests, self.config)
-            by_student = [
-                None if isinstance(on, str) else self._solved(engine, student.tokenizer, on) for on in compared
-            ]
-        for number, (on, solved) in enumerate(zip(compared, by_student, strict=True)):
-            if isinstance(on, str) or solved is None:
+            solved = [on if isinstance(on, str) else self._solved(engine, student.tokenizer, on) for on in compared]
+        for number, (on, by_student) in enumerate(zip(compared, solved, strict=True)):
+            if isinstance(on, str) or isinstance(by_student, str):
                 found = Finding("teacher is better", "skipped", str(on))
             else:
-                found = self._compare_with(number, on, solved)
+                with self._engine(self.files.teachers[number]) as engine:
+                    by_teacher = self._solved(engine, self._reader(number).tokenizer, on)
+                limits = int(self.config.evaluation.max_new_tokens or 0), evaluation_limit(self.run)
+                found = sample_checks.teacher_is_better(by_student, by_teacher, *limits)
             self.report.add(found.about(self.labels[number]))
 
     @contextmanager
@@ -197,26 +196,15 @@ class Examination:
         """Whose template teacher `number` reads problems in: of the student's ids in the student's, as in the run."""
         return self.files.teachers[number] if self.reads == "text" else self.files.student
 
-    def _compare_with(self, number: int, problems: Problems, by_student: sample_checks.Answers) -> Finding:
-        """Student and teacher `number` on validation problems."""
-        with self._engine(self.files.teachers[number]) as engine:
-            by_teacher = self._solved(engine, self._reader(number).tokenizer, problems)
-        limits = int(self.config.evaluation.max_new_tokens or 0), evaluation_limit(self.run)
-        return sample_checks.teacher_is_better(by_student, by_teacher, *limits)
-
     def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> Problems:
         """Those of the first validation set with answers; of several teachers, those of its data sources.
 
-        They are drawn with the run's seed, because the first ones of a file are often of one kind.
-
-        Args:
-            room: problems of as many tokens leave no room for a response, and are left out.
+        They are drawn with the run's seed, because the first ones of a file are often of one kind. Problems of `room`
+        tokens leave no room for a response, and are left out.
         """
         named = self.config.teacher_sources[number].data_sources
         for name, read in validation_problems(self.config).items():
-            problems = [p for p in read if p.answer is not None]
-            if named is not None:
-                problems = [p for p in problems if p.data_source in named]
+            problems = [p for p in read if p.answer is not None and (named is None or p.data_source in named)]
             fitting = [p for p in problems if all(len(t.encode_prompt(list(p.messages))) < room for t in tokenizers)]
             if fitting:
                 drawn = prompt_order(len(fitting), self.config.seed, 0, min(self.settings.problems, len(fitting)))
@@ -234,9 +222,8 @@ class Examination:
         solved, without_answer = [False] * len(problems), 0
         if dist.get_rank() == 0:
             choice = GraderChoice(evaluation.graders, evaluation.judge)
-            graders = [choice.of(name, problem.data_source) for problem in problems]
-            graded = zip(graders, texts, problems, strict=True)
-            grades = [grader(text, problem.answer or "") for grader, text, problem in graded]
+            pairs = zip(texts, problems, strict=True)
+            grades = [choice.of(name, problem.data_source)(text, problem.answer or "") for text, problem in pairs]
             solved = [grade.correct for grade in grades]
             without_answer = sum(grade.extracted is None for grade in grades)
         cut = sum(rollout.finish_reason == "length" for rollout in rollouts)
@@ -244,10 +231,9 @@ class Examination:
 
     def check_models(self) -> None:
         """The checks of forward passes, teacher by teacher."""
-        config = self.config
         distiller = build_distiller(self.plan)
         limit = self.spec.models.vocab_limit
-        self.report.add(model_checks.positions(self.greedy, distiller.student, config, limit))
+        self.report.add(model_checks.positions(self.greedy, distiller.student, self.config, limit))
         taught_by = distiller.taught_by(self.rollouts)
         try:
             rollouts = add_teacher_inputs(self.inputs, taught_by, self.rollouts, self.requests)
@@ -265,7 +251,6 @@ class Examination:
         config, objective = self.config, distiller.objective
         batch = distiller.batch(rollouts, distiller.objective_of(0))
         loss = config.loss.representation
-        compares_states = bool(objective.layers) and largest(loss.weight) > 0
         if self.reads == "text":
             text = "the teacher reads other tokens; the alignment by bytes is checked for every batch (align/coverage)"
             yield Finding("teacher's positions", "skipped", text)
@@ -278,7 +263,7 @@ class Examination:
             yield Finding("KL and overlap", "skipped", text)
         elif metrics is not None:
             yield model_checks.distance(metrics, self.spec.models.vocab_limit, config.loss.output.k)
-        if not compares_states:
+        if not objective.layers or largest(loss.weight) <= 0:
             for check in ("similar layers", "massive activations"):
                 yield Finding(check, "skipped", "the run compares no hidden states")
             return

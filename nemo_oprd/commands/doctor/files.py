@@ -31,10 +31,8 @@ def stop_ids(student: Tokenizer, teacher: Tokenizer, reads: Reads) -> Finding:
     """Whether the student's sampling stops where the teacher would end its turn.
 
     A teacher gives the student's stop id no probability if it ends its turn with another id. The student learns to
-    write that other id, at which its sampling does not stop, and responses grow to their limit. Measured on the stop
-    ids of both models' files and on the id that the teacher's template writes after a response. Any id at which only
-    one of the two stops is a difference; it is wrong if it is the one that ends the teacher's turn, else a warning.
-    With a teacher that reads text, the alignment pairs the ends of both turns, whatever their ids.
+    write that other id, at which its sampling does not stop, and responses grow to their limit. With a teacher that
+    reads text, the alignment pairs the ends of both turns, whatever their ids.
     """
     ours, theirs = list(student.eos_ids), list(teacher.eos_ids)
     numbers: dict[str, Any] = {"student": ours, "teacher": theirs}
@@ -67,9 +65,8 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: R
 
     A teacher that reads the student's ids reads them in the student's template. If its own one differs, it reads a
     conversation unlike those that it was trained on, and its states and distribution are worse than in an evaluation in
-    its own template, which nothing in a run shows. Measured on a training prompt and on a short conversation without a
-    system message, in which an added system prompt shows. Any difference is a warning only, because the authors of some
-    recipes accept it. A teacher with a prompt of its own, or that reads text, reads its own template.
+    its own template, which nothing in a run shows. Any difference is a warning only, because the authors of some
+    recipes accept it.
     """
     if reads != "ids":
         return Finding("templates", "ok", "the teacher reads prompts in its own template")
@@ -82,9 +79,8 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: R
         if ours == theirs:
             continue
         at = _common_start(ours, theirs)
-        shown = [_excerpt(text, at) for text in (ours, theirs)]
-        content = messages[-1]["content"]
-        leads = [text.partition(content)[0] for text in (ours, theirs)]
+        shown = [repr(text[max(0, at - EXCERPT_BEFORE) : at + EXCERPT_AFTER]) for text in (ours, theirs)]
+        leads = [text.partition(messages[-1]["content"])[0] for text in (ours, theirs)]
         added = [_inserted(leads[i], leads[1 - i]) for i in (0, 1)]
         where = f"{name} differs at character {at}: {shown[0]} for the student, {shown[1]} for the teacher"
         code = "templates-differ"
@@ -96,10 +92,6 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: R
         text += "chat_template.jinja for both, or give the teacher its own with teacher.prompt='{prompt}'"
         return Finding("templates", "warning", text, {"character": at, "student": ours, "teacher": theirs}, code=code)
     return Finding("templates", "ok", "both templates render the same text, without and with a training prompt")
-
-
-def _excerpt(text: str, at: int) -> str:
-    return repr(text[max(0, at - EXCERPT_BEFORE) : at + EXCERPT_AFTER])
 
 
 def _common_start(one: str, other: str) -> int:
@@ -119,9 +111,8 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
     """Whether an id that the student may sample means the same token to the teacher, padded rows included.
 
     Models of one family pad their vocabularies to different sizes, which only masks a few ids. If ids mean other
-    tokens, the teacher scores another text than the student wrote, with plausible states. Measured by comparing the
-    tokens of all ids; one id with another meaning is wrong, because the run would teach it. So is a tokenizer with ids
-    beyond the model's rows.
+    tokens, the teacher scores another text than the student wrote, with plausible states; one such id is wrong, because
+    the run would teach it.
     """
     check = "vocabularies"
     for role, model in (("student", student), ("teacher", teacher)):
@@ -137,7 +128,8 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
     padding += f"for {sizes['teacher_tokens']} (teacher)"
     if reads == "text":
         return Finding(check, "ok", f"the teacher reads text, no ids are shared: {padding}", sizes)
-    ours, theirs = _tokens(student.tokenizer), _tokens(teacher.tokenizer)
+    vocabularies_of = (model.tokenizer.hf.get_vocab() for model in (student, teacher))
+    ours, theirs = ({i: token for token, i in vocabulary.items()} for vocabulary in vocabularies_of)
     other = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     sizes |= {"ids_with_another_meaning": len(other), "sampled_ids": min(sizes["student_rows"], sizes["teacher_rows"])}
     if other:
@@ -150,17 +142,13 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
     return Finding(check, "ok", text, sizes)
 
 
-def _tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    return {i: token for token, i in tokenizer.hf.get_vocab().items()}
-
-
 def rope(student: ModelSpec, teacher: ModelSpec) -> Finding:
     """Whether both models rotate positions as they were made to.
 
     YaRN is made for `factor` times `original_max_position_embeddings` tokens; where max_position_embeddings is lower,
     responses end there, and where it is higher, positions beyond were never meant. Of two models of one family and
     base, of which one is scaled and the other not, one lacks a setting: all their states differ, which training
-    would have to undo. Measured on both models' config.json.
+    would have to undo.
     """
     said = [f"{role} {_rope(spec)}" for role, spec in (("student", student), ("teacher", teacher))]
     numbers: dict[str, Any] = {"student": student.max_positions, "teacher": teacher.max_positions}

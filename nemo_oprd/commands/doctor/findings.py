@@ -21,7 +21,7 @@ class Finding:
 
     Attributes:
         check: the name of the check, as docs/doctor.md lists it.
-        verdict: `wrong` fails the command; a `warning` does not; `skipped` says why the check does not apply.
+        verdict: `wrong` fails the command; a `warning` does not; `skipped`: the check does not apply.
         text: one line: what was found, and for a warning or something wrong also what was expected and the fix.
         numbers: what was measured, by name; plain JSON values.
         code: of a warning or something wrong, its name in `CODES`; else None.
@@ -56,15 +56,10 @@ def flag(check: str, verdict: Verdict, code: str, text: str, **numbers: Any) -> 
 
 
 class Report:
-    """The findings of one command, printed as they come. Findings count on the first rank only.
-
-    Args:
-        speaks: whether this is the first rank.
-    """
+    """The findings of one command, printed as they come; on the first rank only, which `speaks`."""
 
     def __init__(self, *, speaks: bool) -> None:
-        self.speaks = speaks
-        self.findings: list[Finding] = []
+        self.speaks, self.findings = speaks, list[Finding]()
 
     def add(self, findings: Finding | Iterable[Finding]) -> None:
         """Keeps findings and prints a line for each."""

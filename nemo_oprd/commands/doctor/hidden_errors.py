@@ -30,21 +30,13 @@ MOST = 0.9
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of one layer: its share of the representation loss, and where in the layer it is.
-
-    Attributes:
-        layer: the student's layer.
-        share: the layer's part of the squared error over all layers, at the layers' weights.
-        top: the dimensions that hold most of it, 1 % of them, largest first.
-        top_share: their part of the layer's error.
-        width: number of dimensions.
-    """
+    """The error of one layer of the student: its share of the representation loss, and where in the layer it is."""
 
     layer: int
-    share: float
-    top: tuple[int, ...]
-    top_share: float
-    width: int
+    share: float  # of the squared error over all layers, at the layers' weights
+    top: tuple[int, ...]  # the 1 % of the dimensions that hold most of it, largest first
+    top_share: float  # their part of the layer's error
+    width: int  # number of dimensions
 
     @property
     def dominated(self) -> bool:
@@ -59,9 +51,8 @@ def massive_activations(
 
     Many models have a few dimensions with states hundreds of times larger than all others. A plain MSE then trains
     these dimensions, and in layers that have them, and hardly anything else, while the loss falls by orders of
-    magnitude. Measured on the sampled rollouts, on the rows as the loss compares them (projected by a bridge; scaled to
-    unit length for normalized_mse and cosine): per layer the squared error in the largest 1 % of the dimensions. It is
-    a warning if layers in which these hold more than half of the error have more than half of the loss.
+    magnitude. Measured on the rows as the loss compares them: projected by a bridge; scaled to unit length for
+    normalized_mse and cosine.
 
     Args:
         batch: rollouts of one teacher.

@@ -58,10 +58,8 @@ CONTRADICTIONS: Sequence[tuple[str, re.Pattern[str], re.Pattern[str]]] = (
 def instructions(prompts: dict[str, list[str]]) -> Iterator[Finding]:
     r"""Whether prompts hold an instruction twice, or two instructions that contradict each other.
 
-    Measured on the rendered prompts: a sentence of five words or more that occurs twice; two sentences that ask in
-    other words for the same thing (a box, reasoning step by step); two requests that exclude each other. A warning if
-    the same one is found in 1 % of a source's prompts, and in two prompts at least: single problems repeat sentences of
-    their own. Only the plainest of the three is said of a source.
+    Only the plainest of the three kinds is said of a source, and only if two prompts at least have it: single problems
+    repeat sentences of their own.
 
     Args:
         prompts: where they come from -> prompts as a model reads them.

@@ -33,19 +33,12 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class LayerMap:
-    """The layer map of a run.
+    """The layer map of a run."""
 
-    Attributes:
-        pairs: supervised student layer -> teacher layer.
-        depths: number of layers of student and teacher.
-        final_norm: whether the last layers' states are taken after the final norm, so that only they are compared.
-        freely: whether `loss.representation.layer_map` can be set; a bridge is fitted for its map.
-    """
-
-    pairs: Mapping[int, int]
-    depths: tuple[int, int]
-    final_norm: bool
-    freely: bool = True
+    pairs: Mapping[int, int]  # supervised student layer -> teacher layer
+    depths: tuple[int, int]  # number of layers of student and teacher
+    final_norm: bool  # whether the last layers' states are taken after the final norm, so that only they are compared
+    freely: bool = True  # whether `loss.representation.layer_map` can be set; a bridge is fitted for its map
 
     @property
     def inner(self) -> dict[int, int]:
@@ -166,9 +159,7 @@ def best_monotone(similarity_ST: np.ndarray) -> list[int]:
 def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, rows: int) -> Finding:
     """Whether another map compares layers that are much more alike, on the states of sampled responses.
 
-    The map with the largest sum of similarities among those that rise is compared with the run's. It is a warning if it
-    is better by `MARGIN` on average and closes a fifth of what the run's map lacks to 1 (CKA: half), or (of one width)
-    is better by 0.01 and closes half of it; and if its layers are alike at all.
+    The map with the largest sum of similarities among those that rise is compared with the run's.
 
     Args:
         similarity_ST: of the inner layers with the candidates, `measure` of their states, at most 1.

@@ -53,13 +53,9 @@ def positions(greedy: list[Rollout], student: Student, config: Config, vocab_lim
     """Whether the trainer scores a token at the state from which the engine sampled it.
 
     With states that are off by one between sampling and scoring, every loss compares, and trains, the wrong tokens.
-    Such losses fall, too. Measured by greedy responses of the engine: each token must be the trainer's likeliest one at
-    its position, up to ties, in 95 % of all tokens, and of the first tokens in 75 %, because a shift of the prompt
-    shows there alone. Where it is not, the log-probabilities at the positions before and after say whether a shift
-    explains the tokens.
-
-    Args:
-        greedy: `greedy_responses`.
+    Such losses fall, too. Each token of `greedy_responses` must be the trainer's likeliest one at its position, up to
+    ties; the first tokens are counted apart, because a shift of the prompt shows there alone. Else the
+    log-probabilities at the positions before and after say whether a shift explains the tokens.
     """
     check = "positions"
     sequences = [Rollout(r.prompt_ids, r.response_ids) for r in greedy if r.response_ids]
@@ -107,12 +103,8 @@ def aligned_positions(rollouts: list[Rollout], table: TokenTable) -> Finding:
     """Whether student and teacher read the same token at the two positions whose states are compared.
 
     A teacher that reads another prompt has its states at other positions. If they are off by one, each state of the
-    student is pulled towards that of a neighbouring token, which training follows without complaint. Measured on all
-    supervised rows of the sampled rollouts; one row with other tokens is wrong. For teachers that read the student's
-    ids, in whatever prompt.
-
-    Args:
-        table: the supervised rows.
+    student is pulled towards that of a neighbouring token, which training follows without complaint. For teachers that
+    read the student's ids, in whatever prompt; `table` holds the supervised rows.
     """
     own = [rollout.prompt_ids + rollout.response_ids for rollout in rollouts]
     read = [r.prompt_ids + r.response_ids for r in (rollout.as_read_by_teacher() for rollout in rollouts)]
@@ -136,10 +128,8 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
     """Whether the distributions of both models are at a distance that distillation can close.
 
     A teacher of another vocabulary, another alignment or another prompt format is about ln V away, and the student
-    learns noise from it; one at distance 0 teaches nothing. Measured on the sampled rollouts as in a watched update:
-    reverse KL per token, relative to ln V, and the share of the k likeliest ids that both models have in common. Above
-    three quarters of ln V, or below an overlap of 0.1, it is wrong; above a quarter, or below 0.3, a warning, because
-    a badly damaged student is there, too, and learns.
+    learns noise from it; one at distance 0 teaches nothing. A smaller distance is a warning only, because a badly
+    damaged student is there, too, and learns.
 
     Args:
         metrics: of an update on the sampled rollouts.
@@ -149,11 +139,8 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
     if metrics.nonfinite_reason:
         text = f"{metrics.nonfinite_reason}; expected finite numbers; fix: check both models' weights for NaN"
         return Finding(check, "wrong", text, code="not-finite")
-    scale, kl, overlap = (
-        math.log(vocabulary),
-        metrics.named["output/reverse_kl"],
-        metrics.named["val-topk/overlap_ratio"],
-    )
+    scale, kl = math.log(vocabulary), metrics.named["output/reverse_kl"]
+    overlap = metrics.named["val-topk/overlap_ratio"]
     numbers = {"reverse_kl": kl, "ln_vocabulary": scale, "overlap": overlap, "k": k}
     for name, metric in (("student_entropy", "actor/entropy"), ("teacher_entropy", "teacher/entropy")):
         if metric in metrics.named:
@@ -177,9 +164,7 @@ def repeatability(distiller: Distiller, batch: StepBatch) -> Finding:
     """Whether the teacher gives the same states for the same input twice.
 
     Dropout that is on, a kernel that reads memory of others, or weights that change give targets with noise, which the
-    loss then has as its floor. Measured on the targets of one group of microbatches, computed twice: a relative
-    difference above 1e-3 in any layer is wrong; a smaller one is a warning, because sums in another order explain it,
-    and runs are then not repeatable bit for bit.
+    loss then has as its floor. A small difference is a warning only, because sums in another order explain it.
     """
     check, group = "repeatability", batch.groups[0]
     first, second = distiller.targets(batch, group), distiller.targets(batch, group)

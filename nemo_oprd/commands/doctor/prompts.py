@@ -55,10 +55,8 @@ def prompt_files(config: Config) -> Iterator[Finding]:
         found += _texts(source, prompts[:: -(-len(prompts) // LOOKED_AT) or 1])
     for name, problems in sets.items():
         found += _problems(f"data.validation.{name}", problems, graded=config.evaluation.every > 0)
-    yield from found
-    if not found:
-        text = f"{len(training):,} prompts and {sum(map(len, sets.values())):,} problems of validation: few repeat,"
-        yield Finding(CHECK, "ok", f"{text} none hold their answers")
+    text = f"{len(training):,} prompts and {sum(map(len, sets.values())):,} problems of validation: few repeat,"
+    yield from found or [Finding(CHECK, "ok", f"{text} none hold their answers")]
 
 
 def _counted(config: Config, content: dict[str, Any]) -> Iterator[Finding]:
@@ -178,12 +176,7 @@ def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Itera
 def tokenized(
     config: Config, student: Tokenizer, teacher: Tokenizer | None, prompts: Sequence[Prompt]
 ) -> Iterator[Finding]:
-    """Findings about the tokens of training prompts.
-
-    Args:
-        teacher: the tokenizer of a teacher that reads the student's ids; else None.
-        prompts: a sample.
-    """
+    """Findings about the tokens of a sample of prompts; `teacher`: of one that reads the student's ids, else None."""
     count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
     contents = [prompt.messages[-1]["content"] for prompt in prompts]
     ids = student.encode_plain(contents)
@@ -206,9 +199,7 @@ def tokenized(
             text = f"{long:,} of {count:,} prompts are longer than data.max_prompt_tokens={limit} (data.over_long="
             text += f"{config.data.over_long}); expected at most a fifth; fix: raise it"
             found.append(Finding(check, "warning", text, {"prompts": long}, code="prompts-over-limit"))
-    yield from found
-    if not found:
-        yield Finding(check, "ok", f"the tokens of {count:,} prompts stand for their whole text")
+    yield from found or [Finding(check, "ok", f"the tokens of {count:,} prompts stand for their whole text")]
 
 
 def _is_lost(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:

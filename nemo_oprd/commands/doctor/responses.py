@@ -29,9 +29,8 @@ def truncation(rollouts: list[Rollout], limit: int, run_limit: int) -> Finding:
     """Whether most responses are cut off at their limit.
 
     A cut response has no end and no answer: with `positions=last_k` the supervised tokens are in the middle of a
-    thought, or in a loop, and the loss falls on text that no evaluation grades. Measured on sampled responses; more
-    than half is a warning. At a limit below the run's own one, few cut responses show that the longer limit cuts no
-    more, while many say nothing, unless they repeat themselves: more than a quarter of loops is a warning at any limit.
+    thought, or in a loop, and the loss falls on text that no evaluation grades. At a limit below the run's own one, few
+    cut responses show that the longer limit cuts no more, while many say nothing, unless they repeat themselves.
 
     Args:
         limit, run_limit: the most tokens of a response here, and in the run.
@@ -68,17 +67,11 @@ def repeats_itself(ids: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Answers:
-    """One model's responses to validation problems.
-
-    Attributes:
-        solved: which problems are solved.
-        without_answer: responses in which the grader found no answer.
-        cut: responses that reached the limit.
-    """
+    """One model's responses to validation problems."""
 
     solved: Sequence[bool]
-    without_answer: int = 0
-    cut: int = 0
+    without_answer: int = 0  # responses in which the grader found no answer
+    cut: int = 0  # responses that reached the limit
 
     def describe(self, limit: int) -> str:
         """What became of the responses that may explain an accuracy."""
@@ -90,9 +83,7 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
 
     A teacher that is no better has nothing to give, and the loss falls nevertheless. Measured by one response of each
     model per problem, paired: only problems that one of the two solves count, and under equal models either is the
-    solver with probability 1/2 (McNemar's exact test). The teacher must be ahead at the 5 % level, else it is a
-    warning; a student that is ahead at this level is wrong. A teacher that solves nothing has a line of its own, which
-    says how many responses had no answer, or no end.
+    solver with probability 1/2 (McNemar's exact test).
 
     Args:
         limit, run_limit: the most tokens of a response here, and in the run's evaluations.
@@ -105,8 +96,8 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
     accuracies = float(np.mean(student.solved)), float(np.mean(teacher.solved))
     cut = student.cut + teacher.cut
     numbers = {"problems": count, "student": accuracies[0], "teacher": accuracies[1], "only_teacher": wins}
-    numbers |= {"only_student": losses, "cut": cut, "limit": limit}
-    numbers |= {"student_cut": student.cut, "teacher_cut": teacher.cut}
+    numbers |= {"only_student": losses, "cut": cut, "limit": limit, "student_cut": student.cut}
+    numbers["teacher_cut"] = teacher.cut
     numbers |= {"student_without_answer": student.without_answer, "teacher_without_answer": teacher.without_answer}
     numbers["standard_error"] = error
     if count < MIN_PROBLEMS:

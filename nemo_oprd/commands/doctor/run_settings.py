@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_oprd.commands.doctor.findings import Finding, Verdict, flag
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
-from nemo_oprd.config.weight_schedule import Weight, largest
+from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.losses.layer_mapping import weights_of_layers
 
 CHECK = "settings"
@@ -38,16 +38,10 @@ EMA_MOVES, EMA_LASTS = 0.1, 0.5
 
 
 def settings(config: Config, num_layers: int, hidden_size: int) -> Iterator[Finding]:
-    """Findings about values that nobody means; one that says that there are none.
-
-    Args:
-        num_layers, hidden_size: of the student.
-    """
+    """Findings about values that nobody means; one that says that there are none. The sizes are the student's."""
     parts = (_optimizer(config, hidden_size), _updates(config), _sampling(config), _losses(config, num_layers))
-    found = [finding for part in parts for finding in part]
-    yield from found
-    if not found:
-        yield Finding(CHECK, "ok", "no value of the configuration is outside what a run can use")
+    ok = Finding(CHECK, "ok", "no value of the configuration is outside what a run can use")
+    yield from [finding for part in parts for finding in part] or [ok]
 
 
 def _optimizer(config: Config, hidden_size: int) -> Iterator[Finding]:
@@ -93,15 +87,13 @@ def _updates(config: Config) -> Iterator[Finding]:
     if train.prompts_per_step * rollout.per_prompt == 1 and rollout.replay is None:
         text = "train.prompts_per_step=1 with rollout.per_prompt=1: each update follows one response; expected 8 and "
         yield _say("warning", "batch-of-one", f"{text}more; fix: raise train.prompts_per_step")
-    for key, weight in (
-        ("loss.representation.weight", config.loss.representation.weight),
-        ("loss.output.weight", config.loss.output.weight),
-    ):
+    weights = {"representation": config.loss.representation.weight, "output": config.loss.output.weight}
+    for key, weight in weights.items():
         begins = [0, *(stage.until or 0 for stage in weight[:-1])] if isinstance(weight, list) else []
         if begins and begins[-1] >= train.steps:
-            text = f"{key}: its last stage begins after update {begins[-1]}, and train.steps={train.steps} ends "
-            text += "before; expected "
-            yield _say("warning", "stage-never-reached", f"{text}all stages within the run; fix: correct until")
+            text = f"loss.{key}.weight: its last stage begins after update {begins[-1]}, and train.steps={train.steps} "
+            text += "ends before; expected all stages within the run; fix: correct until"
+            yield _say("warning", "stage-never-reached", text)
     teacher = config.teacher
     if TEACHER_KINDS[teacher.weights].averages:
         decay = teacher.ema_decay
@@ -154,9 +146,10 @@ def _sampling(config: Config) -> Iterator[Finding]:
         text = f"evaluation.temperature={evaluation.temperature:g}: no model answers well; expected at most {high}; "
         yield _say("warning", "temperature-unusual", f"{text}fix: 0.7", temperature=evaluation.temperature)
     if evaluation.every and evaluation.top_p < 0.3:
-        text = f"evaluation.top_p={evaluation.top_p:g}: hardly more than greedy sampling; expected 0.9 to 1; fix: "
-        text += "raise it"
-        yield _say("warning", "top-p-narrow", f"{text}, or set evaluation.temperature=0", top_p=evaluation.top_p)
+        text = (
+            f"evaluation.top_p={evaluation.top_p:g}: hardly more than greedy sampling; expected 0.9 to 1; fix: raise "
+        )
+        yield _say("warning", "top-p-narrow", f"{text}it, or set evaluation.temperature=0", top_p=evaluation.top_p)
 
 
 def _losses(config: Config, num_layers: int) -> Iterator[Finding]:
@@ -177,7 +170,7 @@ def _losses(config: Config, num_layers: int) -> Iterator[Finding]:
         yield _say("warning", "output-temperature-unusual", text, temperature=output.temperature)
     weights = {"loss.representation.weight": states.weight} if states.layers != "none" else {}
     weights |= {"loss.output.weight": output.weight} if not output.is_off else {}
-    positive = {key: value for key, weight in weights.items() for value in _positive(weight)}
+    positive = {key: largest(weight) for key, weight in weights.items() if largest(weight) > 0}
     least, most = WEIGHTS
     for key, value in positive.items():
         if not least <= value <= most:
@@ -193,8 +186,3 @@ def _losses(config: Config, num_layers: int) -> Iterator[Finding]:
             text = f"loss.representation.layer_weights: from {min(shares.values()):g} to {max(shares.values()):g}, so "
             text += f"some layers count for nothing; expected a ratio below {UNEVEN:g}; fix: leave these layers out of "
             yield _say("warning", "layer-weights-uneven", f"{text}loss.representation.layers")
-
-
-def _positive(weight: Weight) -> list[float]:
-    """The largest weight of a schedule, if it is above 0."""
-    return [largest(weight)] if largest(weight) > 0 else []

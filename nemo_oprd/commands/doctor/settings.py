@@ -11,17 +11,11 @@ from nemo_oprd.rollout.engine_kinds import ENGINES
 
 @dataclass(frozen=True)
 class Settings:
-    """The size of the samples.
+    """The size of the samples."""
 
-    Attributes:
-        prompts: training prompts of which one response each is sampled.
-        problems: validation problems that student and teacher answer once each.
-        max_new_tokens: the longest response, where the run's own limit is not shorter.
-    """
-
-    prompts: int = 16
-    problems: int = 32
-    max_new_tokens: int = 512
+    prompts: int = 16  # training prompts of which one response each is sampled
+    problems: int = 32  # validation problems that student and teacher answer once each
+    max_new_tokens: int = 512  # the longest response, where the run's own limit is not shorter
 
     def __post_init__(self) -> None:
         """Raises ValueError for a size below 1."""

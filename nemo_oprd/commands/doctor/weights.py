@@ -28,17 +28,13 @@ SCALE, ZERO_ROWS = 100.0, 0.5
 
 @dataclass
 class WeightSurvey:
-    """What one reading of a model's tensors says.
+    """What one reading of a model's tensors says; layers are counted from 1."""
 
-    Attributes:
-        scales: name of a layer's matrix without its layer -> {layer (from 1): root mean square}.
-        signatures: layer (from 1) -> some of the values of one of its matrices.
-        damage: (code, what is wrong) of single tensors.
-    """
-
+    # name of a layer's matrix without its layer -> {layer: root mean square}
     scales: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    # layer -> some of the values of one of its matrices
     signatures: dict[int, torch.Tensor] = field(default_factory=dict)
-    damage: list[tuple[str, str]] = field(default_factory=list)
+    damage: list[tuple[str, str]] = field(default_factory=list)  # (code, what is wrong) of single tensors
 
 
 def survey(model: ModelFiles) -> WeightSurvey:
@@ -68,12 +64,7 @@ def survey(model: ModelFiles) -> WeightSurvey:
 
 
 def damaged_weights(role: str, found: WeightSurvey) -> Iterator[Finding]:
-    """Whether a model has tensors that no training leaves: one line for each kind.
-
-    A model with a damaged layer computes, and teaches, something. Measured on all tensors: values that are not finite,
-    or a matrix or a norm that is zero, are wrong (a matrix of which most rows are zero is a warning); a warning, too,
-    if a matrix is a hundred times larger or smaller than the same one of the other layers, or two layers are equal.
-    """
+    """Whether a model has tensors that no training leaves, because a damaged model computes, and teaches, something."""
     check, damage = f"{role}'s weights", list(found.damage)
     for name, scales in found.scales.items():
         for layer, scale in scales.items():
@@ -110,8 +101,7 @@ def same_weights(student: ModelFiles, teacher: ModelFiles, dtype: torch.dtype, *
 
     A path given twice, or a copy under another name, gives a loss of 0 and a run that learns nothing. Measured tensor
     by tensor in the run's precision, up to the first difference; the vocabularies may be padded differently. Equal
-    weights are wrong unless the teacher reads more than the student (`reads_more`: there is a `teacher.prompt`). It is
-    a warning if only embeddings or heads differ.
+    weights are wrong unless the teacher reads more than the student (`reads_more`: there is a `teacher.prompt`).
     """
     check, one, other = "same weights", tensor_names(student), tensor_names(teacher)
     if one != other or student.spec.hidden_size != teacher.spec.hidden_size:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_direc
 from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.param_names import TE_NAMES
 from nemo_oprd.models.megatron_bridge_config import write_run_config
-from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.models.weights.hf import HFCheckpoint, owner_stage
 from nemo_oprd.models.weights.torch_dist import TorchDistWriter, open_torch_dist, read_megatron_tensor
 from nemo_oprd.runtime.files import replacing_directory
 
@@ -55,26 +55,15 @@ class Parameter:
 
     Attributes:
         key: name in the checkpoint, without a prefix.
-        leading: (index, size) for each leading dimension that the stored array has more: the layer, the expert.
-        shape: without the leading dimensions and without vocabulary padding.
+        shape: without vocabulary padding, and without the leading dimensions that the stored array has more.
+        index, counts: place in these leading dimensions (the layer, the expert), and their sizes.
     """
 
     mapping: ParamMapping
     key: str
-    leading: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
-
-    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the stored array whose parts have the shape `shape`."""
-        return (*(size for _, size in self.leading), *shape)
-
-    def offsets(self, start: Sequence[int]) -> tuple[int, ...]:
-        """Where in the stored array a part of this tensor is that begins at `start`."""
-        return (*(index for index, _ in self.leading), *start)
-
-    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of such a part in the stored array."""
-        return (*(1 for _ in self.leading), *shape)
+    index: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
 
 
 def stacks_layers(spec: ModelSpec) -> bool:
@@ -119,20 +108,21 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
     parameters = []
     for mapping in FAMILIES[spec.model_type].param_mappings(spec):
         if mapping.layer is None:
-            parameters.append(Parameter(mapping, mapping.megatron, (), _joined_shape(mapping, mapping.megatron, spec)))
+            shape = _joined_shape(mapping, mapping.megatron, spec)
+            parameters.append(Parameter(mapping, mapping.megatron, shape))
             continue
         name = mapping.megatron.split(".", 3)[3]
-        leading: tuple[tuple[int, int], ...] = ((mapping.layer, spec.num_layers),) if stacked else ()
+        index, counts = ((mapping.layer,), (spec.num_layers,)) if stacked else ((), ())
         if mapping.expert is not None:
             assert spec.experts is not None
             # Megatron puts the experts of all ranks below one more "experts"
             name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
-            leading = (*leading, (mapping.expert, spec.experts.count))
+            index, counts = (*index, mapping.expert), (*counts, spec.experts.count)
         fused = TE_NAMES.get(name, name)
         if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
             fused = name  # the norm before a router is stored by itself
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
-        parameters.append(Parameter(mapping, prefix + fused, leading, _joined_shape(mapping, name, spec)))
+        parameters.append(Parameter(mapping, prefix + fused, _joined_shape(mapping, name, spec), index, counts))
     return parameters
 
 
@@ -162,7 +152,11 @@ def hf_to_megatron(
     """
     source, target = Path(hf_path), _new_directory(output)
     spec = read_model_spec(source)
-    layout = _layout(spec, tensor, pipeline)
+    if tensor < 1 or pipeline < 1:
+        raise ValueError(f"tensor={tensor}, pipeline={pipeline}; expected sizes of at least 1")
+    spec.check_tensor_parallel(tensor, "--tensor")
+    layout = Layout(tensor=tensor, pipeline=pipeline)
+    layout.layers_per_stage(spec.num_layers)
     checkpoint = HFCheckpoint(source)
     check_source(checkpoint, spec)
     from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
@@ -252,9 +246,7 @@ class MegatronCheckpoint:
     @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of the embedding."""
-        entry = self._metadata.state_dict_metadata[self._found["embedding.word_embeddings.weight"]]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.properties.dtype
+        return self._tensors[self._found["embedding.word_embeddings.weight"]].properties.dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._last:
@@ -262,29 +254,26 @@ class MegatronCheckpoint:
                 raise ValueError(f"{self.path}: no tensor {name!r}; expected an HF name such as {self.keys()[0]!r}")
             self._last = {}  # free the memory before the next parameter is read
             parameter = self._parameter_of[name]
-            parts = parameter.mapping.form.split_to_hf(self._read(parameter), self.spec)
+            # vocabulary padding lies behind the shape, so it is not read
+            start = (*parameter.index, *(0 for _ in parameter.shape))
+            sizes = (*(1 for _ in parameter.index), *parameter.shape)
+            joined = read_megatron_tensor(self._reader, self._metadata, self._found[parameter.key], start, sizes)
+            parts = parameter.mapping.form.split_to_hf(joined.reshape(parameter.shape), self.spec)
             self._last = dict(zip(parameter.mapping.hf, parts, strict=True))
         return self._last[name]
 
-    def _read(self, parameter: Parameter) -> torch.Tensor:
-        """The joined tensor, without padding."""
-        start = parameter.offsets([0] * len(parameter.shape))
-        sizes = parameter.sizes(parameter.shape)
-        joined = read_megatron_tensor(self._reader, self._metadata, self._found[parameter.key], start, sizes)
-        return joined.reshape(parameter.shape)
-
     def _find(self, parameter: Parameter) -> str:
         """The key of a parameter in this checkpoint, including its prefix; checks the shape."""
-        tensors = self._tensors
-        found = [key for key in tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
+        found = [key for key in self._tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
         if not found:
             raise ValueError(
-                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*tensors][:3])}, ...; expected "
-                f"every weight of the {self.spec.model_type} model in {self._config}: is it another model's config?"
+                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*self._tensors][:3])}, ...; "
+                f"expected every weight of the {self.spec.model_type} model in {self._config}: is it another model's "
+                "config?"
             )
         if len(found) > 1:
             raise ValueError(f"{self.path}: holds several models ({', '.join(found)}); expected a checkpoint of one")
-        expected, shape = parameter.whole(parameter.shape), tuple(tensors[found[0]].size)
+        expected, shape = (*parameter.counts, *parameter.shape), tuple(self._tensors[found[0]].size)
         padded = int(isinstance(parameter.mapping.form, Vocabulary) and shape[0] >= expected[0])
         if shape[padded:] != expected[padded:]:
             raise ValueError(
@@ -354,42 +343,35 @@ def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
 def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> torch.dtype:
     """Reads, joins, cuts and writes one parameter after the other; returns the dtype of the embedding."""
     parameters = checkpoint_parameters(spec)
-    with (
-        TorchDistWriter(directory) as writer,
-        tqdm(total=len(parameters), desc="HF to Megatron", unit="parameter", disable=not progress) as bar,
-    ):
-        for parameter in parameters:
+    with TorchDistWriter(directory) as writer:
+        for parameter in tqdm(parameters, desc="HF to Megatron", unit="parameter", disable=not progress):
             _write_parameter(parameter, checkpoint, spec, layout, writer)
-            bar.update()
         for layer in range(spec.num_layers):
             file = _file(layout, layout.stage_of_layer(layer + 1, spec.num_layers)[0], 0)
             for key in _extra_states(layer, spec):
                 writer.add_object(file, key, [None])  # Megatron expects a list of one item
-        writer.add_object(
-            _file(layout, layout.pipeline - 1, 0), "decoder.final_layernorm._extra_state/shard_0_1", [None]
-        )
+        last = _file(layout, layout.pipeline - 1, 0)
+        writer.add_object(last, "decoder.final_layernorm._extra_state/shard_0_1", [None])
         writer.complete()
         return writer.dtype_of("embedding.word_embeddings.weight")
 
 
 def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
     """Megatron's names for the extra states of a layer (0-based): `key/shard_INDEX_SIZE`, dimensions joined by dots."""
-    prefix, leading = (
-        ("decoder.layers", [(layer, spec.num_layers)]) if stacks_layers(spec) else (f"decoder.layers.{layer}", [])
-    )
+    stacked = stacks_layers(spec)
+    prefix = "decoder.layers" if stacked else f"decoder.layers.{layer}"
+    shard = f"{layer}_{spec.num_layers}" if stacked else "0_1"
     modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
-    leading_of = {module: [leading] for module in modules}
     if spec.is_sparse(layer + 1):
         assert spec.experts is not None
-        count = spec.experts.count
-        leading_of |= {module: [[*leading, (i, count)] for i in range(count)] for module in _EXPERTS_WITH_EXTRA_STATE}
-        leading_of["pre_mlp_layernorm"] = [leading]  # in a layer without experts it belongs to the first matrix
+        index, size = (f"{layer}.", f"{spec.num_layers}.") if stacked else ("", "")
+        for module in _EXPERTS_WITH_EXTRA_STATE:
+            for expert in range(spec.experts.count):
+                yield f"{prefix}.{module}._extra_state/shard_{index}{expert}_{size}{spec.experts.count}"
+        modules += ("pre_mlp_layernorm",)  # in a layer without experts it belongs to the first matrix
     else:
-        leading_of |= {module: [leading] for module in _BLOCK_WITH_EXTRA_STATE}
-    for module, several in leading_of.items():
-        for each in several:
-            index, size = (".".join(str(pair[i]) for pair in each or [(0, 1)]) for i in (0, 1))
-            yield f"{prefix}.{module}._extra_state/shard_{index}_{size}"
+        modules += _BLOCK_WITH_EXTRA_STATE
+    yield from (f"{prefix}.{module}._extra_state/shard_{shard}" for module in modules)
 
 
 def _write_parameter(
@@ -397,47 +379,24 @@ def _write_parameter(
 ) -> None:
     form = parameter.mapping.form
     joined = form.join([checkpoint[name] for name in parameter.mapping.hf], spec)
-    layer = parameter.mapping.layer
-    if layer is not None:
-        stage = layout.stage_of_layer(layer + 1, spec.num_layers)[0]
-    else:
-        stage = 0 if parameter.key.startswith("embedding.") else layout.pipeline - 1
+    stage = owner_stage(parameter.mapping, spec, layout)
     rows = spec.padded_vocab(layout.tensor) if isinstance(form, Vocabulary) else parameter.shape[0]
-    shape = parameter.whole((rows, *parameter.shape[1:]))
+    shape = (*parameter.counts, rows, *parameter.shape[1:])
     # an expert is not split: that is the default, and Megatron reads what another layout needs
     parts = layout.tensor if parameter.mapping.expert is None else 1
-    for rank, start, chunk in _chunks(joined, parameter, spec, parts):
-        stored = chunk.reshape(parameter.sizes(chunk.shape))
-        writer.add(_file(layout, stage, rank), parameter.key, shape, parameter.offsets(start), stored)
-
-
-def _chunks(
-    joined: torch.Tensor, parameter: Parameter, spec: ModelSpec, size: int
-) -> Iterator[tuple[int, list[int], torch.Tensor]]:
-    """(tensor rank, offsets in the whole tensor, chunk) as `size` tensor ranks would write them."""
-    form = parameter.mapping.form
-    for rank in range(1 if form.axis is None else size):
-        shard = form.shard(joined, rank, size, spec)
+    for rank in range(1 if form.axis is None else parts):
+        shard = form.shard(joined, rank, parts, spec)
         # in the whole tensor, all of gate lies above all of up, so a rank's parts of the two are not adjacent
-        pieces = shard.chunk(2) if isinstance(form, GateUp) else (shard,)
-        for i, piece in enumerate(pieces):
+        for i, piece in enumerate(shard.chunk(2) if isinstance(form, GateUp) else (shard,)):
             start = [0] * piece.dim()
             if form.axis is not None:
-                start[form.axis] = (i * size + rank) * piece.shape[form.axis]
-            yield rank, start, piece
+                start[form.axis] = (i * parts + rank) * piece.shape[form.axis]
+            stored = piece[(None,) * len(parameter.index)]
+            writer.add(_file(layout, stage, rank), parameter.key, shape, (*parameter.index, *start), stored)
 
 
 def _file(layout: Layout, stage: int, rank: int) -> str:
     return f"__{stage * layout.tensor + rank}_0.distcp"
-
-
-def _layout(spec: ModelSpec, tensor: int, pipeline: int) -> Layout:
-    if tensor < 1 or pipeline < 1:
-        raise ValueError(f"tensor={tensor}, pipeline={pipeline}; expected sizes of at least 1")
-    spec.check_tensor_parallel(tensor, "--tensor")
-    layout = Layout(tensor=tensor, pipeline=pipeline)
-    layout.layers_per_stage(spec.num_layers)
-    return layout
 
 
 def _new_directory(output: str | Path) -> Path:

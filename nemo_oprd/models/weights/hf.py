@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.architecture import ParamMapping
 from nemo_oprd.models.families.moe import fused_name
@@ -36,20 +37,17 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        files = self._files()
-        self._handles = {}
-        self._file_of: dict[str, Path] = {}
-        for file in files:
+        self._handle_of: dict[str, safe_open] = {}
+        self._files = self._find_files()
+        for file in self._files:
             try:
                 handle = safe_open(file, framework="pt")
             except Exception as error:  # safetensors raises its own SafetensorError for truncated or foreign files
-                raise ValueError(
-                    f"{file}: not a readable safetensors file ({error}); copy it from its source again"
-                ) from error
-            self._handles[file] = handle
-            self._file_of.update(dict.fromkeys(handle.keys(), file))
+                text = f"{file}: not a readable safetensors file ({error}); copy it from its source again"
+                raise ValueError(text) from error
+            self._handle_of |= dict.fromkeys(handle.keys(), handle)
 
-    def _files(self) -> list[Path]:
+    def _find_files(self) -> list[Path]:
         """The files that the index names; without an index, every safetensors file of the directory."""
         index = self.path / "model.safetensors.index.json"
         files = sorted(self.path.glob("*.safetensors"))
@@ -81,12 +79,12 @@ class HFCheckpoint:
 
     def keys(self) -> list[str]:
         """Names of all tensors."""
-        return sorted(self._file_of)
+        return sorted(self._handle_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading the data."""
         stored, expert, half = self._stored(name)
-        shape = tuple(self._handles[self._of(stored)].get_slice(stored).get_shape())
+        shape = tuple(self._handle(stored).get_slice(stored).get_shape())
         if expert is None or len(shape) != 3:
             return shape
         _, rows, columns = shape
@@ -94,7 +92,7 @@ class HFCheckpoint:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored, expert, half = self._stored(name)
-        handle = self._handles[self._of(stored)]
+        handle = self._handle(stored)
         if expert is None:
             return handle.get_tensor(stored)
         fused = handle.get_slice(stored)
@@ -104,18 +102,16 @@ class HFCheckpoint:
 
     def _stored(self, name: str) -> tuple[str, int | None, int | None]:
         """(stored name, expert, half) of a tensor; see `fused_name` for experts that are stored together."""
-        if name in self._file_of:
-            return name, None, None
         fused = fused_name(name)
-        return fused if fused[0] in self._file_of else (name, None, None)
+        return fused if name not in self._handle_of and fused[0] in self._handle_of else (name, None, None)
 
-    def _of(self, name: str) -> Path:
-        if name not in self._file_of:
+    def _handle(self, name: str) -> safe_open:
+        if name not in self._handle_of:
             raise ValueError(
-                f"{self.path}: tensor {name!r} is missing from its {len(self._handles)} safetensors file(s); "
+                f"{self.path}: tensor {name!r} is missing from its {len(self._files)} safetensors file(s); "
                 "expected every weight of the model: is a shard missing?"
             )
-        return self._file_of[name]
+        return self._handle_of[name]
 
 
 @torch.no_grad()
@@ -163,12 +159,11 @@ def load_stream(
     assert not missing, f"the weight stream left out {sorted(missing)}"
 
 
-def owner_stage(mapping: ParamMapping, spec: ModelSpec, role: Role) -> int:
+def owner_stage(mapping: ParamMapping, spec: ModelSpec, layout: Layout) -> int:
     """The pipeline rank that holds the parameter of a mapping."""
-    if mapping.megatron.startswith("decoder.layers."):
-        layer = int(mapping.megatron.split(".")[2]) + 1
-        return role.layout.stage_of_layer(layer, spec.num_layers)[0]
-    return 0 if mapping.megatron.startswith("embedding.") else role.layout.pipeline - 1
+    if mapping.layer is not None:
+        return layout.stage_of_layer(mapping.layer + 1, spec.num_layers)[0]
+    return 0 if mapping.megatron.startswith("embedding.") else layout.pipeline - 1
 
 
 @torch.no_grad()
@@ -186,15 +181,12 @@ def gather_hf(
     assert role.coords is not None
     mine = named_parameters(chunks)
     for mapping in mappings_by_name(spec).values():
-        stage = owner_stage(mapping, spec, role)
-        joined = None
-        if role.coords.pipeline == stage:
-            joined = _whole(mine, mapping, spec, role, value)
+        stage = owner_stage(mapping, spec, role.layout)
+        joined = _whole(mine, mapping, spec, role, value) if role.coords.pipeline == stage else None
         if role.layout.pipeline > 1:
             joined = broadcast_from_stage(joined, stage, role)
-        if joined is None:
-            continue
-        yield from zip(mapping.hf, mapping.form.split_to_hf(joined, spec), strict=True)
+        if joined is not None:
+            yield from zip(mapping.hf, mapping.form.split_to_hf(joined, spec), strict=True)
 
 
 def _tensor_part(mapping: ParamMapping, role: Role) -> tuple[int, int]:

@@ -13,15 +13,13 @@ from safetensors.torch import save_file
 from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
 from nemo_oprd.runtime.files import read_json, replacing_directory
 
-SHARD_BYTES = 4 << 30
-
 
 def write_hf_model(
     tensors: Iterable[tuple[str, torch.Tensor]],
     source: Path,
     target: Path,
     dtype: torch.dtype,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 4 << 30,
     *,
     config_changes: Mapping[str, object] | None = None,
 ) -> None:

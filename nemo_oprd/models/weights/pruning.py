@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,6 @@ def layer_influences(directory: Path, token_ids: Iterable[Sequence[int]], dtype:
     """The mean influence of every layer, over all tokens.
 
     Args:
-        directory: a Hugging Face model.
         token_ids: ids of the texts, one sequence at a time.
         dtype: in which the model runs; the cosines are computed in float32.
 
@@ -44,18 +44,13 @@ def layer_influences(directory: Path, token_ids: Iterable[Sequence[int]], dtype:
     sums = torch.zeros(len(layers), dtype=torch.float64, device=place)
     tokens = 0
 
-    def measure(number: int, inputs: torch.Tensor, output: torch.Tensor) -> None:
-        sums[number] += (1 - torch.cosine_similarity(inputs.float(), output.float(), dim=-1)).double().sum()
+    def measure(number: int, _: torch.nn.Module, args: tuple, kwargs: dict, output: torch.Tensor | tuple) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        sums[number] += (1 - torch.cosine_similarity(before.float(), after.float(), dim=-1)).double().sum()
 
-    def hook(number: int) -> None:
-        def after(module: torch.nn.Module, args: tuple, kwargs: dict, output: torch.Tensor | tuple) -> None:
-            inputs = args[0] if args else kwargs["hidden_states"]
-            measure(number, inputs, output[0] if isinstance(output, tuple) else output)
-
-        layers[number].register_forward_hook(after, with_kwargs=True)
-
-    for number in range(len(layers)):
-        hook(number)
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(partial(measure, number), with_kwargs=True)
     for ids in token_ids:
         if len(ids):
             model.model(input_ids=torch.tensor([list(ids)], device=place), use_cache=False)
@@ -78,21 +73,17 @@ def layers_to_keep(influences: Sequence[float], keep: int) -> list[int]:
 
 
 def prune_layers(source: Path, target: Path, kept: Sequence[int]) -> ModelSpec:
-    """Writes the model in `source` without the layers that are not in `kept` to `target`; returns its architecture.
+    """Writes the layers `kept` (1-based, ascending) of the model in `source` to `target`; returns its architecture.
 
     Weights keep their dtype and their bits. The tokenizer is copied.
-
-    Args:
-        kept: layers to keep, 1-based, ascending.
 
     Raises:
         ValueError: `source` is no model of a known family, or `kept` are not layers of it.
     """
     spec = read_model_spec(source)
     if list(kept) != sorted(set(kept)) or not kept or not 1 <= kept[0] <= kept[-1] <= spec.num_layers:
-        raise ValueError(
-            f"layers to keep {list(kept)}: expected ascending numbers in 1..{spec.num_layers}; correct them"
-        )
+        expected = f"expected ascending numbers in 1..{spec.num_layers}"
+        raise ValueError(f"layers to keep {list(kept)}: {expected}; correct them")
     if spec.experts is not None and not all(spec.experts.sparse):
         raise ValueError(
             f"{source}: only some of its layers have experts, by their numbers, which change when layers are left out; "
@@ -109,11 +100,8 @@ def prune_layers(source: Path, target: Path, kept: Sequence[int]) -> ModelSpec:
 def kept_map(kept: Sequence[int], num_layers: int) -> str:
     """The setting that compares every layer of a pruned student with the teacher's layer whose weights it has.
 
-    The last layers are compared with each other, because their states are taken after the final norm.
-
-    Args:
-        kept: as for `prune_layers`.
-        num_layers: of the teacher.
+    The last layers (`num_layers`: the teacher's) are compared with each other, because their states are taken after the
+    final norm.
 
     >>> kept_map([1, 3, 5], 6)
     'loss.representation.layer_map={1:1,2:3,3:6}'

@@ -7,7 +7,6 @@ computes: distillation then trains these weights back without further rounding. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,13 +42,11 @@ def round_layers(source: Path, target: Path, bits: int, group: int) -> ModelSpec
         ValueError: `source` is no model of a known family, or as `round_matrix`.
     """
     spec = read_model_spec(source)
+    checkpoint = HFCheckpoint(source)
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        checkpoint = HFCheckpoint(source)
-        for name in checkpoint.keys():  # noqa: SIM118 - no dictionary
-            value = checkpoint[name]
-            in_layer = name.startswith("model.layers.") and value.dim() == 2
-            yield name, round_matrix(value, bits, group) if in_layer else value
+    def rounded(name: str) -> torch.Tensor:
+        value = checkpoint[name]
+        return round_matrix(value, bits, group) if name.startswith("model.layers.") and value.dim() == 2 else value
 
-    write_hf_model(tensors(), source, target, spec.torch_dtype)
+    write_hf_model(((name, rounded(name)) for name in checkpoint.keys()), source, target, spec.torch_dtype)  # noqa: SIM118
     return read_model_spec(target)
