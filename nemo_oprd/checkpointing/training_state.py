@@ -47,7 +47,7 @@ from nemo_oprd.runtime.disk import naming
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
     """Raises ValueError unless the checkpoint after `step` updates can be read and holds a model of `spec`."""
     directory = iteration_directory(root, step)
-    saved = read_model_spec(hf_directory(directory))
+    saved = read_model_spec(hf_directory(directory), spec.family)
     differing = [f.name for f in fields(ModelSpec) if f.compare and getattr(saved, f.name) != getattr(spec, f.name)]
     if differing:
         name = differing[0]

@@ -1,12 +1,15 @@
 """Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
 
 `read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md). Families
-that only Megatron-Bridge has are registered when a configuration asks for them (`models/megatron_bridge/family.py`).
+that only Megatron-Bridge has are given by the caller (`find_family` in `models/megatron_bridge/provider.py`). A model's
+family is in its `ModelSpec`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from nemo_oprd.models.architecture import Family, ModelSpec, check_same_width, refuse_unknown_code
 from nemo_oprd.models.families.llama import LLAMA
@@ -15,7 +18,10 @@ from nemo_oprd.models.families.phi3 import PHI3
 from nemo_oprd.models.families.qwen import QWEN2, QWEN3
 from nemo_oprd.runtime.files import read_json
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE)}
+# this project's own, by `model_type`
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.model_type: family for family in (LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE)}
+)
 
 __all__ = [
     "FAMILIES",
@@ -28,8 +34,11 @@ __all__ = [
 ]
 
 
-def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
+def parse_model_spec(hf_config: dict, source: str = "config.json", family: Family | None = None) -> ModelSpec:
     """The model that `hf_config` (the contents of a `config.json`) describes.
+
+    Args:
+        family: one more family that the model may be of, besides `FAMILIES`.
 
     Raises:
         ValueError: the model type is unknown, a needed key is missing, or the config asks for something unsupported.
@@ -39,23 +48,24 @@ def parse_model_spec(hf_config: dict, source: str = "config.json") -> ModelSpec:
             f"{source}: holds a {type(hf_config).__name__}, expected an object; copy the file from its source again"
         )
     model_type = hf_config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    refuse_unknown_code(hf_config, source, family.known_code if family else frozenset())
-    if family is None:
+    more = {} if family is None else {family.model_type: family}
+    found = (more | dict(FAMILIES)).get(model_type) if isinstance(model_type, str) else None
+    refuse_unknown_code(hf_config, source, found.known_code if found else frozenset())
+    if found is None:
         raise ValueError(
             f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
             "CONTRIBUTING.md shows how to add a family, docs/nemo.md how train and verify use Megatron-Bridge's."
         )
-    return family.parse(hf_config, source)
+    return found.parse(found, hf_config, source)
 
 
-def read_model_spec(path: str | Path) -> ModelSpec:
-    """Reads `path/config.json`.
+def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec:
+    """Reads `path/config.json`; `family` as in `parse_model_spec`.
 
     Raises:
         ValueError: as `parse_model_spec`, or there is no readable config.json.
     """
-    return parse_model_spec(read_hf_config(path), str(Path(path) / "config.json"))
+    return parse_model_spec(read_hf_config(path), str(Path(path) / "config.json"), family)
 
 
 def read_hf_config(path: str | Path) -> dict:

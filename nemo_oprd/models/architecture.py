@@ -42,10 +42,11 @@ class Experts:
 class ModelSpec:
     """The architecture of one model, independent of any layout. `experts` is None for a model without any.
 
-    `gated` says whether the feed-forward block multiplies two products of its input (a gate and a value), `norm_bias`
-    whether norms have a bias; only families of Megatron-Bridge differ there.
+    `family` has the weight mappings. `gated` says whether the feed-forward block multiplies two products of its input
+    (a gate and a value), `norm_bias` whether norms have a bias; only families of Megatron-Bridge differ there.
     """
 
+    family: Family = field(compare=False, repr=False)
     model_type: str
     num_layers: int
     hidden_size: int
@@ -285,12 +286,13 @@ class ParamMapping:
 class Family:
     """One HF `model_type`: how its config is read, and its weight mappings.
 
-    `known_code` holds the entries of a config's `auto_map` for which transformers has built-in classes. `own` is False
-    for a family whose models only Megatron-Bridge builds: the in-process engine has none of them.
+    `parse` gets the family, the content of a config.json, and the file's name for messages. `known_code` holds the
+    entries of a config's `auto_map` for which transformers has built-in classes. `own` is False for a family whose
+    models only Megatron-Bridge builds: the in-process engine has none of them.
     """
 
     model_type: str
-    parse: Callable[[dict, str], ModelSpec]
+    parse: Callable[[Family, dict, str], ModelSpec]
     mappings: tuple[ParamMapping, ...]
     known_code: frozenset[str] = frozenset()
     own: bool = True

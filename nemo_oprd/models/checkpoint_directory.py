@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_oprd.models import read_model_spec
+from nemo_oprd.models import Family, read_model_spec
 from nemo_oprd.models.megatron_bridge_config import check_run_config, named_hf_directory, read_run_config
 from nemo_oprd.runtime.files import read_json
 
@@ -66,11 +66,12 @@ def check_torch_dist(path: Path) -> None:
         )
 
 
-def hf_directory(path: Path, hf_path: Path | None = None) -> Path:
+def hf_directory(path: Path, hf_path: Path | None = None, family: Family | None = None) -> Path:
     """The directory that holds the config.json and the tokenizer of a torch_dist checkpoint's model.
 
     Checkpoints of this project have them in `hf`. Those of Megatron-Bridge don't: `hf_path`, whose weights are not
-    read, has them, or a local directory that their run_config.yaml names. `path` is as for `checkpoint_directory`.
+    read, has them, or a local directory that their run_config.yaml names. `path` is as for `checkpoint_directory`,
+    `family` as for `read_model_spec`.
 
     Raises:
         ValueError: as `checkpoint_directory` and `check_torch_dist`; there is no config.json, or there are two; or
@@ -96,7 +97,7 @@ def hf_directory(path: Path, hf_path: Path | None = None) -> Path:
             f"{own}, or set hf_path= to a directory with both{note}"
         )
     if content is not None:
-        check_run_config(path, content, read_model_spec(found), found)
+        check_run_config(path, content, read_model_spec(found, family), found)
     return found
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from nemo_oprd.models import FAMILIES
 from nemo_oprd.models.architecture import ModelSpec
 from nemo_oprd.models.rope import Rope
 
@@ -33,7 +32,7 @@ _YARN_DEFAULTS = {
 
 def not_described(spec: ModelSpec) -> str | None:
     """What `provider_fields` does not describe of a model, mostly what stock models cannot compute; None: nothing."""
-    if FAMILIES[spec.model_type].provider_fields(spec) is not None:
+    if spec.family.provider_fields(spec) is not None:
         return None
     if spec.experts is not None:
         return "experts, whose fields this project does not write"
@@ -51,7 +50,7 @@ def not_described(spec: ModelSpec) -> str | None:
 
 def provider_fields(spec: ModelSpec) -> dict[str, Any]:
     """The fields of `GPTModelProvider` that say what a model computes, without those of layout and speed."""
-    known = FAMILIES[spec.model_type].provider_fields(spec)
+    known = spec.family.provider_fields(spec)
     if known is not None:
         return known
     return {

@@ -16,7 +16,7 @@ from nemo_oprd.config.engine_records import EngineName
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
-from nemo_oprd.models import FAMILIES, ModelSpec
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 from nemo_oprd.rollout.vllm.server import check_url
@@ -106,7 +106,7 @@ def make_engine(
 
 
 def _check_family(_: RolloutConfig, spec: ModelSpec) -> None:
-    if not FAMILIES[spec.model_type].own:
+    if not spec.family.own:
         raise ValueError(
             f"rollout.engine=megatron: the in-process engine has no {spec.model_type} models, which Megatron-Bridge "
             "builds; expected another engine: set rollout.engine=vllm, or rollout.replay=FILE"

@@ -110,7 +110,7 @@ class ModelFiles:
         from nemo_oprd.models.weights.convert import MegatronCheckpoint, check_source
 
         if self.source.checkpoint:
-            return MegatronCheckpoint(self.weights_directory, self.directory).__getitem__
+            return MegatronCheckpoint(self.weights_directory, self.directory, self.spec.family).__getitem__
         checkpoint = HFCheckpoint(str(self.source.hf_path))
         check_source(checkpoint, self.spec)
         return checkpoint.__getitem__

@@ -14,9 +14,9 @@ from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.layer_mapping import weights_of_layers
-from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models import Family, ModelSpec, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
-from nemo_oprd.models.megatron_bridge.provider import check_provider, know_family
+from nemo_oprd.models.megatron_bridge.provider import check_provider, find_family
 from nemo_oprd.setup import checks
 
 
@@ -121,7 +121,7 @@ def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
     teachers = []
     for source, key in zip(config.teacher_sources, keys, strict=True):
         # a teacher that starts from the student's files (teacher.weights other than own) is the same model
-        model = student if _same_files(source, config.student) else resolve_model(source, key)
+        model = student if _same_files(source, config.student) else resolve_model(source, key, beside=student)
         teachers.append(
             ResolvedTeacher(
                 model, source, checks.check_layers(config, student.spec, model.spec, source, fitting=fitting)
@@ -160,27 +160,36 @@ def servers_limit(config: Config, student: ResolvedModel) -> int:
     return _known_ids(config, student, reading)
 
 
-def resolve_model(source: ModelSource, key: str) -> ResolvedModel:
+def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None = None) -> ResolvedModel:
     """A model by its config.json.
+
+    Args:
+        beside: another model of the run. If Megatron-Bridge builds it, and not this one of the same family, the message
+            says so.
 
     Raises:
         ValueError: there is no such model, or its family is not supported.
     """
-    directory = model_directory(source)
-    spec = read_model_spec(directory)
+    directory, family = model_directory(source), _family(source)
+    if family is None and beside is not None:
+        family = beside.spec.family
+    spec = read_model_spec(directory, family)
     check_provider(source.provider, spec, directory)
     return ResolvedModel(key, source, directory, spec)
 
 
 def model_directory(source: ModelSource) -> Path:
-    """`ResolvedModel.directory` of a model whose family may be unknown.
+    """`ResolvedModel.directory` of a model.
 
     Raises:
         ValueError: `checkpoint` is not a torch_dist checkpoint of a model whose config.json is known.
     """
-    know_family(source.provider, hf_path=source.hf_path, checkpoint=source.checkpoint)
-    hf_path = Path(source.hf_path) if source.hf_path else None
-    return hf_directory(Path(source.checkpoint), hf_path) if source.checkpoint else Path(str(hf_path))
+    family, hf_path = _family(source), Path(source.hf_path) if source.hf_path else None
+    return hf_directory(Path(source.checkpoint), hf_path, family) if source.checkpoint else Path(str(hf_path))
+
+
+def _family(source: ModelSource) -> Family | None:
+    return find_family(source.provider, hf_path=source.hf_path, checkpoint=source.checkpoint)
 
 
 def _same_files(one: ModelSource, other: ModelSource) -> bool:

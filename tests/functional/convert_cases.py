@@ -70,9 +70,7 @@ def differing_after_load(checkpoint: str, hf_path: str, layout: dict[str, int], 
 
 
 def _rules(spec: ModelSpec) -> list[Any]:
-    from nemo_oprd.models import FAMILIES
-
-    return FAMILIES[spec.model_type].param_mappings(spec)
+    return spec.family.param_mappings(spec)
 
 
 def save_with_megatron(

@@ -110,24 +110,24 @@ def convert(models: str, directory: str) -> None:
 
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron_bridge.provider import know_family
+    from nemo_oprd.models.megatron_bridge.provider import find_family
     from nemo_oprd.models.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
 
     bridge_cases.prepare()
     settings = bridge_cases.settings(Layout())
     for family in FAMILIES:
         source, root = Path(models) / family / "student", Path(directory) / family
-        know_family("bridge", hf_path=str(source))
-        hf_to_megatron(source, root / "ours", tensor=2, progress=False)
-        megatron_to_hf(root / "ours", root / "back", progress=False)
+        kind = find_family("bridge", hf_path=str(source))
+        hf_to_megatron(source, root / "ours", tensor=2, family=kind, progress=False)
+        megatron_to_hf(root / "ours", root / "back", family=kind, progress=False)
         with megatron_groups(Layout()), torch.no_grad():
             made = AutoBridge.from_hf_pretrained(str(source), dtype=torch.float32).to_megatron_provider()
             # Megatron-Bridge 0.6.2 does not read it from what transformers 5 writes
-            made.rotary_percent = read_model_spec(source).rope.share
+            made.rotary_percent = read_model_spec(source, kind).rope.share
             for field, value in settings.items():
                 setattr(made, field, value)
             save_megatron_model(bridge_cases.provided(made, wrap_with_ddp=False), str(root / "theirs"))
-        checkpoint = MegatronCheckpoint(root / "theirs", source)
+        checkpoint = MegatronCheckpoint(root / "theirs", source, kind)
         save_file({name: checkpoint[name] for name in checkpoint.keys()}, root / "theirs.safetensors")  # noqa: SIM118
         with megatron_groups(Layout()), torch.no_grad():
             options = {"use_cpu_init": True, "skip_temp_dist_context": True, "mp_overrides": settings}

@@ -14,7 +14,6 @@ import torch
 
 from nemo_oprd.commands.doctor.findings import Finding
 from nemo_oprd.commands.doctor.layer_map import LayerMap, origins
-from nemo_oprd.models import FAMILIES
 from nemo_oprd.setup.models import ModelFiles
 
 _VOCABULARY = ("model.embed_tokens.", "lm_head.")
@@ -131,6 +130,6 @@ def same_weights(student: ModelFiles, teacher: ModelFiles, dtype: torch.dtype, *
 
 def tensor_names(model: ModelFiles) -> list[str]:
     """The model's HF tensors, those of the vocabulary last: they are large, and often untrained."""
-    mappings = FAMILIES[model.spec.model_type].param_mappings(model.spec)
+    mappings = model.spec.family.param_mappings(model.spec)
     names = [name for mapping in mappings for name in mapping.hf]
     return sorted(names, key=lambda name: name.startswith(_VOCABULARY))

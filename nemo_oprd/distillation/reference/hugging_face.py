@@ -118,7 +118,7 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
     spec = parse_model_spec(model.config.to_dict())
     if spec.experts is None:
         return found
-    names = [name for mapping in FAMILIES[spec.model_type].param_mappings(spec) for name in mapping.hf]
+    names = [name for mapping in spec.family.param_mappings(spec) for name in mapping.hf]
     gradients = {}
     for name in names:
         held, expert, half = fused_name(name)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_oprd.models.architecture import (
+    Family,
     Form,
     GateUp,
     GroupedQKV,
@@ -51,6 +52,7 @@ PARAM_MAPPINGS = (
 
 
 def parse_dense(
+    family: Family,
     hf_config: dict,
     source: str,
     *,
@@ -87,7 +89,8 @@ def parse_dense(
     head_dim = integer("head_dim") if hf_config.get("head_dim") is not None else integer("hidden_size") // heads
     check_dtype(source_dtype(hf_config), source)
     return ModelSpec(
-        model_type=hf_config["model_type"],
+        family=family,
+        model_type=family.model_type,
         num_layers=integer("num_hidden_layers"),
         hidden_size=integer("hidden_size"),
         ffn_size=integer("intermediate_size"),

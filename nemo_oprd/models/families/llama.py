@@ -6,7 +6,7 @@ from nemo_oprd.models.architecture import Family, ModelSpec, refuse_sliding_wind
 from nemo_oprd.models.families.dense import PARAM_MAPPINGS, parse_dense
 
 
-def _parse(hf_config: dict, source: str) -> ModelSpec:
+def _parse(family: Family, hf_config: dict, source: str) -> ModelSpec:
     refuse_sliding_window(hf_config, source)
     if hf_config.get("mlp_bias"):
         raise ValueError(
@@ -15,7 +15,7 @@ def _parse(hf_config: dict, source: str) -> ModelSpec:
         )
     bias = bool(hf_config.get("attention_bias", False))
     # Llama 2's configs have no rope_theta
-    return parse_dense(hf_config, source, qkv_bias=bias, proj_bias=bias, default_theta=10000.0)
+    return parse_dense(family, hf_config, source, qkv_bias=bias, proj_bias=bias, default_theta=10000.0)
 
 
 LLAMA = Family("llama", _parse, PARAM_MAPPINGS)

@@ -79,8 +79,8 @@ def _experts(hf_config: dict, source: str, ffn_key: str, *, normalized: bool, sp
     return Experts(count, per_token, positive_integer(hf_config, ffn_key, source), normalized, sparse)
 
 
-def _parse_qwen3_moe(hf_config: dict, source: str) -> ModelSpec:
-    dense = parse_qwen3(hf_config, source)
+def _parse_qwen3_moe(family: Family, hf_config: dict, source: str) -> ModelSpec:
+    dense = parse_qwen3(family, hf_config, source)
     step = positive_integer(hf_config, "decoder_sparse_step", source) if "decoder_sparse_step" in hf_config else 1
     without = hf_config.get("mlp_only_layers") or []
     if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
@@ -93,7 +93,7 @@ def _parse_qwen3_moe(hf_config: dict, source: str) -> ModelSpec:
     return replace(dense, experts=found)
 
 
-def _parse_mixtral(hf_config: dict, source: str) -> ModelSpec:
+def _parse_mixtral(family: Family, hf_config: dict, source: str) -> ModelSpec:
     # transformers ignores sliding_window=null and full windows; a shorter one would limit attention
     window = hf_config.get("sliding_window")
     if window is not None and window < hf_config.get("max_position_embeddings", window):
@@ -107,7 +107,7 @@ def _parse_mixtral(hf_config: dict, source: str) -> ModelSpec:
             f"{source}: router_jitter_noise={hf_config['router_jitter_noise']!r} makes training random and is not "
             "supported; expected 0: set it to 0"
         )
-    dense = parse_dense(hf_config, source, default_theta=1e6)
+    dense = parse_dense(family, hf_config, source, default_theta=1e6)
     sparse = (True,) * dense.num_layers
     found = _experts(hf_config, source, "intermediate_size", normalized=True, sparse=sparse)
     return replace(dense, experts=found)

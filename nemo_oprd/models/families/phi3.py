@@ -56,7 +56,7 @@ def _fused(mapping: ParamMapping) -> ParamMapping:
     return mapping
 
 
-def _parse(hf_config: dict, source: str) -> ModelSpec:
+def _parse(family: Family, hf_config: dict, source: str) -> ModelSpec:
     for key in ("attention_bias", "mlp_bias"):
         if hf_config.get(key):
             raise ValueError(f"{source}: {key}={hf_config[key]!r}, but Phi-3 models have no biases; expected false")
@@ -67,7 +67,7 @@ def _parse(hf_config: dict, source: str) -> ModelSpec:
             f"{source}: key 'original_max_position_embeddings' is missing; expected it at top level, where "
             "transformers reads it (4096 without it): add the model's value"
         )
-    spec = parse_dense(hf_config, source, kinds=("default", "longrope"), default_theta=10000.0, partial=True)
+    spec = parse_dense(family, hf_config, source, kinds=("default", "longrope"), default_theta=10000.0, partial=True)
     window = hf_config.get("sliding_window")
     if window is not None and number("sliding_window", window, source) < spec.max_positions:
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from nemo_oprd.models import FAMILIES, ModelSpec
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.architecture import ParamMapping
 
 # Transformer Engine fuses a norm into the linear layer after it, and names the norm's weight after that layer.
@@ -46,4 +46,4 @@ def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter
 
 def mappings_by_name(spec: ModelSpec) -> dict[str, ParamMapping]:
     """All weight mappings of a model, in order, by Megatron name."""
-    return {mapping.megatron: mapping for mapping in FAMILIES[spec.model_type].param_mappings(spec)}
+    return {mapping.megatron: mapping for mapping in spec.family.param_mappings(spec)}

@@ -1,9 +1,9 @@
 """Families that only Megatron-Bridge has: their architecture and weight mappings, read from Megatron-Bridge.
 
-`register_family(directory)` adds the family of a Hugging Face model to `models.FAMILIES`. From then on everything that
-moves weights (loading at any layout, export, weight sync, conversion, `verify`'s gradients) works as with this
-project's own families, because Megatron-Bridge's mappings become `ParamMapping`s. Its own loading and export ask
-Megatron's global parallel state, which cannot describe a student and a teacher of different layouts in one process.
+`bridge_family(directory)` is the family of a Hugging Face model. With it in a `ModelSpec`, everything that moves
+weights (loading at any layout, export, weight sync, conversion, `verify`'s gradients) works as with this project's own
+families, because Megatron-Bridge's mappings become `ParamMapping`s. Its own loading and export ask Megatron's global
+parallel state, which cannot describe a student and a teacher of different layouts in one process.
 
 The names and shapes of the HF tensors come from transformers, which builds the model without data. Every one of them
 must have a mapping, so a mapping that Megatron-Bridge lacks is found before anything is loaded.
@@ -91,22 +91,22 @@ class BridgeFamily(Family):
         return {"_target_": f"{type(provider).__module__}.{type(provider).__qualname__}", **named}
 
 
-def register_family(directory: str | Path) -> None:
-    """Makes the family of the HF model in `directory` known, unless this project has it.
+def bridge_family(directory: str | Path) -> BridgeFamily | None:
+    """The family of the HF model in `directory`; None if this project has it.
 
     Raises:
         ValueError: Megatron-Bridge is not installed, does not have the family, or has what is not supported here.
     """
     hf_config = read_hf_config(directory)
     model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or isinstance(FAMILIES.get(model_type), Family):
-        return  # read_model_spec says what is wrong with another value
+    if not isinstance(model_type, str) or model_type in FAMILIES:
+        return None  # read_model_spec says what is wrong with another value
     known = bridge_model(hf_config, str(Path(directory) / "config.json"))
-    FAMILIES[model_type] = BridgeFamily(model_type, parse_bridge_model, known.mappings, own=False)
+    return BridgeFamily(model_type, parse_bridge_model, known.mappings, own=False)
 
 
-def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
-    """The architecture that Megatron-Bridge derives from a config.json. Raises ValueError as `register_family`."""
+def parse_bridge_model(family: Family, hf_config: dict, source: str) -> ModelSpec:
+    """The architecture that Megatron-Bridge derives from a config.json. Raises ValueError as `bridge_family`."""
     found = bridge_model(hf_config, source)
     provider, complete = found.provider, found.complete
     heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
@@ -117,7 +117,8 @@ def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
     head_dim = provider.kv_channels or provider.hidden_size // heads
     check_dtype(source_dtype(hf_config), source)
     return ModelSpec(
-        model_type=hf_config["model_type"],
+        family=family,
+        model_type=family.model_type,
         num_layers=provider.num_layers,
         hidden_size=provider.hidden_size,
         ffn_size=provider.ffn_hidden_size,
@@ -141,7 +142,7 @@ def parse_bridge_model(hf_config: dict, source: str) -> ModelSpec:
 
 
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
-    """What Megatron-Bridge and transformers make of a config.json. Raises ValueError as `register_family`."""
+    """What Megatron-Bridge and transformers make of a config.json. Raises ValueError as `bridge_family`."""
     try:
         return _bridge_model(json.dumps(hf_config, sort_keys=True))
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Who builds a model: this project, or Megatron-Bridge (`provider=` of a model in the configuration). No torch.
 
-A family that only Megatron-Bridge has must be known before its config.json is read. `know_family` makes it known.
+A config.json is read with the model's family. `find_family` returns that of a model which only Megatron-Bridge has.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_oprd.models import FAMILIES, ModelSpec
+from nemo_oprd.models import FAMILIES, Family, ModelSpec
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.models.megatron_bridge_config import named_hf_directory, read_run_config
 
 OWN, BRIDGE = "own", "bridge"
 
 
-def know_family(provider: str, *, hf_path: str | None, checkpoint: str | None = None) -> None:
-    """Registers the family of a model with a provider of Megatron-Bridge; does nothing for `own`.
+def find_family(provider: str, *, hf_path: str | None, checkpoint: str | None = None) -> Family | None:
+    """The family of a model that Megatron-Bridge is to build; None for `own`, and if this project has the family.
 
     `hf_path` and `checkpoint` say where the model is, as in the configuration; at least one of the two.
 
@@ -24,7 +24,7 @@ def know_family(provider: str, *, hf_path: str | None, checkpoint: str | None = 
         ValueError: Megatron-Bridge is not installed, does not have the family, or has what is not supported here.
     """
     if provider == OWN:
-        return
+        return None
     if find_spec("megatron.bridge") is None:
         raise ValueError(
             f"provider={provider} needs Megatron-Bridge, which is not installed here; expected provider=own without "
@@ -32,18 +32,17 @@ def know_family(provider: str, *, hf_path: str | None, checkpoint: str | None = 
         )
     directory = _config_directory(hf_path, checkpoint)
     if directory is None:
-        return  # reading the model says what is missing
-    from nemo_oprd.models.megatron_bridge.family import register_family
+        return None  # reading the model says what is missing
+    from nemo_oprd.models.megatron_bridge.family import bridge_family
 
-    register_family(directory)
+    return bridge_family(directory)
 
 
 def check_provider(provider: str, spec: ModelSpec, directory: Path) -> None:
     """Raises ValueError if this project is to build a model of a family that only Megatron-Bridge has."""
-    if provider == OWN and not FAMILIES[spec.model_type].own:
-        own = sorted(name for name, family in FAMILIES.items() if family.own)
+    if provider == OWN and not spec.family.own:
         raise ValueError(
-            f"{directory}: provider=own for a {spec.model_type} model; expected one of {own}: set "
+            f"{directory}: provider=own for a {spec.model_type} model; expected one of {sorted(FAMILIES)}: set "
             "provider=bridge for this model, too (docs/nemo.md)"
         )
 

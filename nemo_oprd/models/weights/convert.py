@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
 
 from nemo_oprd.layout import Layout
-from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
+from nemo_oprd.models import Family, ModelSpec, read_model_spec
 from nemo_oprd.models.architecture import GateUp, ParamMapping, Vocabulary
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
 from nemo_oprd.models.families.moe import fused_name
@@ -106,7 +106,7 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
     """
     stacked = stacks_layers(spec) if stacked is None else stacked
     parameters = []
-    for mapping in FAMILIES[spec.model_type].param_mappings(spec):
+    for mapping in spec.family.param_mappings(spec):
         if mapping.layer is None:
             shape = _joined_shape(mapping, mapping.megatron, spec)
             parameters.append(Parameter(mapping, mapping.megatron, shape))
@@ -128,8 +128,7 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
 
 def _joined_shape(mapping: ParamMapping, name: str, spec: ModelSpec) -> tuple[int, ...]:
     """The shape of a mapping's joined tensor. `name` is Megatron's, without numbers of layers and experts."""
-    family = FAMILIES[spec.model_type]
-    parts = [family.hf_shape(hf_name, spec) for hf_name in mapping.hf]
+    parts = [spec.family.hf_shape(hf_name, spec) for hf_name in mapping.hf]
     if any(shape is None for shape in parts):
         return _shapes(spec)[name]
     empty = [torch.empty(shape, device="meta") for shape in parts if shape is not None]
@@ -137,7 +136,13 @@ def _joined_shape(mapping: ParamMapping, name: str, spec: ModelSpec) -> tuple[in
 
 
 def hf_to_megatron(
-    hf_path: str | Path, output: str | Path, *, tensor: int = 1, pipeline: int = 1, progress: bool = True
+    hf_path: str | Path,
+    output: str | Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    family: Family | None = None,
+    progress: bool = True,
 ) -> None:
     """Writes the HF model in `hf_path` as the torch_dist checkpoint `output`, its config and tokenizer in `output/hf`.
 
@@ -146,12 +151,13 @@ def hf_to_megatron(
 
     Args:
         tensor, pipeline: the tensor-parallel size and the number of pipeline stages for which chunks and files are cut.
+        family: as for `read_model_spec`.
 
     Raises:
         ValueError: an unsupported or broken model, sizes that don't divide it, or an `output` that isn't empty.
     """
     source, target = Path(hf_path), _new_directory(output)
-    spec = read_model_spec(source)
+    spec = read_model_spec(source, family)
     if tensor < 1 or pipeline < 1:
         raise ValueError(f"tensor={tensor}, pipeline={pipeline}; expected sizes of at least 1")
     spec.check_tensor_parallel(tensor, "--tensor")
@@ -174,6 +180,7 @@ def megatron_to_hf(
     *,
     hf_path: str | Path | None = None,
     dtype: str | None = None,
+    family: Family | None = None,
     max_shard_bytes: int = 4 << 30,
     progress: bool = True,
 ) -> None:
@@ -184,6 +191,7 @@ def megatron_to_hf(
     Args:
         hf_path: for a checkpoint of Megatron-Bridge: the directory with the model's config.json and tokenizer.
         dtype: one of `DTYPES`; None takes the dtype in config.json, or the stored dtype if the config has none.
+        family: as for `read_model_spec`.
 
     Raises:
         ValueError: not a checkpoint of the model in its `hf/config.json`, a bad dtype, or an `output` that isn't empty.
@@ -191,8 +199,8 @@ def megatron_to_hf(
     target = _new_directory(output)
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
-    directory = None if hf_path is None else hf_directory(Path(megatron_path), Path(hf_path))
-    checkpoint = MegatronCheckpoint(megatron_path, directory)
+    directory = None if hf_path is None else hf_directory(Path(megatron_path), Path(hf_path), family)
+    checkpoint = MegatronCheckpoint(megatron_path, directory, family)
     from nemo_oprd.models.weights.hf_export import write_hf_model
 
     hf_config = checkpoint.spec.hf_config
@@ -215,16 +223,17 @@ class MegatronCheckpoint:
     Args:
         path: the checkpoint, or a directory of checkpoints, of which the one in its tracker file is read.
         hf_path: a directory with the model's config.json; None: `hf_directory` finds it.
+        family: as for `read_model_spec`.
 
     Raises:
         ValueError: not a torch_dist checkpoint, without a config.json, or of another model than that describes.
     """
 
-    def __init__(self, path: str | Path, hf_path: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, hf_path: str | Path | None = None, family: Family | None = None) -> None:
         self.path = checkpoint_directory(Path(path))
         self._reader, self._metadata = open_torch_dist(self.path)
-        self.hf_directory = hf_directory(self.path) if hf_path is None else Path(hf_path)
-        self.spec = read_model_spec(self.hf_directory)
+        self.hf_directory = hf_directory(self.path, family=family) if hf_path is None else Path(hf_path)
+        self.spec = read_model_spec(self.hf_directory, family)
         entries = self._metadata.state_dict_metadata.items()
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         # Megatron stores each layer by itself also where layers are alike, if `moe_layer_freq` is a list
@@ -302,10 +311,10 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     Raises:
         ValueError: another tensor has no mapping and would be lost, or a tied head differs from the embedding.
     """
-    known = {name for mapping in FAMILIES[spec.model_type].param_mappings(spec) for name in mapping.hf}
+    known = {name for mapping in spec.family.param_mappings(spec) for name in mapping.hf}
     stored = set(checkpoint.keys())
     known |= {fused_name(name)[0] for name in known - stored}  # experts that are stored together
-    by_megatron = {mapping.megatron: mapping.hf[0] for mapping in FAMILIES[spec.model_type].mappings}
+    by_megatron = {mapping.megatron: mapping.hf[0] for mapping in spec.family.mappings}
     # a family whose heads are always tied has no mapping of the head
     head = by_megatron.get("output_layer.weight", "lm_head.weight")
     embedding = by_megatron["embedding.word_embeddings.weight"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from family_configs import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 
-from nemo_oprd.models import FAMILIES, parse_model_spec
-from nemo_oprd.models.architecture import ModelSpec
+from nemo_oprd.config.schema import ModelSource
+from nemo_oprd.models import FAMILIES, parse_model_spec, read_model_spec
+from nemo_oprd.models.architecture import Family, ModelSpec
+from nemo_oprd.models.families.dense import PARAM_MAPPINGS, parse_dense
 from nemo_oprd.models.families.moe import fused_name
+from nemo_oprd.setup.resolve import ResolvedModel, resolve_model
 
 
 def test_qwen2() -> None:
@@ -69,7 +74,7 @@ def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         return shapes
     # transformers fuses experts in memory; their tensors on disk are those of `save_pretrained`
     apart = {}
-    for mapping in FAMILIES[spec.model_type].param_mappings(spec):
+    for mapping in spec.family.param_mappings(spec):
         for name in mapping.hf:
             held, expert, half = fused_name(name)
             shape = shapes[held] if expert is None else shapes[held][1:]
@@ -98,7 +103,7 @@ def test_rules_cover_the_hf_model_and_forms_are_inverse(config: dict, size: int)
     """Every parameter of transformers' model is made by exactly one rule; shard/unshard and join/split_to_hf invert."""
     spec = parse_model_spec(config)
     shapes = _hf_shapes(spec)
-    rules = FAMILIES[spec.model_type].param_mappings(spec)
+    rules = spec.family.param_mappings(spec)
     names = [name for rule in rules for name in rule.hf]
     assert sorted(names) == sorted(shapes)
     generator = torch.Generator().manual_seed(0)
@@ -110,3 +115,30 @@ def test_rules_cover_the_hf_model_and_forms_are_inverse(config: dict, size: int)
         assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
         if rule.form.axis is not None:
             assert len({tuple(shard.shape) for shard in shards}) == 1
+
+
+def test_a_lookup_changes_nothing(tmp_path: Path) -> None:
+    """A family that the caller gives is in the model's spec, and unknown to the next look-up."""
+    before = dict(FAMILIES)
+    with pytest.raises(TypeError):
+        FAMILIES["gemma"] = FAMILIES["qwen2"]  # type: ignore[index]
+    given = Family("gemma", parse_dense, PARAM_MAPPINGS, own=False)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gemma", "rope_theta": 10000.0}))
+    spec = read_model_spec(tmp_path, given)
+    assert spec.family is given and spec.model_type == "gemma"
+    assert parse_model_spec(QWEN3, family=given).family is FAMILIES["qwen3"]
+    with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
+        read_model_spec(tmp_path)
+    assert dict(FAMILIES) == before
+
+
+def test_one_builder_for_both_models_of_a_family(tmp_path: Path) -> None:
+    """A teacher with provider=own beside a student of the same family that Megatron-Bridge builds is told so."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gemma", "rope_theta": 10000.0}))
+    spec = read_model_spec(tmp_path, Family("gemma", parse_dense, PARAM_MAPPINGS, own=False))
+    source = ModelSource(hf_path=str(tmp_path))
+    student = ResolvedModel("student", ModelSource(hf_path=str(tmp_path), provider="bridge"), tmp_path, spec)
+    with pytest.raises(ValueError, match="provider=own for a gemma model; expected one of .*set provider=bridge"):
+        resolve_model(source, "teacher", beside=student)
+    with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
+        resolve_model(source, "student")

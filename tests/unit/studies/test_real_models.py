@@ -22,7 +22,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective, model_identity
-from nemo_oprd.models import FAMILIES, ModelSpec, parse_model_spec
+from nemo_oprd.models import ModelSpec, parse_model_spec
 from nemo_oprd.models.weights.convert import checkpoint_parameters
 from nemo_oprd.setup.checks import check_layers, make_layouts
 
@@ -170,7 +170,7 @@ def test_shapes_and_frequencies(name: str) -> None:
         assert form.unshard(shards, spec).shape == form.join(parts, spec).shape == whole.shape
     assert ours == theirs
     assert sum(map(prod, ours.values())) == PARAMETERS[name]
-    assert len(FAMILIES[spec.model_type].param_mappings(spec)) == len(checkpoint_parameters(spec))
+    assert len(spec.family.param_mappings(spec)) == len(checkpoint_parameters(spec))
 
     rotary = type(model.model.rotary_emb)(config)  # with data
     frequencies = spec.rope.frequencies(spec.head_dim)
