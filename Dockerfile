@@ -26,6 +26,8 @@ COPY benchmarks benchmarks
 COPY studies studies
 COPY scripts scripts
 COPY tests/golden tests/golden
+COPY tests/__init__.py tests/__init__.py
+COPY tests/support tests/support
 
 # what the making of vLLM's environment reads: it is not made again when another file changes
 FROM scratch AS vllm

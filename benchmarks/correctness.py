@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.outcome import Outcome, Settings
-from benchmarks.plain_bf16 import plain_bf16_gradients
 from nemo_oprd.commands.verify.step import verify
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
@@ -35,6 +34,7 @@ from nemo_oprd.rollout.in_process.engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup.models import world_size
 from nemo_oprd.setup.preflight import preflight
+from tests.support.plain_bf16 import plain_bf16_gradients
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 # tests/golden/README.md: fp32 against float64

@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 
 from benchmarks.outcome import Outcome, Settings
-from benchmarks.random_pair import read_shape
 from benchmarks.real_shape import QUICK, REAL, Meter, configure
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import read_model_spec
@@ -18,6 +17,7 @@ from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.in_process import decoding as generation
 from nemo_oprd.rollout.in_process.engine import MegatronEngine
+from tests.support.random_pair import read_shape
 
 # Tokens after the first one, which is sampled from the prompt's last state
 DECODED = 64

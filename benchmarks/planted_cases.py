@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.planted_models import (
+from tests.support.planted_models import (
     HIDDEN,
     SPECIAL,
     SUFFIX,

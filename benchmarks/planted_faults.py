@@ -26,8 +26,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.planted_cases import FAULTS, HEALTHY, Case, base_overrides
-from benchmarks.planted_models import make_world
 from benchmarks.planted_samples import SAMPLED_FAULTS, SAMPLED_HEALTHY, sample_overrides
+from tests.support.planted_models import make_world
 
 NAMED = 0.9
 
@@ -162,7 +162,7 @@ def main() -> int:
             results += run(files, Path(directory) / "files", sampled=False)
         sampled = [] if options.static else chosen([*SAMPLED_HEALTHY, *SAMPLED_FAULTS])
         if sampled:
-            from benchmarks.known_sums import make_pair
+            from tests.support.known_sums import make_pair
 
             make_pair(Path(directory) / "sums")
             results += run(sampled, Path(directory) / "sums", sampled=True)

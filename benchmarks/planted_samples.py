@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.planted_cases import Case
-from benchmarks.planted_models import edit_json, edit_tensors
+from tests.support.planted_models import edit_json, edit_tensors
 
 SETTINGS = (
     "precision=fp32",

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from benchmarks.outcome import Outcome, Settings
-from benchmarks.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
@@ -36,6 +35,7 @@ from nemo_oprd.rollout.in_process.engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup.models import distiller_for
 from nemo_oprd.setup.resolve import resolve
+from tests.support.random_pair import Shape, read_shape, save_random_model, save_random_rollouts
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied
 R1_DISTILL_1P5B = Shape(28, 1536, 8960, 12, 2, 151936, 131072)

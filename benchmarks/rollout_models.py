@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 
-from benchmarks.random_pair import Shape, save_random_model
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
@@ -22,6 +21,7 @@ from nemo_oprd.rollout.engine_kinds import make_engine
 from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.rollout.vllm.engine import VllmEngine
 from nemo_oprd.rollout.vllm.server import LocalServer
+from tests.support.random_pair import Shape, save_random_model
 
 ENGINES = ("megatron", "vllm", "transformers")
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forked_run import find_call
+from tests.support.forked_run import find_call
 
 GUARD, API_SERVER, ENGINE_CORE, WORKER = "guard", "API server", "engine core", "worker"
 GROUP, TRAINER = "process group", "trainer"

@@ -15,12 +15,12 @@ from unittest import mock
 import torch
 
 from benchmarks.outcome import Outcome, Settings
-from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.runtime.signals import Stopped
 from nemo_oprd.train import train
+from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 
 SHAPE = Shape(4, 64, 128, 4, 2, 256, 256)
 RESPONSES = [20, 35, 50, 60, 75, 90, 100, 120]

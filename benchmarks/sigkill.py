@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.forked_run import (
+from tests.support.forked_run import (
     ATTEMPT_S,
     ORPHANS_GONE_S,
     ForkedRun,

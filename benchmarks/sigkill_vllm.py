@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forked_run import OF_THE_MACHINE, ForkedRun, differences, import_everything, metrics, toy_overrides
 from benchmarks.server_killer import (
     API_SERVER,
     CALLS,
@@ -41,6 +40,7 @@ from benchmarks.server_killer import (
     Strike,
 )
 from nemo_oprd.rollout.vllm.guard import group_members
+from tests.support.forked_run import OF_THE_MACHINE, ForkedRun, differences, import_everything, metrics, toy_overrides
 
 PER_RUN = 5
 PATIENCE_S = 900.0

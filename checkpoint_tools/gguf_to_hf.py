@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from nemo_oprd.models.weights.gguf import gguf_to_hf
+    from _gguf import gguf_to_hf
+
     from nemo_oprd.runtime.output_directories import check_directory
 
     check_directory(Path(options.output), "export", "--output")

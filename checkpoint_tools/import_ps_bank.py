@@ -21,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from _ps_bank import import_ps_bank
+
     from nemo_oprd.bridge.artifact import save_bridge
-    from nemo_oprd.bridge.ps_bank import import_ps_bank
     from nemo_oprd.distillation.objective import model_identity
     from nemo_oprd.models import read_model_spec
 

@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from _pruning import kept_map, prune_layers
+
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.weights.pruning import kept_map, prune_layers
 
     source, target = student_of(options)
     kept = _given(options.layers) if options.layers else _measured(source, options)
@@ -43,10 +44,11 @@ def _given(text: str) -> list[int]:
 
 def _measured(source: Path, options: argparse.Namespace) -> list[int]:
     """The layers of most influence; prints all influences."""
+    from _pruning import layer_influences, layers_to_keep
+
     from nemo_oprd.data.prompts import load_prompts
     from nemo_oprd.data.tokenization.tokenizer import Tokenizer
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.weights.pruning import layer_influences, layers_to_keep
 
     spec = read_model_spec(source)
     if not 1 <= options.keep <= spec.num_layers:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from nemo_oprd.models.weights.rounding import round_layers
+    from _rounding import round_layers
 
     source, target = student_of(options)
     spec = round_layers(source, target, options.bits, options.group)

@@ -11,7 +11,7 @@ Every arm of a study is a plain `nemo-oprd train` in a single-threaded process; 
 `STUDY/ARM-SEED`. A restarted study keeps finished arms and starts the others over. Students are made
 like those of `nemo-oprd toy`, but are narrower: width 96, 4 layers, some 40 % of the problems solved. The teachers of
 `bridge` have width 128 and 6 layers and were trained from another seed on the same task; those of `tokenizers` have
-another vocabulary (`commands/toy/bpe_teacher.py`). The models of `merge` and `self` are those of `toy_models.py`.
+another vocabulary (`tests/support/bpe_teacher.py`). The models of `merge` and `self` are those of `toy_models.py`.
 
 Accuracy is measured on 200 held-out problems, with 2 samples each at T = 0.7, after the last update. `objectives` and
 `ablation` try several learning rates per method on the first seed; the other seeds use the rate that solves most tune
@@ -99,7 +99,7 @@ class Study:
             build_pair(recipe, self.root / "wide" / str(seed), self.log)
             self._bridges(seed)
         if self.name == "tokenizers":
-            from nemo_oprd.commands.toy.bpe_teacher import make_bpe_teacher
+            from tests.support.bpe_teacher import make_bpe_teacher
 
             make_bpe_teacher(self.root / "bpe" / str(seed), seed=seed, log=self.log)
             for arm in self.arms:

@@ -4,7 +4,7 @@
 `covariance` accumulates second moments. `fit` computes a teacher basis and a student projector from them; `adamw` is
 the paper's own training of that projector. `rank` chooses how many dimensions to keep and computes the baselines.
 `build` combines these modules into a bridge. `maps` defines the bridge in memory, `artifact` saves and loads it,
-`ps_bank` imports the files of the paper's code, `full_width` is the bridge that needs no fit.
+`full_width` is the bridge that needs no fit.
 
 Dimension letters in this package:
 

@@ -2,7 +2,7 @@
 
     python interrupted_evaluations.py DIRECTORY
 
-The ranks are forked by benchmarks/forked_run.py, and inherit `generate_batch` as it is here: it notes its calls, one
+The ranks are forked by tests/support/forked_run.py, and inherit `generate_batch` as it is here: it notes its calls, one
 file per rank, and can hold a rank at one of them.
 """
 
@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forked_run import RANKS, ForkedRun, metrics
 from benchmarks.sigkill import Bench
 from nemo_oprd.rollout.in_process import engine as megatron_engine
 from nemo_oprd.runtime import exits
+from tests.support.forked_run import RANKS, ForkedRun, metrics
 
 generate_batch = megatron_engine.generate_batch
 # 8 problems x 2 samples on 2 ranks in batches of 2: an evaluation is 4 batches per rank, a step of training is 1

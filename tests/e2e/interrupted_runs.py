@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.forked_run import metrics
 from benchmarks.sigkill import PHASES, Attempt, Bench, Target
 from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.runtime.signals import Signals
+from tests.support.forked_run import metrics
 
 enter = Signals.__enter__
 PHASE = {phase.name: phase for phase in PHASES}

@@ -12,8 +12,8 @@ import nemo_environment as nemo
 import pytest
 import slurm_cluster
 
-from benchmarks.forked_run import differences
 from nemo_oprd.config.loading import default_config_dir
+from tests.support.forked_run import differences
 
 # the groups of `data` whose keys are the user's: an override may add to them
 DATA: dict[str, dict] = {"chat_template_args": {}, "validation": {}}

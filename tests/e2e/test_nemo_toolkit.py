@@ -12,7 +12,7 @@ import psutil
 import pytest
 from nemo_tokenizers import EQUAL, REFUSED, train_model
 
-from benchmarks.forked_run import differences
+from tests.support.forked_run import differences
 
 PROGRAM = "examples/nemo/oprd.py"
 pytestmark = [

@@ -14,11 +14,11 @@ import cluster_stand_ins
 import pytest
 from cluster_stand_ins import CPUS_ON_NODE, Call, calls
 
-from benchmarks.plan_table import SHAPES
 from nemo_oprd.commands.plan.estimate import estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.setup.resolve import resolve
+from tests.support.recipe_models import SHAPES
 
 ROOT = Path(__file__).parent.parent.parent
 # configuration -> the command of docs/cluster.md that starts it

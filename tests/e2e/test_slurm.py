@@ -21,8 +21,8 @@ import pytest
 import slurm_cluster
 import vllm_environment
 
-from benchmarks.forked_run import differences
 from nemo_oprd.commands.toy.pair import Recipe, build_pair
+from tests.support.forked_run import differences
 
 ROOT = Path(__file__).parent.parent.parent
 # the scenarios share two cores

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_table import SHAPES
+from tests.support.recipe_models import SHAPES
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"

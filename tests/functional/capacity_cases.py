@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from host_syncs import plain_causal_masks
 
-from benchmarks.live_bytes import LiveBytes
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup.models import distiller_for
+from tests.support.live_bytes import LiveBytes
 
 
 def live_bytes(overrides: list[str]) -> list[dict[str, Any]]:

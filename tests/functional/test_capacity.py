@@ -8,7 +8,6 @@ import pytest
 import torch
 from pool import Pools
 
-from benchmarks.random_pair import Shape, save_random_model, save_random_rollouts
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.commands.plan.operations import attention_flops, step_flops
@@ -16,6 +15,7 @@ from nemo_oprd.commands.plan.rollout_cost import Demand, rollout_copy, sample
 from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.setup.resolve import resolve, resolve_models
+from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 
 SHAPE = Shape(4, 128, 352, 8, 2, 2048, 2048)
 PROMPT, RESPONSE, RESPONSES = 64, 448, 4

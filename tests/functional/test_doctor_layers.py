@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pool import Pools
 
-from benchmarks.planted_models import LAYERS, make_world
 from nemo_oprd.commands.doctor.findings import Finding
+from tests.support.planted_models import LAYERS, make_world
 
 KEPT = "loss.representation.layer_map={1:1,2:2,3:3,4:10}"
 SHIFTED = "loss.representation.layer_map={1:4,2:5,3:6,4:10}"

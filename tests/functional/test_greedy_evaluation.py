@@ -11,8 +11,8 @@ import plain_evaluation
 import pytest
 from pool import Pools
 
-from benchmarks import known_sums as doctor_models
 from nemo_oprd.commands.toy import task
+from tests.support import known_sums as doctor_models
 
 LIMIT = 13  # `\boxed{2007}` and the end-of-sequence token
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from pool import Pools
 
-from benchmarks.random_pair import Shape
 from studies.objective_flops import RESPONSES, Count
 from studies.toy_arms import OPD
+from tests.support.random_pair import Shape
 
 SHAPE = Shape(2, 32, 64, 4, 2, 128, 512)
 # passes through the head, by the teacher and by the student: one forward and two backward, none of them twice; whole

@@ -32,11 +32,11 @@ from pairwise import mark_slow, of_case
 from pool import Pools, WorkerError
 from tiny_models import edit_tensors
 
-from benchmarks.plain_bf16 import plain_bf16_gradients
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from tests.support.plain_bf16 import plain_bf16_gradients
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

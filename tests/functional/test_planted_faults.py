@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import planted_faults
 from benchmarks.planted_cases import FAULTS, HEALTHY, Case
-from benchmarks.planted_models import make_world
 from benchmarks.planted_samples import SAMPLED_FAULTS, SAMPLED_HEALTHY
 from nemo_oprd.commands.doctor.codes import CODES
+from tests.support.planted_models import make_world
 
 CHEAP = [
     "shipped: oprd_1p5b", "shipped: real_model", "setting train.lr=10", "teacher's theta 12000", "reversed map",

@@ -15,10 +15,10 @@ import torch
 from tiny_models import Models
 from transformers import AutoModelForCausalLM
 
+from checkpoint_tools._pruning import layer_influences, layers_to_keep, prune_layers
 from nemo_oprd.commands.toy.task import write_tokenizer
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.pruning import layer_influences, layers_to_keep, prune_layers
 
 ROOT = Path(__file__).parent.parent.parent
 TEXTS = [[5, 17, 2, 44, 9, 120], [7], [33, 2, 8]]

@@ -9,11 +9,11 @@ import pytest
 from golden_runs import metrics
 from pool import Pools, WorkerError
 
-from nemo_oprd.commands.toy.bpe_teacher import VOCAB_SIZE, make_bpe_teacher
 from nemo_oprd.commands.toy.pair import MAX_POSITIONS, make_tiny_pair
 from nemo_oprd.commands.toy.task import VOCAB_SIZE as STUDENT_VOCAB_SIZE
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.rollout.replay import TeacherLimits, read_rollouts
+from tests.support.bpe_teacher import VOCAB_SIZE, make_bpe_teacher
 
 BRIDGE = [
     "loss.representation.kind=normalized_mse",

@@ -189,7 +189,7 @@ def test_the_page_has_the_table_of_today() -> None:
 
 
 def test_the_table_has_the_sizes_of_the_scripts() -> None:
-    from benchmarks.plan_table import RECIPES
+    from tests.support.recipe_models import RECIPES
 
     scripts = Path(__file__).parents[3] / "scripts"
     for recipe, (_, _, sizes) in RECIPES.items():
@@ -202,7 +202,8 @@ def test_the_table_has_the_sizes_of_the_scripts() -> None:
 
 def test_the_recipe_with_experts_fits_two_to_eight_nodes(tmp_path: Path) -> None:
     """The number of parameters is that of transformers' model; the engine's responses fit beside the trainer."""
-    from benchmarks.plan_table import SHAPES, planned, write_models
+    from benchmarks.plan_table import planned
+    from tests.support.recipe_models import SHAPES, write_models
 
     write_models(tmp_path / "models")
     shape = SHAPES["Qwen3-30B-A3B"]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from family_configs import QWEN3_MOE
 
-from benchmarks.plan_table import RECIPES, SHAPES, write_models
 from nemo_oprd.cli import main
 from nemo_oprd.commands.plan.alternatives import Alternative, Search, alternatives, changed
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
@@ -22,6 +21,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.setup.preflight import preflight
 from nemo_oprd.setup.resolve import resolve, resolve_models
+from tests.support.recipe_models import RECIPES, SHAPES, write_models
 
 QWEN3_8B = {**SHAPES["Qwen3-4B"], "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 LAYOUT_KEYS = ("student.parallel.", "teacher.parallel.", "rollout.", "student.recompute", "teacher.")

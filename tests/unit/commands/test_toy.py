@@ -16,12 +16,12 @@ import torch
 from transformers import GenerationConfig, Qwen2ForCausalLM
 
 from nemo_oprd.commands.toy import pair, task
-from nemo_oprd.commands.toy.bpe_teacher import make_bpe_teacher
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.models import read_model_spec
 from studies import theory
 from studies.toy_study import Study
+from tests.support.bpe_teacher import make_bpe_teacher
 
 SETS = {"train": 64, "tune": 16, "heldout": 16}
 

@@ -29,7 +29,6 @@ from plain_output_losses import (
 )
 from safetensors.torch import load_file
 
-from benchmarks.live_bytes import LiveBytes
 from nemo_oprd.distillation.reference.hugging_face import agreement
 from nemo_oprd.losses import vocab_parallel
 from nemo_oprd.losses.chunked import (
@@ -42,6 +41,7 @@ from nemo_oprd.losses.chunked import (
 from nemo_oprd.losses.divergences import output_rows
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard, top_k_ids
+from tests.support.live_bytes import LiveBytes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

@@ -62,7 +62,7 @@ def test_the_image_holds_what_its_commands_need() -> None:
     for instruction in STAGES["cpu"][1] + STAGES["gpu"][1]:
         for script in re.findall(r"scripts/[\w.]+", instruction):
             assert (ROOT / script).exists() and "scripts" in everything
-    assert {"benchmarks", "tests/golden", "requirements-cpu.txt", "conf"} <= set(everything)
+    assert {"benchmarks", "tests/golden", "tests/support", "requirements-cpu.txt", "conf"} <= set(everything)
     worker = re.search(r"PYTHONPATH=(\S+)", (ROOT / "scripts" / "setup_vllm.sh").read_text())
     assert worker is not None and worker[1] in copied("vllm")
 

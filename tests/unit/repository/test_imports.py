@@ -6,6 +6,7 @@ An import counts wherever it stands: inside a function or under TYPE_CHECKING, t
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -101,6 +102,20 @@ def test_benchmarks_and_studies_import_in_one_direction() -> None:
         graph[name] = found & set(files) - {name}
         assert not (name.startswith("benchmarks.") and any(other.startswith("studies.") for other in graph[name])), name
     assert len(graph) > 40 and set(TopologicalSorter(graph).static_order()) == set(graph)
+
+
+# the tests of benchmarks, and the programs that these start
+OF_BENCHMARKS = {
+    "interrupted_evaluations", "interrupted_runs", "test_gpu_check", "test_plan", "test_planted_faults",
+    "test_rollout_benchmark", "test_sigkill", "test_vllm_kills",
+}  # fmt: skip
+
+
+def test_tests_import_benchmarks_only_to_test_them() -> None:
+    """What both need is in `tests/support`."""
+    pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+    files = (ROOT.parent / "tests").rglob("*.py")
+    assert {file.stem for file in files if pattern.search(file.read_text())} == OF_BENCHMARKS
 
 
 def test_few_loose_files() -> None:

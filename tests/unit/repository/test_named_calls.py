@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.forked_run import find_call
+from tests.support.forked_run import find_call
 
 ROOT = Path(__file__).parents[3]
 FILES = [file for folder in ("benchmarks", "studies", "tests") for file in sorted((ROOT / folder).rglob("*.py"))]

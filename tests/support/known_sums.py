@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from transformers import Qwen2ForCausalLM
 
-from nemo_oprd.commands.toy import bpe_teacher, task
+from nemo_oprd.commands.toy import task
 from nemo_oprd.commands.toy.pair import IGNORED, Recipe, new_model, train_step
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from tests.support import bpe_teacher
 
 PROBLEMS = [(1000 + i, 1000 + j) for i in range(6) for j in range(6)]
 STUDENT_LOSS, TEACHER_LOSS = 0.06, 0.004
@@ -102,8 +103,8 @@ def make_text_teacher(root: Path) -> None:
     """`text`: another tokenizer."""
     directory = root / "text"
     directory.mkdir()
-    bpe_teacher._write_tokenizer(directory, np.array(PROBLEMS * 20))
+    bpe_teacher.write_tokenizer(directory, np.array(PROBLEMS * 20))
     tokenizer = Tokenizer.load(directory)
-    model = bpe_teacher._new_model(tokenizer, 0, 2, 48)
+    model = bpe_teacher.new_model(tokenizer, 0, 2, 48)
     train(model, tokenizer, recipe(2, 48), TEACHER_LOSS)
     model.save_pretrained(directory)

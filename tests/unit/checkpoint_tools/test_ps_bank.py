@@ -10,10 +10,10 @@ import pytest
 import torch
 from bridge_data import STUDENT, TEACHER, maps
 
+from checkpoint_tools._ps_bank import import_ps_bank
 from nemo_oprd.bridge.artifact import load_bridge, save_bridge
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import CapturePoint
-from nemo_oprd.bridge.ps_bank import import_ps_bank
 
 
 def bank(**changes: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_oprd.models.weights.gguf import gguf_to_hf
+from checkpoint_tools._gguf import gguf_to_hf
+from checkpoint_tools._rounding import round_matrix
 from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.rounding import round_matrix
 
 ROOT = Path(__file__).parents[3]
 

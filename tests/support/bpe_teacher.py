@@ -1,7 +1,7 @@
 """A teacher for the toy student that shares no vocabulary with it: a Llama with a sentencepiece BPE tokenizer.
 
-It is trained from scratch on the toy problems, like the pair (`pair.py`). Its tokens are merged characters such as
-`\\boxed{` or `1'`, learned from the texts of the task. Most teacher tokens therefore end where a student token ends,
+It is trained from scratch on the toy problems, like the pair of `nemo-oprd toy`. Its tokens are merged characters such
+as `\\boxed{` or `1'`, learned from the texts of the task. Most teacher tokens therefore end where a student token ends,
 while many student tokens end inside a teacher token.
 """
 
@@ -58,9 +58,9 @@ def make_bpe_teacher(
     rng = np.random.default_rng([seed, 1])
     held_out = task.disjoint_problems(rng, {"held out": 200})["held out"]
     unseen = task.problem_key(held_out)
-    _write_tokenizer(output, task.sample_problems(rng, TOKENIZER_LINES, unseen))
+    write_tokenizer(output, task.sample_problems(rng, TOKENIZER_LINES, unseen))
     tokenizer = Tokenizer.load(output)
-    model = _new_model(tokenizer, seed, layers, hidden)
+    model = new_model(tokenizer, seed, layers, hidden)
     recipe = Recipe(seed, steps, None, layers, hidden, batch=batch, warmup_steps=min(50, steps // 4 + 1))
     optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
     start = time.monotonic()
@@ -76,7 +76,7 @@ def make_bpe_teacher(
     return accuracy
 
 
-def _write_tokenizer(directory: Path, problems: np.ndarray) -> None:
+def write_tokenizer(directory: Path, problems: np.ndarray) -> None:
     """Trains a BPE model on the texts of the task and writes it as a sentencepiece file."""
     texts = [text for a, b in problems.tolist() for text in (task.prompt_text(a, b), task.response_text(a, b))]
     splits = {"split_by_number": False, "split_by_unicode_script": False}
@@ -88,7 +88,7 @@ def _write_tokenizer(directory: Path, problems: np.ndarray) -> None:
     task.write_tokenizer_config(directory, names)
 
 
-def _new_model(tokenizer: Tokenizer, seed: int, layers: int, hidden: int) -> LlamaForCausalLM:
+def new_model(tokenizer: Tokenizer, seed: int, layers: int, hidden: int) -> LlamaForCausalLM:
     (eos,) = tokenizer.hf.convert_tokens_to_ids(["</s>"])
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,

@@ -1,4 +1,4 @@
-"""Runs of two forked ranks that a benchmark watches and kills, and what is compared of two runs.
+"""Runs of two forked ranks that a test or a benchmark watches and kills, and what is compared of two runs.
 
 A start costs seconds of imports, so the benchmark's process imports everything once (`import_everything`) and forks the
 ranks, which run the real command line. The first rank installs a probe that sends lines through a pipe.

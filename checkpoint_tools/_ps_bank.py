@@ -1,4 +1,4 @@
-"""Imports a bridge that the paper's own code made (`ps_bank.pt`); reached by `checkpoint_tools/import_ps_bank.py`.
+"""Imports a bridge that the paper's own code made (`ps_bank.pt`).
 
 The file is a pickle. It is opened with `weights_only=True`, which runs no code from it. Its layers count from 0, ours
 from 1. Its hidden states were taken at the response token, those of the last layer after the final norm. The student

@@ -1,0 +1,1 @@
+"""What tests share, and benchmarks and studies with them: models, rollouts, shapes, measurements."""
