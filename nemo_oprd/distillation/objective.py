@@ -22,7 +22,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import open_bridge
 from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
-from nemo_oprd.config.schema import Config, OutputLossConfig, RolloutConfig, TeacherSource
+from nemo_oprd.config.schema import Config, OutputLossConfig, RepresentationLossConfig, RolloutConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.registry import resolve_row_loss
@@ -162,7 +162,7 @@ class Objective:
         Raises:
             ValueError: the models cannot be compared as the configuration asks.
         """
-        loss = config.loss.representation
+        loss, identity = config.loss.representation, model_identity(student, config.student.path)
         matches = []
         for number, ((spec, pairs), source) in enumerate(zip(teachers, config.teacher_sources, strict=True)):
             if config.teacher.reads == "ids" and student.vocab_size != spec.vocab_size and not same_tokenizer(number):
@@ -171,7 +171,7 @@ class Objective:
                     "teacher cannot read ids of another tokenizer: set teacher.reads=text, or choose a teacher "
                     "with the student's tokenizer"
                 )
-            matches.append(_match(config, source, student, spec, pairs, fitting=fitting))
+            matches.append(_match(loss, source, student, identity, spec, pairs, fitting=fitting))
         for width in sorted({match.width for match in matches}):  # the loss is tried on rows of every width
             tried_width = None if fitting else width
             row_loss = resolve_row_loss(loss.kind, loss.kind_args, loss.dim_reduction, tried_width)
@@ -310,17 +310,17 @@ def model_identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None
 
 
 def _match(
-    config: Config,
+    loss: RepresentationLossConfig,
     source: TeacherSource,
     student: ModelSpec,
+    identity: ModelIdentity,
     teacher: ModelSpec,
     pairs: dict[int, int],
     *,
     fitting: bool,
 ) -> TeacherMatch:
     """The layer pairs of one teacher, with the teacher's bridge; ValueError if the two do not fit together."""
-    loss = config.loss.representation
-    bridge = None if fitting else _bridge(config, source, student, teacher, pairs)
+    bridge = None if fitting else _bridge(loss, source, identity, teacher, pairs)
     if bridge is not None:
         fitted_pairs = {layer: bridge.layers[layer] for layer in pairs}
         if loss.layer_map is not None and fitted_pairs != pairs:
@@ -340,13 +340,16 @@ def _match(
 
 
 def _bridge(
-    config: Config, source: TeacherSource, student: ModelSpec, teacher: ModelSpec, pairs: dict[int, int]
+    loss: RepresentationLossConfig,
+    source: TeacherSource,
+    student: ModelIdentity,
+    teacher: ModelSpec,
+    pairs: dict[int, int],
 ) -> Bridge | None:
     """A teacher's bridge: read from its directory, or at full width without tensors yet; None without a bridge."""
     if source.bridge is None:
         return None
-    loss = config.loss.representation
-    models = (model_identity(student, config.student.path), model_identity(teacher, source.path))
+    models = (student, model_identity(teacher, source.path))
     capture = CapturePoint(loss.position, loss.final_norm)
     if source.bridge == FULL_WIDTH:
         return full_width_bridge(pairs, *models, capture)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.schema import Config
+from nemo_oprd.config.schema import Config, StudentConfig
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.distillation.adaptive_weights import AdaptiveWeights
 from nemo_oprd.distillation.capture import HiddenStateCapture
@@ -106,7 +106,7 @@ class Student:
             if trainable:
                 join_optimizer_creation()
             return
-        self.chunks = build(self.spec, role, self.dtype, **_training_settings(config))
+        self.chunks = build(self.spec, role, self.dtype, **_training_settings(config.student))
         load_hf(self.chunks, self.spec, role, read, source)
         if not trainable:
             for chunk in self.chunks:
@@ -240,9 +240,8 @@ class Student:
             yield from gather_hf(self.chunks, self.spec, self.role, gradient)
 
 
-def _training_settings(config: Config) -> dict[str, Any]:
+def _training_settings(student: StudentConfig) -> dict[str, Any]:
     """Megatron's settings for the precision of routers and for activation recomputation."""
-    student = config.student
     settings: dict[str, Any] = {"moe_router_dtype": student.router_dtype}
     if student.recompute != "none":
         settings["recompute_granularity"] = student.recompute

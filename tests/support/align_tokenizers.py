@@ -35,7 +35,7 @@ def _byte_level_text(text: bytes) -> str:
 
 def write(
     path: Path, backend: HFTokenizer | None, eos: str = "<eos>", template: str | None = TEMPLATE, **config: object
-):
+) -> Path:
     """Writes the files that `Tokenizer.load` reads; `backend` None where the vocabulary is there already."""
     path.mkdir(parents=True, exist_ok=True)
     if backend is not None:
@@ -121,11 +121,11 @@ def sentencepiece_model(path: Path, kind: str, tokenizer_class: str | None, *, b
     )
     path.mkdir(parents=True)
     (path / "tokenizer.model").write_bytes(model.getvalue())
-    config = {"unk_token": "<unk>", "bos_token": None}
-    return write(path, None, **config, **({"tokenizer_class": tokenizer_class} if tokenizer_class else {}))
+    named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    return write(path, None, unk_token="<unk>", bos_token=None, **named)
 
 
-def characters(path: Path, alphabet: str, *, decoder: object | None, template: str | None = TEMPLATE) -> Path:
+def characters(path: Path, alphabet: str, *, decoder: decoders.Decoder | None, template: str | None = TEMPLATE) -> Path:
     """One token per character of `alphabet`, others dropped; 0 is <eos>."""
     vocabulary = {token: i for i, token in enumerate(["<eos>", *alphabet])}
     backend = HFTokenizer(models.BPE(vocabulary, []))

@@ -8,7 +8,7 @@ Slow on purpose, and meant to be read against the paper.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,15 @@ from safetensors.torch import load_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.full_width import FULL_WIDTH, draw_projector
-from nemo_oprd.config.schema import Config, OutputLossConfig, RepresentationLossConfig, TeacherSource
+from nemo_oprd.config.schema import (
+    Config,
+    LossConfig,
+    OutputLossConfig,
+    RepresentationLossConfig,
+    RolloutConfig,
+    StudentConfig,
+    TeacherSource,
+)
 from nemo_oprd.distillation.reference.hugging_face_routers import RouterReference
 from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
@@ -51,15 +59,17 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
         _projections(config, source, layers, student.config, teacher.config, dtype, trained)
         for source, teacher in zip(config.teacher_sources, teachers, strict=True)
     ]
-    output = _OutputLoss(config, rollouts)
-    routers = _routers(config, student, rollouts, range(1, 1 + (max(layers, default=0))), weight_of_output)
+    output = _OutputLoss(config.loss.output, config.rollout, rollouts)
+    routers = _routers(
+        config.student, config.loss, student, rollouts, range(1, 1 + (max(layers, default=0))), weight_of_output
+    )
     shift = 1 if loss.position == "predicting" else 0
     for number_of_rollout, (rollout, tokens) in enumerate(zip(rollouts, supervised, strict=True)):
         if not tokens:
             continue
         student_positions = torch.tensor([len(rollout.prompt_ids) + t - shift for t in tokens])
         teacher_positions = torch.tensor([_teacher_position(rollout, t - shift) for t in tokens])
-        number = _teacher_number(config, rollout)
+        number = _teacher_number(config.teacher_sources, rollout)
         teacher, teacher_weight = teachers[number], config.teacher_sources[number].weight
         row_weight = teacher_weight * (1 / rows if loss.aggregation == "token_mean" else 1 / (active * len(tokens)))
         if routers is not None:
@@ -94,17 +104,22 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
 
 
 def _routers(
-    config: Config, model: Any, rollouts: list[Rollout], supervised: range, weight_of_output: float
+    student: StudentConfig,
+    losses: LossConfig,
+    model: Any,
+    rollouts: list[Rollout],
+    supervised: range,
+    weight_of_output: float,
 ) -> RouterReference | None:
     """What the settings ask of the student's routers; None if transformers' own routers do all of it."""
-    student, loss = config.student, config.loss.representation
+    loss = losses.representation
     if not (student.router_aux_loss or student.router_z_loss or student.router_replay):
         return None
     shift = 1 if loss.position == "predicting" else 0
     lengths = []
     for rollout in rollouts:
         last = [t - shift for t in _tokens(rollout, loss)]
-        last += [t - 1 for t in _predicted_tokens(rollout) if not config.loss.output.is_off]
+        last += [t - 1 for t in _predicted_tokens(rollout) if not losses.output.is_off]
         lengths.append(len(rollout.prompt_ids) + max(last) + 1 if last else 0)
     layers = range(1, 1 + model.config.num_hidden_layers) if weight_of_output else supervised
     return RouterReference(student, model, rollouts, layers, lengths)
@@ -139,10 +154,10 @@ def _first_weight(weight: Any) -> float:
 Projection = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _teacher_number(config: Config, rollout: Rollout) -> int:
+def _teacher_number(sources: Sequence[TeacherSource], rollout: Rollout) -> int:
     """Index of the teacher that lists the response's data source, or of the teacher that lists no data sources."""
-    named = [source.data_sources or [] for source in config.teacher_sources]
-    found = [i for i, sources in enumerate(named) if rollout.data_source in sources]
+    named = [source.data_sources or [] for source in sources]
+    found = [i for i, names in enumerate(named) if rollout.data_source in names]
     return found[0] if found else named.index([])
 
 
@@ -194,8 +209,8 @@ def _projections(
 class _OutputLoss:
     """The output-space loss on whole distributions, differentiated by autograd."""
 
-    def __init__(self, config: Config, rollouts: list[Rollout]) -> None:
-        self.config, self.rollout = config.loss.output, config.rollout
+    def __init__(self, config: OutputLossConfig, rollout: RolloutConfig, rollouts: list[Rollout]) -> None:
+        self.config, self.rollout = config, rollout
         self.loss: float | None = None if self.config.is_off else 0.0  # the sum over the responses so far
         counts = [len(_predicted_tokens(rollout)) for rollout in rollouts]
         self.active, self.tokens = sum(count > 0 for count in counts), sum(counts)
