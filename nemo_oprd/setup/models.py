@@ -107,7 +107,7 @@ class ModelFiles:
         Raises:
             ValueError: a file is missing or damaged, or its tensors are not those of this architecture.
         """
-        from nemo_oprd.models.weights.convert import MegatronCheckpoint, check_source
+        from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint, check_source
 
         if self.source.checkpoint:
             return MegatronCheckpoint(self.weights_directory, self.directory, self.spec.family).__getitem__

@@ -432,8 +432,8 @@ def open_weight_readers(overrides: list[str]) -> int:
     """How many readers of weight files are alive in a run that is ready to train."""
     import gc
 
-    from nemo_oprd.models.weights.convert import MegatronCheckpoint
     from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
     from nemo_oprd.setup.models import world_size
     from nemo_oprd.setup.preflight import preflight
     from nemo_oprd.setup.training import start_training
@@ -447,7 +447,7 @@ def load_damaged_checkpoint(overrides: list[str]) -> None:
     """`verify` of a Megatron checkpoint whose norms come back one number short."""
     from unittest import mock
 
-    from nemo_oprd.models.weights.convert import MegatronCheckpoint
+    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
 
     whole = MegatronCheckpoint.__getitem__
 

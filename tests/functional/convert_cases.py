@@ -18,8 +18,8 @@ from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.models.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.models.megatron.parallel import Role, init_distributed, make_role
 from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
-from nemo_oprd.models.weights.convert import MegatronCheckpoint
 from nemo_oprd.models.weights.hf import HFCheckpoint, gather_hf, load_hf
+from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
 
 
 def _model(hf_path: str, layout: dict[str, int], dtype: str) -> tuple[ModelSpec, Role, list[DistillingModel]]:

@@ -108,10 +108,11 @@ def convert(models: str, directory: str) -> None:
     from safetensors.torch import save_file
     from stock_models import megatron_groups
 
+    from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron_bridge.provider import find_family
-    from nemo_oprd.models.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
 
     bridge_cases.prepare()
     settings = bridge_cases.settings(Layout())

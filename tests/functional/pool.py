@@ -28,7 +28,11 @@ PRELOADED = [
         "nemo_oprd.commands.verify.step",
         "nemo_oprd.distillation.reference.hugging_face",
     ),
-    *("nemo_oprd.checkpointing.in_process_writer", "nemo_oprd.config.checks", "nemo_oprd.models.weights.convert"),
+    *(
+        "nemo_oprd.checkpointing.in_process_writer",
+        "nemo_oprd.config.checks",
+        "nemo_oprd.models.weights.megatron_checkpoint",
+    ),
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     *("hydra", "hydra._internal.core_plugins", "einops._torch_specific", "numpy.ctypeslib", "numpy.ma", "numpy.random"),

@@ -17,9 +17,10 @@ from pool import Pools
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, SIZES, Models, assert_same_tensors, edit_tensors
 
-from nemo_oprd.models.weights import convert
-from nemo_oprd.models.weights.convert import MegatronCheckpoint, hf_to_megatron, megatron_to_hf
+from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
+from nemo_oprd.models.weights import megatron_checkpoint
 from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
 from nemo_oprd.models.weights.torch_dist import open_torch_dist
 
 
@@ -101,7 +102,8 @@ def test_layers_that_are_alike_and_stored_one_by_one(
 ) -> None:
     """As Megatron stores them where its `moe_layer_freq` is a list of ones."""
     with monkeypatch.context() as patch:
-        patch.setattr("nemo_oprd.models.weights.convert.stacks_layers", lambda spec: False)
+        for user in ("checkpoint_tools._convert", "nemo_oprd.models.weights.megatron_checkpoint"):
+            patch.setattr(f"{user}.stacks_layers", lambda spec: False)
         hf_to_megatron(models("mixtral"), tmp_path / "megatron", progress=False)
     keys = MegatronCheckpoint(tmp_path / "megatron")._tensors
     assert "decoder.layers.3.mlp.router.weight" in keys and "decoder.layers.mlp.router.weight" not in keys
@@ -134,8 +136,8 @@ def test_few_tensors_are_held_and_each_is_read_once(
     hf_to_megatron(source, tmp_path / "megatron", tensor=2, pipeline=2, progress=False)
     assert (reads.total, reads.now) == (weights, 0)
     assert reads.peak <= 2 * reads.largest
-    back = AliveBytes(convert.read_megatron_tensor)
-    monkeypatch.setattr(convert, "read_megatron_tensor", back)
+    back = AliveBytes(megatron_checkpoint.read_megatron_tensor)
+    monkeypatch.setattr(megatron_checkpoint, "read_megatron_tensor", back)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", max_shard_bytes=20_000, progress=False)
     assert back.total == weights
     assert back.peak <= 2 * back.largest

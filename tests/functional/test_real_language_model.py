@@ -16,11 +16,11 @@ from real_language_model import ROOT, TEXTS, real_model
 from safetensors.torch import load_file, save_file
 from tiny_models import assert_same_tensors
 
+from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools._pruning import kept_map, prune_layers
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.data.tokenization.align import align
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.models.weights.convert import hf_to_megatron, megatron_to_hf
 
 pytestmark = pytest.mark.smollm
 

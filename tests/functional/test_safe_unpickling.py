@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from checkpoint_tools._convert import hf_to_megatron
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.models.weights.convert import hf_to_megatron
 from nemo_oprd.models.weights.safe_unpickling import read_index
 from nemo_oprd.models.weights.torch_dist import open_torch_dist
 from nemo_oprd.rollout.replay import read_rollouts

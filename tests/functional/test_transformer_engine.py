@@ -21,9 +21,9 @@ from reference_adamw import one_golden_step
 from safetensors.torch import load_file
 from tiny_models import SIZES, Models, assert_same_tensors
 
+from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.reference.hugging_face import agreement, reference
-from nemo_oprd.models.weights.convert import hf_to_megatron, megatron_to_hf
 from nemo_oprd.rollout.replay import read_rollouts
 
 HERE = Path(__file__).parent

@@ -1,35 +1,27 @@
-"""Reads and writes the files of the torch_dist format chunk by chunk, without torch's save and load plans.
+"""Reads the files of the torch_dist format chunk by chunk, without torch's load plans.
 
 A checkpoint consists of `*.distcp` files, which hold tensors one after the other, and the pickled index `.metadata`,
-which says where each chunk of each tensor lies. torch's own `save` needs a whole state dict and keeps the last chunk of
-every tensor of a file in memory; here a chunk can be freed as soon as it is written. Left out: the names and the
-meaning of the tensors, see `models/weights/convert.py`.
+which says where each chunk of each tensor lies. Left out: the names and the meaning of the tensors
+(`models/weights/megatron_checkpoint.py`), and writing (`checkpoint_tools/_convert.py`).
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_oprd.models.checkpoint_directory import LATEST, check_torch_dist
 from nemo_oprd.models.megatron import versions
@@ -46,90 +38,6 @@ CONTENT_METADATA: dict[str, Any] = {
 }
 # the key under which Megatron-core 0.19 saves what all ranks share
 _COMMON_STATE = "common_state/shard_0_1"
-
-
-class TorchDistWriter(FileSystemWriter):
-    """Writes one checkpoint from one process. A context manager; the checkpoint is usable after `complete`.
-
-    >>> with TorchDistWriter(directory) as writer:  # doctest: +SKIP
-    ...     writer.add("__0_0.distcp", "w", (4, 8), (0, 0), torch.zeros(2, 8))
-    ...     writer.add("__1_0.distcp", "w", (4, 8), (2, 0), torch.zeros(2, 8))
-    ...     writer.complete()
-    """
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.directory = directory
-        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self._written: list[WriteResult] = []
-        self._files: dict[str, BinaryIO] = {}
-        self._open = ExitStack()
-
-    def __enter__(self) -> TorchDistWriter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._open.close()
-
-    def add(
-        self, file: str, key: str, global_shape: Sequence[int], offsets: Sequence[int], chunk: torch.Tensor
-    ) -> None:
-        """Appends to `file` the chunk of tensor `key` that starts at `offsets`.
-
-        Raises:
-            ValueError: an earlier chunk of the same tensor has another dtype.
-        """
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(global_shape), [])
-            self._entries[key] = entry
-        assert isinstance(entry, TensorStorageMetadata)
-        if chunk.dtype != entry.properties.dtype:
-            raise ValueError(
-                f"{key} is {chunk.dtype} at {tuple(offsets)} and {entry.properties.dtype} before; expected one dtype "
-                "in all layers: save the source in one dtype first"
-            )
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
-        chunk = chunk.contiguous()
-        if chunk.untyped_storage().nbytes() != chunk.nbytes:
-            chunk = chunk.clone()  # torch.save writes the whole storage of a view
-        self._append(file, MetadataIndex(key, offsets), chunk)
-
-    def add_object(self, file: str, key: str, value: Any) -> None:
-        """Appends an object that is not a tensor."""
-        self._entries[key] = BytesStorageMetadata()
-        self._append(file, MetadataIndex(key), value)
-
-    def dtype_of(self, key: str) -> torch.dtype:
-        """The dtype of a tensor of which a chunk was written."""
-        entry = self._entries[key]
-        assert isinstance(entry, TensorStorageMetadata), f"{key} is not a tensor"
-        return entry.properties.dtype
-
-    def complete(self) -> None:
-        """Writes the index and the further files that Megatron-core's loader requires."""
-        for stream in self._files.values():
-            stream.flush()
-        self.finish(Metadata(dict(self._entries)), [self._written])
-        torch.save({"content_metadata": CONTENT_METADATA}, self.directory / "common.pt")
-        save_config(CheckpointingConfig("torch_dist"), str(self.directory))
-
-    def storage_meta(self) -> None:
-        """Returns nothing: torch would store the directory of the checkpoint, which is renamed later."""
-
-    def _append(self, file: str, index: MetadataIndex, value: Any) -> None:
-        if file not in self._files:
-            self._files[file] = self._open.enter_context((self.directory / file).open("wb"))
-        stream = self._files[file]
-        start = stream.tell()
-        if isinstance(value, torch.Tensor):
-            torch.save(value, stream)
-        else:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            stream.write(buffer.getbuffer())
-        length = stream.tell() - start
-        self._written.append(WriteResult(index, length, _StorageInfo(file, start, length)))
 
 
 def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:

@@ -23,7 +23,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective, model_identity
 from nemo_oprd.models import ModelSpec, parse_model_spec
-from nemo_oprd.models.weights.convert import checkpoint_parameters
+from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.setup.checks import check_layers, make_layouts
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
