@@ -79,7 +79,7 @@ class Checkpointer:
                 (stop,) = agree(device(), self.asked_to_stop())
         if stop and (evaluation.deferred is not None or not last):
             raise Stopped(
-                f"stopped by {self.signals.received or 'a signal to another rank'} after step {done} of "
+                f"stopped by {self.signals.by} after step {done} of "
                 f"{train.steps}, and saved; the same command resumes from there"
             )
 
@@ -92,14 +92,14 @@ class Checkpointer:
         if step > self.saved:
             self._save(step, EvaluationOutcome())
         raise Stopped(
-            f"stopped by {self.signals.received or 'a signal to another rank'} while sampling step {step + 1} of "
+            f"stopped by {self.signals.by} while sampling step {step + 1} of "
             f"{self.train.steps}, with {completed} of {requests} responses complete and kept; the same command "
             "resumes from there"
         )
 
     def asked_to_stop(self) -> bool:
         """Whether this process received a signal that asks it to stop."""
-        return self.signals.received is not None
+        return self.signals.asked_to_stop
 
     def _too_long(self) -> bool:
         minutes = self.train.save_minutes

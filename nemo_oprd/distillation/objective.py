@@ -133,7 +133,6 @@ class Objective:
     position: str
     aggregation: str
     output: OutputTerm | None  # the output loss at its largest weight; None if there is none
-    reads_ids: bool = True  # whether teachers read the student's token ids (`teacher.reads=ids`)
     trains_bridge: bool = False  # whether the student's side of the bridge is trained with the student
     weights: tuple[Weight, Weight] = (1.0, 0.0)
     router_weights: tuple[float, float] = (0.0, 0.0)
@@ -187,7 +186,6 @@ class Objective:
             position=loss.position,
             aggregation=loss.aggregation,
             output=None if fitting else OutputTerm.build(config.loss.output, config.rollout),
-            reads_ids=config.teacher.reads == "ids",
             trains_bridge=matches[0].bridge is not None and config.bridge.train,
             weights=(loss.weight, config.loss.output.weight),
             router_weights=(config.student.router_aux_loss, config.student.router_z_loss),

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from nemo_oprd.evaluation.set_metrics import DIVERSITY, Sample, by_problem, check_samples, distinct_ratio, summarize
+from nemo_oprd.evaluation.set_metrics import DIVERSITY, Sample, by_problem, distinct_ratio
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -68,7 +68,7 @@ def ks_of(samples: int) -> list[int]:
 def per_problem(samples: Sequence[Sample], k: int) -> Values:
     """Metric -> float [P], one value per problem in the order of their numbers; NaN where a problem has none.
 
-    A metric for which no problem has a value is left out.
+    `samples` are k of each problem, in any order. A metric for which no problem has a value is left out.
     """
     groups = by_problem(samples)
     correct = np.array([sum(s.correct for s in group) for group in groups])
@@ -86,7 +86,7 @@ def per_problem(samples: Sequence[Sample], k: int) -> Values:
 
 
 def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> Metrics:
-    """The metrics of a set with k samples per problem, each with its interval under METRIC/ci.
+    """The metrics of a set with k samples per problem, means over problems, each with its interval under METRIC/ci.
 
     Also avg@k, its interval and the number of problems of every subject and level, if the set has at least two, as
     `subject/NAME/avg@k`.
@@ -94,14 +94,18 @@ def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> 
     Args:
         values: `per_problem` of the same samples, if it is known.
 
-    Raises:
-        ValueError: as `metrics.check_samples`.
+    Example: two problems, k = 2, grades (1, 0) and (0, 0): avg@2 is 0.25, best@2 is 0.5.
     """
-    check_samples(samples, k)
     values = per_problem(samples, k) if values is None else values
-    diversity = values.get(DIVERSITY, np.array([]))
-    found: Metrics = dict(summarize(samples, k, diversity[np.isfinite(diversity)].tolist()))
-    found |= {name: float(np.mean(value)) for name, value in values.items() if name not in found}
+    means = {name: float(np.mean(value)) for name, value in values.items()}
+    # of whole numbers, which are added without rounding
+    means |= {f"avg@{k}": sum(s.correct for s in samples) / len(samples)}
+    means |= {"avg_len": sum(s.num_tokens for s in samples) / len(samples)}
+    if DIVERSITY in values:
+        ratios = values[DIVERSITY][np.isfinite(values[DIVERSITY])].tolist()
+        means[DIVERSITY] = sum(ratios) / len(ratios)
+    first = [name for name in (f"avg@{k}", f"best@{k}", DIVERSITY, "avg_len") if name in means]
+    found: Metrics = {name: means[name] for name in dict.fromkeys([*first, *means])}
     found |= {name + CI: list(interval) for name, interval in bootstrap(values).items()}
     found[PROBLEMS] = len(values[f"avg@{k}"])
     for kind in ("subject", "level"):

@@ -1,12 +1,12 @@
-"""Summarises graded samples of one evaluation set: avg@k, best@k, 4-gram diversity and length.
+"""The metrics of an evaluation set: their names, what they mean, and the graded samples that they are made of.
 
-`sample` and `grade` produce the samples. Nothing is averaged over sets, because their sizes differ by a factor of ten.
+`intervals.py` computes them. Nothing is averaged over sets, because their sizes differ by a factor of ten.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 N_GRAM = 4
@@ -74,51 +74,11 @@ def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
     return [groups[problem] for problem in sorted(groups)]
 
 
-def check_samples(samples: Sequence[Sample], k: int) -> None:
-    """Raises ValueError if there are no samples, k is not positive, or a problem does not have exactly k samples."""
-    if k < 1 or not samples:
-        raise ValueError(
-            f"k is {k} with {len(samples)} samples, expected k >= 1 and at least one sample; check the evaluation set"
-        )
-    for problem, count in Counter(sample.problem for sample in samples).items():
-        if count != k:
-            raise ValueError(f"problem {problem} has {count} samples, expected k = {k}; sample every problem k times")
-
-
-def summarize(samples: Sequence[Sample], k: int, diversity: Sequence[float] | None = None) -> dict[str, float]:
-    """The metrics of one set of problems with k samples each, in any order.
-
-    Args:
-        diversity: `distinct_ratio` of the problems that have one, if it is known.
-
-    Returns:
-        `avg@{k}`: mean over problems of the mean grade of their k samples, in [0, 1].
-        `best@{k}`: fraction of problems with at least one correct sample, in [0, 1].
-        `dist_4g`: distinct / all whitespace-token 4-grams, pooled over a problem's samples (no 4-gram spans two
-            samples), averaged over the problems that have any; absent if none has.
-        `avg_len`: mean response length in tokens.
-
-    Example: two problems, k = 2, grades (1, 0) and (0, 0): avg@2 is 0.25, best@2 is 0.5.
-
-    Raises:
-        ValueError: as `check_samples`.
-    """
-    check_samples(samples, k)
-    groups = by_problem(samples)
-    if diversity is None:
-        diversity = [ratio for group in groups if (ratio := distinct_ratio(s.response for s in group)) is not None]
-    metrics = {
-        # k samples per problem: also the mean over problems
-        f"avg@{k}": sum(s.correct for s in samples) / len(samples),
-        f"best@{k}": sum(any(s.correct for s in group) for group in groups) / len(groups),
-    }
-    if diversity:
-        metrics[DIVERSITY] = sum(diversity) / len(diversity)
-    return {**metrics, "avg_len": sum(s.num_tokens for s in samples) / len(samples)}
-
-
 def distinct_ratio(responses: Iterable[str]) -> float | None:
-    """Distinct / all 4-grams of the responses' whitespace tokens; None if no response has four tokens."""
+    """Distinct / all 4-grams of the responses' whitespace tokens; None if no response has four tokens.
+
+    No 4-gram spans two responses.
+    """
     grams: list[tuple[str, ...]] = []
     for response in responses:
         words = response.split()

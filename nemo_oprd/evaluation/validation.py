@@ -76,7 +76,9 @@ class Validation:
         if self._evaluator is None:
             (stop,) = agree(device(), self._asked_to_stop())
             if stop:
-                raise Stopped(f"stopped by {self._signal} before training; the same command starts again from there")
+                raise Stopped(
+                    f"stopped by {self._signals.by} before training; the same command starts again from there"
+                )
             return
         try:
             if self._first_step:
@@ -86,8 +88,8 @@ class Validation:
         except GenerationCancelled:
             where = f"after step {self._first_step}" if self._first_step else "before training"
             raise Stopped(
-                f"stopped by {self._signal} in the evaluation {where}: nothing was trained since the last save; the "
-                "same command starts again from there"
+                f"stopped by {self._signals.by} in the evaluation {where}: nothing was trained since the last save; "
+                "the same command starts again from there"
             ) from None
 
     def after_step(self, done: int) -> EvaluationOutcome:
@@ -164,12 +166,8 @@ class Validation:
             generations.begin(afresh=afresh or generations.difference() is not None)
         return generations
 
-    @property
-    def _signal(self) -> str:
-        return self._signals.received or "a signal to another rank"
-
     def _asked_to_stop(self) -> bool:
-        return self._signals.received is not None
+        return self._signals.asked_to_stop
 
     def _if_best(self, done: int, metrics: dict[str, float]) -> dict[str, Any] | None:
         """The content of best.json on the first rank if `train.keep_best` exceeds all earlier evaluations."""

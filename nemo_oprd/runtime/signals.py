@@ -55,6 +55,16 @@ class Signals:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this process received one of the signals."""
+        return self.received is not None
+
+    @property
+    def by(self) -> str:
+        """What asked the run to stop, in words."""
+        return self.received or "a signal to another rank"
+
     def _remember(self, number: int, _: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
         # The kernel handles the next Ctrl-C: Python would wait until the main thread has returned from a collective.

@@ -156,8 +156,9 @@ def servers_limit(config: Config, student: ResolvedModel) -> int:
         ValueError: a teacher's config.json can't be read, or its family is not supported.
     """
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
-    reading = [resolve_model(source, "teacher") for source in sources] if config.teacher.reads == "ids" else []
-    return _known_ids(config, student, reading)
+    if config.teacher.reads != "ids":
+        sources = []
+    return _known_ids(config, student, [resolve_model(source, "teacher", beside=student) for source in sources])
 
 
 def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None = None) -> ResolvedModel:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from align_tokenizers import align
 from pool import Pools
 from real_language_model import ROOT, TEXTS, real_model
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,6 @@ from tiny_models import assert_same_tensors
 from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools._pruning import kept_map, prune_layers
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.data.tokenization.align import align
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.smollm

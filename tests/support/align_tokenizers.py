@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import sentencepiece
@@ -13,7 +14,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as HFTokenizer
 
 from nemo_oprd.commands.toy import task
-from nemo_oprd.data.tokenization.align import align
+from nemo_oprd.data.tokenization.align import Alignment, align_batch
+from nemo_oprd.data.tokenization.identity import Messages
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -176,6 +178,19 @@ def ids_of(name: str, text: str, *, stop: bool = False) -> list[int]:
 
 def tokens(name: str, ids: list[int]) -> list[str]:
     return [load(name).hf.convert_ids_to_tokens(i) for i in ids]
+
+
+def align(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    messages: Messages,
+    student_ids: Sequence[int],
+    *,
+    mask: Sequence[int] | None = None,
+    exact: bool = False,
+) -> Alignment:
+    """`align_batch` of one response, with no minimum coverage."""
+    return align_batch(student, teacher, [messages], [student_ids], masks=[mask], exact=exact, min_coverage=0.0)[0]
 
 
 def aligned(student: str, teacher: str, text: str, *, stop: bool = False, exact: bool = False) -> list[int]:

@@ -109,7 +109,7 @@ def _collect_statistics(
         (stop,) = agree(device(), signals.received is not None)
         if stop and first < source.count:
             raise Stopped(
-                f"stopped by {signals.received or 'a signal to another rank'} after {first} of {source.count} "
+                f"stopped by {signals.by} after {first} of {source.count} "
                 "responses; the same command resumes with the sampled rollouts"
             )
     for stats in statistics:

@@ -102,19 +102,6 @@ class _Response:
     invalid_bytes: int
 
 
-def align(
-    student: Tokenizer,
-    teacher: Tokenizer,
-    messages: Messages,
-    student_ids: Sequence[int],
-    *,
-    mask: Sequence[int] | None = None,
-    exact: bool = False,
-) -> Alignment:
-    """Aligns one response, with no minimum coverage; `align_batch` is faster for several responses."""
-    return align_batch(student, teacher, [messages], [student_ids], masks=[mask], exact=exact, min_coverage=0.0)[0]
-
-
 def align_batch(
     student: Tokenizer,
     teacher: Tokenizer,

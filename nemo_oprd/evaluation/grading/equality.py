@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from nemo_oprd.evaluation.grading.extraction import extract_boxed, final_part
 from nemo_oprd.evaluation.grading.readings import pairs, settle, unlabelled
 from nemo_oprd.evaluation.grading.spelling import canonical, is_number, is_percentage, is_words, same_in_base
 
@@ -104,16 +103,6 @@ def _ask(readings: Iterator[tuple[str, str]]) -> bool | None:
             return True
         undecided |= verdict is None
     return None if undecided else False
-
-
-def is_correct(response: str, answer: str) -> bool:
-    """Whether the response's last box holds the reference answer, as text or as an equivalent expression.
-
-    Raises:
-        RuntimeError: as `judge`.
-    """
-    boxed = extract_boxed(final_part(response))
-    return boxed is not None and judge(boxed, answer).correct
 
 
 class _Verifier:

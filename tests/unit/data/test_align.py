@@ -11,6 +11,7 @@ from align_tokenizers import (
     CORPUS,
     LETTERS,
     USER,
+    align,
     aligned,
     characters,
     ids_of,
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from nemo_oprd.data.tokenization.align import _to_text, align, align_batch, coverage_of
+from nemo_oprd.data.tokenization.align import _to_text, align_batch, coverage_of
 from nemo_oprd.data.tokenization.matching import equal_spans
 from nemo_oprd.data.tokenization.token_bytes import byte_table
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer

@@ -8,19 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.evaluation.set_metrics import MEANINGS, UNDEFINED, Sample, kind_of, summarize
+from nemo_oprd.evaluation.intervals import measure
+from nemo_oprd.evaluation.set_metrics import MEANINGS, UNDEFINED, Sample, kind_of
 
 
 def samples(grades: list[list[int]], text: str = "", length: int = 1) -> list[Sample]:
     return [Sample(problem, text, bool(c), length) for problem, row in enumerate(grades) for c in row]
 
 
+FIRST = ("avg@2", "best@2", "dist_4g", "avg_len")
+
+
 def test_avg_and_best():
-    summary = summarize(samples([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], text="one two three four"), k=4)
-    assert list(summary) == ["avg@4", "best@4", "dist_4g", "avg_len"]
+    summary = measure(samples([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], text="one two three four"), k=4)
+    assert list(summary)[:4] == ["avg@4", "best@4", "dist_4g", "avg_len"]
     assert summary["avg@4"] == pytest.approx(4 / 12)
     assert summary["best@4"] == pytest.approx(2 / 3)
-    assert all(isinstance(value, float) for value in summary.values())
+    assert all(type(value) is float for value in list(summary.values())[:4])
 
 
 def test_diversity_pools_a_problems_samples_and_averages_over_problems():
@@ -32,7 +36,7 @@ def test_diversity_pools_a_problems_samples_and_averages_over_problems():
         Sample(5, "a b c", False, 0),
         Sample(5, "", False, 50),  # the problem has no 4-gram and does not count
     ]
-    summary = summarize(rows, k=2)
+    summary = measure(rows, k=2)
     assert summary["dist_4g"] == pytest.approx((3 / 4 + 1 / 3) / 2)
     assert summary["avg_len"] == pytest.approx(25.0)
 
@@ -40,7 +44,8 @@ def test_diversity_pools_a_problems_samples_and_averages_over_problems():
 @pytest.mark.parametrize("text", ["", "a b c", " a\tb\n"])
 def test_diversity_without_any_four_gram_is_absent(text):
     """A 0 would say that the responses repeat themselves."""
-    assert summarize(samples([[1, 0], [0, 0]], text=text), k=2) == {"avg@2": 0.25, "best@2": 0.5, "avg_len": 1.0}
+    found = measure(samples([[1, 0], [0, 0]], text=text), k=2)
+    assert {name: found[name] for name in FIRST if name in found} == {"avg@2": 0.25, "best@2": 0.5, "avg_len": 1.0}
 
 
 def test_every_metric_has_its_meaning_in_the_docs():
@@ -55,17 +60,4 @@ def test_every_metric_has_its_meaning_in_the_docs():
 def test_order_does_not_matter():
     rows = [Sample(p, f"word {p} {i} and more text", (p + i) % 3 == 0, p * i) for p in range(5) for i in range(3)]
     shuffled = random.Random(0).sample(rows, len(rows))
-    assert summarize(shuffled, 3) == pytest.approx(summarize(rows, 3), abs=1e-12)
-
-
-@pytest.mark.parametrize("grades", [[[1, 0], [1]], [[1, 0], [1, 0, 1]]])
-def test_every_problem_has_k_samples(grades):
-    with pytest.raises(ValueError, match=r"problem 1 has \d samples, expected k = 2"):
-        summarize(samples(grades), k=2)
-
-
-def test_empty_or_no_k():
-    with pytest.raises(ValueError, match="0 samples"):
-        summarize([], k=4)
-    with pytest.raises(ValueError, match="k is 0"):
-        summarize(samples([[1]]), k=0)
+    assert measure(shuffled, 3) == pytest.approx(measure(rows, 3), abs=1e-12)

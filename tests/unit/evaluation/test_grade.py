@@ -12,8 +12,16 @@ import pytest
 
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.evaluation.grading import equality as grade
-from nemo_oprd.evaluation.grading.equality import extract_boxed, is_correct
+from nemo_oprd.evaluation.grading.equality import judge
+from nemo_oprd.evaluation.grading.extraction import extract_boxed, final_part
 from nemo_oprd.evaluation.grading.readings import pairs, settle
+
+
+def is_correct(response: str, answer: str) -> bool:
+    """Whether the response's last box holds the reference answer, as text or as an equivalent expression."""
+    found = extract_boxed(final_part(response))
+    return found is not None and judge(found, answer).correct
+
 
 DATA = Path(__file__).resolve().parents[3] / "../shared/data"
 

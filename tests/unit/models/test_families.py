@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,3 +144,37 @@ def test_one_builder_for_both_models_of_a_family(tmp_path: Path) -> None:
         resolve_model(source, "teacher", beside=student)
     with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
         resolve_model(source, "student")
+
+
+def test_families_of_megatron_bridge_are_resolved_without_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two models of such a family has it in its spec, with the mappings of its own config."""
+    from nemo_oprd.models.megatron_bridge import family, provider
+
+    def described(hf_config: dict, source: str = "config.json") -> family.BridgeModel:
+        made = SimpleNamespace(
+            num_layers=hf_config["num_hidden_layers"], hidden_size=hf_config["hidden_size"], ffn_hidden_size=64,
+            num_attention_heads=4, num_query_groups=2, kv_channels=8, layernorm_epsilon=1e-6, add_qkv_bias=False,
+            share_embeddings_and_output_weights=True, add_bias_linear=False, qk_layernorm=False,
+            gated_linear_unit=True, normalization="RMSNorm",
+        )  # fmt: skip
+        shown = [
+            m for m in PARAM_MAPPINGS if m.megatron != "output_layer.weight" or not hf_config["tie_word_embeddings"]
+        ]
+        return family.BridgeModel(made, hf_config, {}, tuple(replace(m, present=lambda spec: True) for m in shown))
+
+    monkeypatch.setattr(family, "bridge_model", described)
+    monkeypatch.setattr(provider, "find_spec", lambda name: SimpleNamespace(name=name))
+    gemma = {**QWEN3, "model_type": "gemma", "hidden_size": 32}
+    for name, tied in (("student", True), ("teacher", False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**gemma, "tie_word_embeddings": tied}))
+    before = dict(FAMILIES)
+    sources = {name: ModelSource(hf_path=str(tmp_path / name), provider="bridge") for name in ("student", "teacher")}
+    models = {name: resolve_model(source, name).spec for name, source in sources.items()}
+    assert dict(FAMILIES) == before and not any(spec.family.own for spec in models.values())
+    names = {name: {m.megatron for m in spec.family.param_mappings(spec)} for name, spec in models.items()}
+    assert names["teacher"] - names["student"] == {"output_layer.weight"}
+    with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
+        resolve_model(ModelSource(hf_path=str(tmp_path / "student")), "student")
