@@ -115,7 +115,7 @@ def test_tests_import_benchmarks_only_to_test_them() -> None:
     """What both need is in `tests/support`."""
     pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
     files = (ROOT.parent / "tests").rglob("*.py")
-    assert {file.stem for file in files if pattern.search(file.read_text())} == OF_BENCHMARKS
+    assert {file.stem for file in files if pattern.search(file.read_text())} <= OF_BENCHMARKS
 
 
 def test_few_loose_files() -> None:
