@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
+from composing import composing_once
 
 from nemo_oprd.runtime.messages import show
 
@@ -11,3 +15,14 @@ from nemo_oprd.runtime.messages import show
 def _messages_are_shown() -> None:
     """On sys.stderr and sys.stdout as in a command, also where a test calls what a command calls."""
     show()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _configurations_are_composed_once() -> Iterator[None]:
+    with composing_once():
+        yield
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live to the end: a collection of garbage that looked through them took a tenth of all time."""
+    gc.freeze()

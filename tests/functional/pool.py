@@ -9,6 +9,7 @@ on any rank comes back as the text of its traceback.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
@@ -52,9 +53,12 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
         OMP_NUM_THREADS="1",
     )
     import torch
+    from composing import composing_once
 
     from nemo_oprd.runtime.messages import show
 
+    gc.freeze()  # what was imported lives to the end: no collection of garbage needs to look through it
+    composing_once().start()
     torch.set_num_threads(1)
     show()
     while True:
