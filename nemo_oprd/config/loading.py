@@ -75,7 +75,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
                 f"command line: {key}={value} can't be set, because the key above it holds no group of keys; expected "
                 f"another value there: set {key.rpartition('.')[0]} as a whole"
             ) from error
-    if any(isinstance(value, dict) for _, value in settings):
+    if any(value is None or isinstance(value, dict) for _, value in settings):
         merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
     return _checked(merged, name, {key for key, _ in settings})
 
