@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from composing import composing_once
 
 from nemo_oprd.runtime.messages import show
+
+if TYPE_CHECKING:
+    from pool import Pools
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +25,16 @@ def _messages_are_shown() -> None:
 def _configurations_are_composed_once() -> Iterator[None]:
     with composing_once():
         yield
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools[n]` is a pool of n ranks; one set for all tests: starting processes and importing Megatron takes long."""
+    from pool import Pools  # imports torch
+
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 def pytest_collection_finish() -> None:

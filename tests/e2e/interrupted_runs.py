@@ -1,7 +1,5 @@
-"""Interrupts runs in the ways of test_interrupted.py and prints what happened as JSON; forks ranks as
-benchmarks/sigkill.py does, in a process of its own because forking wants one without threads.
-
-    python interrupted_runs.py DIRECTORY [SMALL_DISK]
+"""Interrupts runs in the ways of test_interrupted.py and says what happened; forks ranks as benchmarks/sigkill.py does,
+in a process of its own because forking wants one without threads.
 """
 
 from __future__ import annotations
@@ -201,20 +199,15 @@ class Driver:
         return {**stopped, "after": code, "said_after": self.said(), "last": metrics(output)[-1]["step"]}
 
 
-def main() -> None:
-    """Runs all scenarios."""
-    directory = Path(sys.argv[1])
+def interrupt(directory: Path, disk: Path | None) -> dict[str, Any]:
+    """All scenarios, that of the full disk if there is a small `disk`."""
     driver = Driver(directory)
     scenarios = {name: getattr(driver, name) for name in ("signals", "second_interrupt", "lock", "layouts", "pending")}
-    if len(sys.argv) > 2:
-        scenarios["full_disk"] = lambda: driver.full_disk(Path(sys.argv[2]))
+    if disk is not None:
+        scenarios["full_disk"] = lambda: driver.full_disk(disk)
     results: dict[str, Any] = {}
     for name, scenario in scenarios.items():
         began = time.monotonic()
         results[name] = {**scenario(), "took_s": time.monotonic() - began}
         print(name, f"{time.monotonic() - began:.1f} s", file=sys.stderr)
-    (directory / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    return results

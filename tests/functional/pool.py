@@ -111,7 +111,10 @@ class Pool:
                 )
             for pipe in ready:
                 rank = self._pipes.index(pipe)
-                ok, answers[rank] = pipe.recv()
+                try:
+                    ok, answers[rank] = pipe.recv()
+                except EOFError:
+                    ok, answers[rank] = False, "ended without an answer"
                 if not ok:
                     # the others may wait for this one in a collective: the pool is of no more use
                     self.close()
@@ -147,6 +150,14 @@ class Pools:
                     self._pools.pop(other).close()  # 1, 2 and 4 ranks stay, which most files use in turn
             self._pools[size] = Pool(size, self._context)
         return self._pools[size]
+
+    def once(self, size: int, target: str, timeout: float = 240, **kwargs: Any) -> Any:
+        """`self[size].run`, in workers that have done nothing else and end with it, as the processes of a launcher."""
+        pool = Pool(size, self._context)
+        try:
+            return pool.run(target, timeout, **kwargs)
+        finally:
+            pool.close()
 
     def close(self) -> None:
         """Ends all workers."""
