@@ -15,7 +15,7 @@ from pool import Pools, WorkerError
 def python(
     pools: Pools, arguments: list[str], directory: Path, logs: Path, ranks: int = 1, patience_s: float = 240
 ) -> str:
-    """What the first rank of `python ARGUMENTS` in `directory` prints to stdout; the arguments begin with a script or -m.
+    """What the first rank of `python ARGUMENTS` in `directory` prints to stdout. They begin with a script or with -m.
 
     Raises:
         AssertionError: a rank ended with another status than 0; holds the ends of all that the ranks printed.

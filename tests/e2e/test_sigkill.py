@@ -22,8 +22,8 @@ def test_twenty_kills_cover_every_phase() -> None:
 
 @pytest.fixture
 def run(pools: Pools, tmp_path: Path) -> Callable[..., str]:
-    """`run(kills, steps, seed, *more)`: what it printed; status 0 says bit-identical metrics and weights, and no process
-    left after any kill."""
+    """`run(kills, steps, seed, *more)`: what it printed; status 0 says bit-identical metrics and weights, and that no
+    process was left after any kill."""
 
     def kill(kills: int, steps: int, seed: int, *more: str) -> str:
         command = ["-m", "benchmarks.sigkill"]
