@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,11 +18,13 @@ from unittest import mock
 from benchmarks.forked_run import metrics
 from benchmarks.sigkill import PHASES, Attempt, Bench, Target
 from nemo_oprd.commands.report.page import write_report
+from nemo_oprd.distillation.student import Student
 from nemo_oprd.runtime.signals import Signals
 
 enter = Signals.__enter__
 PHASE = {phase.name: phase for phase in PHASES}
 STEPS = 6
+SCENARIOS = ("signals", "second_interrupt", "failing", "lock", "layouts", "pending")
 
 
 def _late_after_the_first(signals: Signals) -> Signals:
@@ -117,6 +120,24 @@ class Driver:
             "same": metrics(directory) == metrics(self.bench.directory / "whole"),
         }  # fmt: skip
 
+    def failing(self) -> dict[str, Any]:
+        """The second rank fails in the middle of a run, while the first computes."""
+        update, failed = Student.optimizer_step, self.bench.directory / "failed"
+
+        def fail_at_step_2(student: Student, step: int, *args: Any) -> Any:
+            if step == 1 and os.environ["RANK"] == "1":
+                failed.write_text(str(time.monotonic()))
+                raise RuntimeError("injected failure")
+            return update(student, step, *args)
+
+        with mock.patch.object(Student, "optimizer_step", fail_at_step_2):
+            attempt = self.start("failing")
+        codes = attempt.codes()
+        seconds = time.monotonic() - float(failed.read_text())
+        found = {"codes": codes, "seconds": seconds, "orphans": attempt.orphans()}
+        text = self.log.read_text()
+        return {**found, "errors": re.findall("^(?:error: .*|RuntimeError: .*)$", text, re.MULTILINE), "log": text}
+
     def layouts(self) -> dict[str, Any]:
         """TP2, killed; PP2, killed; TP1 with DP2 to the end."""
         for layout, step in (((), 2), (("student.parallel.tensor=1", "student.parallel.pipeline=2"), 4)):
@@ -202,7 +223,7 @@ class Driver:
 def interrupt(directory: Path, disk: Path | None) -> dict[str, Any]:
     """All scenarios, that of the full disk if there is a small `disk`."""
     driver = Driver(directory)
-    scenarios = {name: getattr(driver, name) for name in ("signals", "second_interrupt", "lock", "layouts", "pending")}
+    scenarios = {name: getattr(driver, name) for name in SCENARIOS}
     if disk is not None:
         scenarios["full_disk"] = lambda: driver.full_disk(disk)
     results: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""Runs that are interrupted: signals, a second start, other layouts, a full disk. `interrupted_runs.py` makes them."""
+"""Runs that are interrupted: signals, a failure, a second start, other layouts, a full disk. They are made by
+`interrupted_runs.py`."""
 
 from __future__ import annotations
 
@@ -86,6 +87,15 @@ def test_a_second_interrupt_ends_it_at_once(results: dict[str, Any]) -> None:
     assert found["codes"][0] == -2  # by the signal itself
     assert found["codes"][1] in (1, -2)  # or by the watchdog, where it waited for the first in a collective
     assert found["seconds"] < 6
+    assert found["orphans"] == []
+
+
+def test_a_failing_rank_ends_all_with_one_traceback(results: dict[str, Any]) -> None:
+    found = results["failing"]
+    assert found["codes"] == [1, 1]
+    assert found["errors"] == ["RuntimeError: injected failure"]
+    assert found["log"].count("in fail_at_step_2") == 1
+    assert found["seconds"] < 15  # from the failure to the end of all ranks
     assert found["orphans"] == []
 
 
