@@ -38,5 +38,9 @@ def pools() -> Iterator[Pools]:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live to the end: a collection of garbage that looked through them took a tenth of all time."""
+    """Modules and tests live to the end: looking through them for garbage took a tenth of all time."""
     gc.freeze()
+    gc.enable()
+
+
+gc.disable()  # until all tests are collected
