@@ -63,7 +63,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     try:
         with initialize_config_dir(version_base=None, config_dir=str(directory)):
             composed = compose(name, overrides=[str(o.input_line) for o in groups])
-        merged: Any = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
+        merged = _with_defaults(composed)
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise _not_composed(name, error) from error
     for key, value in settings:
@@ -75,7 +75,9 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
                 f"command line: {key}={value} can't be set, because the key above it holds no group of keys; expected "
                 f"another value there: set {key.rpartition('.')[0]} as a whole"
             ) from error
-    return from_composed(merged, name, [key for key, _ in settings])
+    if any(value is None or isinstance(value, dict) for _, value in settings):
+        merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
+    return _checked(merged, name, {key for key, _ in settings})
 
 
 def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list[tuple[str, Any]]]:
@@ -112,14 +114,31 @@ def from_composed(composed: Any, name: str, overridden: Collection[str] = (), se
     Raises:
         ValueError: as `load_config`, and for an interpolation that leads nowhere.
     """
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = _with_defaults(composed)
+    except OmegaConfBaseException as error:
+        raise _not_composed(name, error) from error
+    return _checked(merged, name, set(overridden), sections)
+
+
+def _with_defaults(composed: Any) -> Any:
+    """A DictConfig of `composed` in which the keys that it lacks have their defaults."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
+
+
+def _checked(merged: Any, name: str, overridden: set[str], sections: Collection[str] = ()) -> Config:
+    """The configuration in `merged`, which has every key; as `from_composed`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
     from nemo_oprd.config.checks import check
 
     try:
-        merged: Any = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
-        _replace_model_sources(merged, set(overridden))
+        _replace_model_sources(merged, overridden)
         plain = OmegaConf.to_container(merged, resolve=True)
     except InterpolationResolutionError as error:
         key = str(getattr(error, "full_key", ""))

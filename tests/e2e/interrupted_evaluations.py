@@ -1,6 +1,4 @@
-"""Interrupts evaluations in the ways of test_interrupted_evaluations.py and prints what happened as JSON.
-
-    python interrupted_evaluations.py DIRECTORY
+"""Interrupts evaluations in the ways of test_interrupted_evaluations.py and says what happened.
 
 The ranks are forked by tests/support/forked_run.py, and inherit `generate_batch` as it is here: it notes its calls, one
 file per rank, and can hold a rank at one of them.
@@ -11,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -159,15 +156,10 @@ def reached_anew(bench: Bench) -> dict[str, Any]:
     return {"killed": killed, "parts": kept, "last": Start(bench, "train", "anew", settings).end()}
 
 
-def main() -> None:
-    directory = Path(sys.argv[1])
+def interrupt(directory: Path) -> dict[str, Any]:
+    """All scenarios, in a process that does nothing else."""
     bench = Bench(directory)
     # the rank that is not the first waits for a launcher to end it, and there is none here
     assert exits._WAIT_BEFORE_JOINING_S > 2
     exits._WAIT_BEFORE_JOINING_S = 2
-    found = {"train": train(bench), "anew": reached_anew(bench), "evaluate": evaluate(bench)}
-    (directory / "results.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return {"train": train(bench), "anew": reached_anew(bench), "evaluate": evaluate(bench)}

@@ -1,13 +1,12 @@
-"""Interrupts runs in the ways of test_interrupted.py and prints what happened as JSON; forks ranks as
-benchmarks/sigkill.py does, in a process of its own because forking wants one without threads.
-
-    python interrupted_runs.py DIRECTORY [SMALL_DISK]
+"""Interrupts runs in the ways of test_interrupted.py and says what happened; forks ranks as benchmarks/sigkill.py does,
+in a process of its own because forking wants one without threads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,12 +17,14 @@ from unittest import mock
 
 from benchmarks.sigkill import PHASES, Attempt, Bench, Target
 from nemo_oprd.commands.report.page import write_report
+from nemo_oprd.distillation.student import Student
 from nemo_oprd.runtime.signals import Signals
 from tests.support.forked_run import metrics
 
 enter = Signals.__enter__
 PHASE = {phase.name: phase for phase in PHASES}
 STEPS = 6
+SCENARIOS = ("signals", "second_interrupt", "failing", "lock", "layouts", "pending")
 
 
 def _late_after_the_first(signals: Signals) -> Signals:
@@ -119,6 +120,24 @@ class Driver:
             "same": metrics(directory) == metrics(self.bench.directory / "whole"),
         }  # fmt: skip
 
+    def failing(self) -> dict[str, Any]:
+        """The second rank fails in the middle of a run, while the first computes."""
+        update, failed = Student.optimizer_step, self.bench.directory / "failed"
+
+        def fail_at_step_2(student: Student, step: int, *args: Any) -> Any:
+            if step == 1 and os.environ["RANK"] == "1":
+                failed.write_text(str(time.monotonic()))
+                raise RuntimeError("injected failure")
+            return update(student, step, *args)
+
+        with mock.patch.object(Student, "optimizer_step", fail_at_step_2):
+            attempt = self.start("failing")
+        codes = attempt.codes()
+        seconds = time.monotonic() - float(failed.read_text())
+        found = {"codes": codes, "seconds": seconds, "orphans": attempt.orphans()}
+        text = self.log.read_text()
+        return {**found, "errors": re.findall("^(?:error: .*|RuntimeError: .*)$", text, re.MULTILINE), "log": text}
+
     def layouts(self) -> dict[str, Any]:
         """TP2, killed; PP2, killed; TP1 with DP2 to the end."""
         for layout, step in (((), 2), (("student.parallel.tensor=1", "student.parallel.pipeline=2"), 4)):
@@ -201,20 +220,15 @@ class Driver:
         return {**stopped, "after": code, "said_after": self.said(), "last": metrics(output)[-1]["step"]}
 
 
-def main() -> None:
-    """Runs all scenarios."""
-    directory = Path(sys.argv[1])
+def interrupt(directory: Path, disk: Path | None) -> dict[str, Any]:
+    """All scenarios, that of the full disk if there is a small `disk`."""
     driver = Driver(directory)
-    scenarios = {name: getattr(driver, name) for name in ("signals", "second_interrupt", "lock", "layouts", "pending")}
-    if len(sys.argv) > 2:
-        scenarios["full_disk"] = lambda: driver.full_disk(Path(sys.argv[2]))
+    scenarios = {name: getattr(driver, name) for name in SCENARIOS}
+    if disk is not None:
+        scenarios["full_disk"] = lambda: driver.full_disk(disk)
     results: dict[str, Any] = {}
     for name, scenario in scenarios.items():
         began = time.monotonic()
         results[name] = {**scenario(), "took_s": time.monotonic() - began}
         print(name, f"{time.monotonic() - began:.1f} s", file=sys.stderr)
-    (directory / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    return results

@@ -1,19 +1,17 @@
-"""Runs that are interrupted: signals, a second start, other layouts, a full disk. `interrupted_runs.py` makes them."""
+"""Runs that are interrupted: signals, a failure, a second start, other layouts, a full disk. They are made by
+`interrupted_runs.py`."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pool import Pools, WorkerError
 
-ROOT = Path(__file__).parent.parent.parent
 DISK_MB = 8
 
 
@@ -30,15 +28,13 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None, pools: Pools) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("interrupted")
-    command = [sys.executable, str(Path(__file__).with_name("interrupted_runs.py")), str(directory)]
-    command += [str(small_disk)] if small_disk else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    logs = "\n".join(f.read_text()[-1500:] for f in sorted(directory.glob("log*.txt"))[-2:])
-    assert ended.returncode == 0, f"{ended.stderr[-3000:]}\n{logs}"
-    return json.loads((directory / "results.json").read_text())
+    try:
+        return pools.once(1, "interrupted_runs:interrupt", timeout=400, directory=directory, disk=small_disk)
+    except WorkerError as error:
+        logs = "\n".join(f.read_text()[-1500:] for f in sorted(directory.glob("log*.txt"))[-2:])
+        raise AssertionError(f"{error}\n{logs}") from error
 
 
 def errors(said: list[str]) -> list[str]:
@@ -91,6 +87,15 @@ def test_a_second_interrupt_ends_it_at_once(results: dict[str, Any]) -> None:
     assert found["codes"][0] == -2  # by the signal itself
     assert found["codes"][1] in (1, -2)  # or by the watchdog, where it waited for the first in a collective
     assert found["seconds"] < 6
+    assert found["orphans"] == []
+
+
+def test_a_failing_rank_ends_all_with_one_traceback(results: dict[str, Any]) -> None:
+    found = results["failing"]
+    assert found["codes"] == [1, 1]
+    assert found["errors"] == ["RuntimeError: injected failure"]
+    assert found["log"].count("in fail_at_step_2") == 1
+    assert found["seconds"] < 15  # from the failure to the end of all ranks
     assert found["orphans"] == []
 
 

@@ -5,27 +5,20 @@ A whole evaluation is 4 batches on each of 2 ranks, a step of training is 1 batc
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parent.parent.parent
+from pool import Pools, WorkerError
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("evaluations")
-    command = [sys.executable, str(Path(__file__).with_name("interrupted_evaluations.py")), str(directory)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    logs = "\n".join(file.read_text()[-1500:] for file in sorted(directory.glob("start-*/log.txt"))[-2:])
-    assert ended.returncode == 0, f"{ended.stderr[-3000:]}\n{logs}"
-    return json.loads((directory / "results.json").read_text())
+    try:
+        return pools.once(1, "interrupted_evaluations:interrupt", timeout=400, directory=directory)
+    except WorkerError as error:
+        logs = "\n".join(file.read_text()[-1500:] for file in sorted(directory.glob("start-*/log.txt"))[-2:])
+        raise AssertionError(f"{error}\n{logs}") from error
 
 
 def test_evaluate_is_killed_twice_and_samples_only_what_is_missing(results: dict[str, Any]) -> None:

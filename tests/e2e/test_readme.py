@@ -3,6 +3,9 @@
 The copy gets a tiny model pair in place of the toy pair (a minute of training) and a stand-in for `.venv` (this
 process's environment is already the right one); everything else is what a user runs. Two commands run at a time: a
 launcher's start and the conversions keep one core busy. A command waits for those that made what it reads.
+
+The quickstart's script is a real start of everything. The ranks of the other `torchrun` commands, and the Python
+scripts, are forked off a process that has imported what they need (forked_commands.py).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +24,8 @@ from pathlib import Path
 
 import pytest
 import vllm_environment
+from forked_commands import python
+from pool import Pools
 
 Completed = subprocess.CompletedProcess[str]
 ROOT = Path(__file__).parent.parent.parent
@@ -66,21 +72,29 @@ def make_project(copy: Path, hidden: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def running(project: Path) -> Iterator[dict[str, Future[Completed]]]:
-    """All commands, begun in the README's order."""
-    begun: dict[str, Future[Completed]] = {}
+def running(project: Path, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
+    """What all commands print, begun in the README's order."""
+    begun: dict[str, Future[str]] = {}
+    logs = tmp_path_factory.mktemp("logs")
 
-    def in_turn(command: str) -> Completed:
+    def in_turn(command: str) -> str:
         for earlier in waits_for(command):
             begun[earlier].result()
-        return run(command, project)
+        program, *words = shlex.split(command, comments=True)
+        if program not in ("python", "torchrun"):
+            return run(command, project).stdout
+        ranks = 1
+        if program == "torchrun":
+            assert words[:4] == ["--nproc-per-node", "2", "-m", "nemo_oprd"]
+            ranks, words = 2, words[2:]
+        return python(pools, words, project, logs / str(OTHERS.index(command)), ranks)
 
-    pool = ThreadPoolExecutor(2)
-    begun[QUICKSTART] = pool.submit(run, f"{QUICKSTART} {SHORT}", project)
+    threads = ThreadPoolExecutor(2)
+    begun[QUICKSTART] = threads.submit(lambda: run(f"{QUICKSTART} {SHORT}", project).stdout)
     for command in OTHERS:
-        begun[command] = pool.submit(in_turn, command)
+        begun[command] = threads.submit(in_turn, command)
     yield begun
-    pool.shutdown(cancel_futures=True)
+    threads.shutdown(cancel_futures=True)
 
 
 def write_settings(file: Path, hidden: int) -> None:
@@ -156,14 +170,14 @@ def test_readme_has_the_two_commands() -> None:
     assert COMMANDS[:2] == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
 
 
-def test_quickstart(project: Path, running: dict[str, Future[Completed]]) -> None:
+def test_quickstart(project: Path, running: dict[str, Future[str]]) -> None:
     """The script, on the tiny pair and with few steps: conversion, training at two ranks, table, export, curves."""
-    result = running[QUICKSTART].result()
-    rows = [line.split()[:3] for line in result.stdout.splitlines() if line.startswith("heldout")]
+    printed = running[QUICKSTART].result()
+    rows = [line.split()[:3] for line in printed.splitlines() if line.startswith("heldout")]
     assert rows[:3] == [
         ["heldout", "student", "before"],
         ["heldout", "student", "after"],
-        ["heldout", "teacher", result.stdout.split("heldout  teacher")[1].split()[0]],
+        ["heldout", "teacher", printed.split("heldout  teacher")[1].split()[0]],
     ]
     quickstart = project / "runs" / "quickstart"
     steps = [json.loads(line) for line in (quickstart / "metrics.jsonl").open()]
@@ -201,11 +215,11 @@ def test_quickstart_refuses_a_pair_of_another_version(project: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("command", OTHERS)
-def test_command(running: dict[str, Future[Completed]], command: str) -> None:
+def test_command(running: dict[str, Future[str]], command: str) -> None:
     """Every other command of the README, after those whose output it reads."""
-    result = running[command].result()
+    printed = running[command].result()
     if "--against reference" in command:
-        last = result.stdout.strip().splitlines()[-1]
+        last = printed.strip().splitlines()[-1]
         assert "largest gradient deviation" in last
         assert float(last.split()[-1]) < 1e-5
 

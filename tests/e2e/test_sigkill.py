@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked_commands import python
+from pool import Pools
 
 from benchmarks.sigkill import PHASES, choose
 
@@ -20,29 +20,33 @@ def test_twenty_kills_cover_every_phase() -> None:
         assert set(choose(20, random.Random(seed))) == set(PHASES)
 
 
-def run(kills: int, steps: int, seed: int, *more: str) -> str:
-    """What it printed; exit code 0 says bit-identical metrics and weights, and no process left after any kill."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "benchmarks.sigkill"]
-    command += ["--kills", str(kills), "--steps", str(steps), "--seed", str(seed), *more]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=40 * kills)
-    assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
-    assert f"{kills} kills, {kills + 1} starts" in ended.stdout
-    assert "bit by bit" in ended.stdout
-    return ended.stdout
+@pytest.fixture
+def run(pools: Pools, tmp_path: Path) -> Callable[..., str]:
+    """`run(kills, steps, seed, *more)`: what it printed; status 0 says bit-identical metrics and weights, and that no
+    process was left after any kill."""
+
+    def kill(kills: int, steps: int, seed: int, *more: str) -> str:
+        command = ["-m", "benchmarks.sigkill"]
+        command += ["--kills", str(kills), "--steps", str(steps), "--seed", str(seed), *more]
+        said = python(pools, command, ROOT, tmp_path / "logs", patience_s=40 * kills)
+        assert f"{kills} kills, {kills + 1} starts" in said
+        assert "bit by bit" in said
+        return said
+
+    return kill
 
 
-def test_killed_again_and_again_it_ends_as_if_never_killed() -> None:
+def test_killed_again_and_again_it_ends_as_if_never_killed(run: Callable[..., str]) -> None:
     run(kills=5, steps=6, seed=2)
 
 
 @pytest.mark.slow
-def test_models_with_experts_end_as_if_never_killed() -> None:
+def test_models_with_experts_end_as_if_never_killed(run: Callable[..., str]) -> None:
     run(3, 6, 3, "--experts", "4")
 
 
 @pytest.mark.slow
-def test_killed_once_in_every_phase() -> None:
+def test_killed_once_in_every_phase(run: Callable[..., str]) -> None:
     """As many kills as the recorded run of docs/results.md, in fewer steps."""
     said = run(kills=20, steps=16, seed=1)
     assert {phase.name for phase in PHASES if f" {phase.name} " in said} == {phase.name for phase in PHASES}

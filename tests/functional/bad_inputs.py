@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import os
 import re
@@ -70,24 +69,6 @@ def contents(root: Path) -> dict[str, int]:
     return {str(path.relative_to(root)): path.stat().st_mtime_ns for path in root.rglob("*")}
 
 
-def composing_once() -> contextlib.AbstractContextManager:
-    """Hydra takes half a second to compose what is the same in most cases."""
-    import hydra
-
-    compose = hydra.compose
-
-    def cached(name: str, overrides: list[str]) -> Any:
-        key = (name, *overrides)
-        if key not in _composed:
-            _composed[key] = compose(name, overrides=overrides)
-        return copy.deepcopy(_composed[key])
-
-    return mock.patch("hydra.compose", cached)
-
-
-_composed: dict[tuple[str, ...], Any] = {}
-
-
 def run(case: Case, place: Place) -> tuple[int | None, str, str]:
     """Runs a case in this process: exit status, stdout, stderr."""
 
@@ -109,8 +90,6 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
         stack.enter_context(mock.patch("torch.distributed.is_initialized", return_value=False))
         stack.enter_context(mock.patch.dict(os.environ, {"WORLD_SIZE": str(case.ranks), "RANK": "0"}))
         stack.enter_context(case.wrap())
-        if not case.arguments:
-            stack.enter_context(composing_once())
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:

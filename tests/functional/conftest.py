@@ -1,4 +1,4 @@
-"""One set of worker pools for all functional tests: starting processes and importing Megatron is what takes long."""
+"""What functional tests share; `pools` is in tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 from layout_cases import Workbench
 from megatron_bridge_environment import make_environment
-from pool import HostedPools, Pools
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    """`pools[n]` is a pool of n ranks."""
-    pools = Pools()
-    yield pools
-    pools.close()
+from pool import HostedPools
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ on any rank comes back as the text of its traceback.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
@@ -56,9 +57,12 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
         OMP_NUM_THREADS="1",
     )
     import torch
+    from composing import composing_once
 
     from nemo_oprd.runtime.messages import show
 
+    gc.freeze()  # what was imported lives to the end: no collection of garbage needs to look through it
+    composing_once().start()
     torch.set_num_threads(1)
     show()
     while True:
@@ -111,7 +115,10 @@ class Pool:
                 )
             for pipe in ready:
                 rank = self._pipes.index(pipe)
-                ok, answers[rank] = pipe.recv()
+                try:
+                    ok, answers[rank] = pipe.recv()
+                except EOFError:
+                    ok, answers[rank] = False, "ended without an answer"
                 if not ok:
                     # the others may wait for this one in a collective: the pool is of no more use
                     self.close()
@@ -147,6 +154,14 @@ class Pools:
                     self._pools.pop(other).close()  # 1, 2 and 4 ranks stay, which most files use in turn
             self._pools[size] = Pool(size, self._context)
         return self._pools[size]
+
+    def once(self, size: int, target: str, timeout: float = 240, **kwargs: Any) -> Any:
+        """`self[size].run`, in workers that have done nothing else and end with it, as the processes of a launcher."""
+        pool = Pool(size, self._context)
+        try:
+            return pool.run(target, timeout, **kwargs)
+        finally:
+            pool.close()
 
     def close(self) -> None:
         """Ends all workers."""
