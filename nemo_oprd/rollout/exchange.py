@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before they share: its part, and a leader the file of its machine, or its trouble."""
+    """What a rank tells the others before they share: its part; a leader also its machine's file, or what failed."""
 
     part: Part
     file: str | None = None
