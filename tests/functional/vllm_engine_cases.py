@@ -193,8 +193,8 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             made.update_weights(lambda step=step: weights(step).items(), step)
         elif kind == "kill":
             for server in made._mine.servers.values():
-                port = server.base_url.rpartition(":")[2]
-                os.kill(next(line["pid"] for line in lines(root) if line["port"] == port), signal.SIGKILL)
+                at = str(server.socket)
+                os.kill(next(line["pid"] for line in lines(root) if line["server"] == at), signal.SIGKILL)
         elif kind == "cancel":
             try:
                 made.generate(asked, sampling, enough, None, keep)

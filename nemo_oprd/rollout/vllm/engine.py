@@ -1,8 +1,8 @@
 """The rollout engine of `rollout.engine=vllm`: servers on the machines of the job, or endpoints.
 
-One rank per machine, the controller, starts the servers of its machine and talks to them over loopback. The other ranks
-wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one queue, so
-a fast server samples more of them. If a server dies, the round ends when nothing is left to claim; the server is
+One rank per machine, the controller, starts the servers of its machine and talks to them over Unix sockets. The other
+ranks wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one
+queue, so a fast server samples more of them. If a server dies, the round ends when nothing is left to claim; the server is
 restarted, gets the current weights again, and the next round samples what is missing.
 """
 
@@ -27,11 +27,12 @@ from nemo_oprd.models.megatron.param_names import mappings_by_name
 from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
+from nemo_oprd.rollout.vllm.endpoint import Endpoint, caller
 from nemo_oprd.rollout.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
 from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task, joined
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
 from nemo_oprd.runtime.signals import agree
@@ -90,7 +91,8 @@ class VllmEngine:
         """A server of this rank, not yet started."""
         common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
-            return Endpoint(*common, generation=1, base_url=place.url.rstrip("/"))
+            headers = caller(str(self._settings.token_file), self._config.output)
+            return Endpoint(*common, generation=1, url=place.url, headers=headers)
         assert self._mine.folder is not None
         return LocalServer(
             *common,
