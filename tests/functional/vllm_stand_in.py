@@ -152,7 +152,7 @@ class Model:
         return {"digest": digest[::-1] if "digest" in self.faults else digest, "tensors": len(self.tensors)}
 
     def nemo_oprd_give_up(self) -> None:
-        self.updating = False
+        self.updating = self.joined = False
 
     def nemo_oprd_describe(self) -> dict[str, Any]:
         model = json.loads((Path(self.options.model) / "config.json").read_text())

@@ -2,8 +2,8 @@
 
 One rank per machine, the controller, starts the servers of its machine and talks to them over Unix sockets. The other
 ranks wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one
-queue, so a fast server samples more of them. If a server dies, the round ends when nothing is left to claim; the server is
-restarted, gets the current weights again, and the next round samples what is missing.
+queue, so a fast server samples more of them. If a server dies, the round ends when nothing is left to claim; the server
+is restarted, gets the current weights again, and the next round samples what is missing.
 """
 
 from __future__ import annotations
