@@ -174,8 +174,8 @@ class TestFiles:
         "path",
         [
             "/etc/passwd", "bucket_1", "", "{folder}", "{folder}/", "{folder}/..", "{folder}/../x",
-            "{folder}/./bucket_1", "{folder}//bucket_1", "{folder}/sub/bucket", "{folder}/link", "{folder}/pipe", "{folder}/sub",
-            "{folder}/nowhere", "{linked}/bucket_1", "/proc/self/fd/0",
+            "{folder}/./bucket_1", "{folder}//bucket_1", "{folder}/sub/bucket", "{folder}/link",
+            "{folder}/pipe", "{folder}/sub", "{folder}/nowhere", "{linked}/bucket_1", "/proc/self/fd/0",
         ],
     )  # fmt: skip
     def test_others_are_not(self, folder: Path, path: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
