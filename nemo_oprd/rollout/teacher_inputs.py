@@ -13,8 +13,8 @@ from nemo_oprd.data.tokenization.align import Alignment, align_batch, check_cove
 from nemo_oprd.data.tokenization.identity import teacher_eos_id
 from nemo_oprd.data.tokenization.token_bytes import byte_table
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.rollout.engine import Request
+from nemo_oprd.rollout.exchange import Exchange
 
 # adds one teacher's sequences to rollouts; every rank builds one and calls it with the same arguments
 TeacherInputs: TypeAlias = "PromptInputs | TextInputs"
@@ -51,14 +51,16 @@ class PromptInputs:
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """The rollouts with the teacher's prompts."""
-        prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
+        prompts = [
+            np.array(self.teacher.encode_prompt(list(request.teacher_messages)), np.int32) for request in requests
+        ]
         return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
-    def _with_prompt(self, rollout: Rollout, prompt: list[int]) -> Rollout:
+    def _with_prompt(self, rollout: Rollout, prompt: np.ndarray) -> Rollout:
         room, length = max(0, self.max_positions - len(prompt)), len(rollout.response_ids)
         if length <= room:
             return replace(rollout, teacher_prompt_ids=prompt)
-        index = [t if t < room else -1 for t in range(length)]
+        index = np.where(np.arange(length) < room, np.arange(length), -1)
         response = rollout.response_ids[:room]
         return replace(rollout, teacher_prompt_ids=prompt, teacher_response_ids=response, teacher_index=index)
 
@@ -87,16 +89,24 @@ class TextInputs:
             ValueError: too few response tokens of the batch have a target.
         """
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        own_part = self._align(rollouts[rank::world], requests[rank::world])
-        parts = everyones(own_part) if world > 1 else [own_part]
-        alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
+        own = dict(
+            zip(
+                range(rank, len(rollouts), world),
+                self._align(rollouts[rank::world], requests[rank::world]),
+                strict=True,
+            )
+        )
+        if world > 1:
+            shared = Exchange().share({i: _columns(alignment) for i, alignment in own.items()})
+            own = {i: _alignment(columns) for i, columns in shared.items()}
+        alignments = [own[i] for i in range(len(rollouts))]
         check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
         return [
             replace(
                 rollout,
                 teacher_prompt_ids=alignment.teacher_prompt_ids,
                 teacher_response_ids=alignment.teacher_response_ids,
-                teacher_index=alignment.teacher_index.tolist(),
+                teacher_index=alignment.teacher_index,
             )
             for rollout, alignment in zip(rollouts, alignments, strict=True)
         ]
@@ -126,18 +136,31 @@ class TextInputs:
         )
 
 
+def _columns(alignment: Alignment) -> dict[str, np.ndarray]:
+    """As `Exchange.share` takes it."""
+    names = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index", "mask")
+    counts = np.array([alignment.num_supervised, alignment.changed_bytes])
+    return {name: getattr(alignment, name) for name in names} | {"counts": counts}
+
+
+def _alignment(columns: dict[str, np.ndarray]) -> Alignment:
+    """The inverse of `_columns`."""
+    num_supervised, changed_bytes = columns["counts"].tolist()
+    arrays = {name: array for name, array in columns.items() if name != "counts"}
+    return Alignment(**arrays, num_supervised=num_supervised, changed_bytes=changed_bytes)
+
+
 def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """The fraction of response tokens with mask 1 that have a target: over the batch, and in its worst response.
 
     Empty if a rollout has no `teacher_index`, or if no token has mask 1.
     """
-    supervised = [sum(rollout.mask) for rollout in rollouts]
-    aligned = [
-        sum(m for m, at in zip(rollout.mask, rollout.teacher_index or (), strict=True) if at >= 0)
-        for rollout in rollouts
-        if rollout.teacher_index is not None
-    ]
-    if len(aligned) < len(rollouts) or not any(supervised):
+    indices = [rollout.teacher_index for rollout in rollouts if rollout.teacher_index is not None]
+    if len(indices) < len(rollouts):
+        return {}
+    supervised = [int(rollout.mask.sum()) for rollout in rollouts]
+    aligned = [int((rollout.mask & (index >= 0)).sum()) for rollout, index in zip(rollouts, indices, strict=True)]
+    if not any(supervised):
         return {}
     lowest = min(part / whole for part, whole in zip(aligned, supervised, strict=True) if whole)
     return {"align/coverage": sum(aligned) / sum(supervised), "align/coverage_lowest": lowest}

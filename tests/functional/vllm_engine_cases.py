@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import vllm_stand_in
 from messages import messages
+from object_bytes import object_bytes
 from tiny_models import SIZES
 
 EOS = (1, 3)
@@ -59,14 +65,16 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 0), known: int = 300) -> list[tuple]:
     """(ids, log-probabilities, finish reason) of a call, computed without a server."""
     from nemo_oprd.rollout.engine import SamplingParams
-    from nemo_oprd.rollout.vllm.sampling import seed_of
+    from nemo_oprd.rollout.vllm.tasks import seed_of
 
     tensors = {name: ("float32", tuple(tensor.shape), *_sums(tensor)) for name, tensor in weights(seed).items()}
     digest, sampling = vllm_stand_in.digest_of(tensors), SamplingParams(0.9, 1.0, 6, key)
     found = []
     for i, prompt in enumerate(prompts):
         one = vllm_stand_in.sample(digest, seed_of(sampling, i), prompt, 6, known, list(EOS))
-        found.append((one["ids"], one["logprobs"], "stop" if one["stopped"] else "length"))
+        found.append(
+            (one["ids"], np.array(one["logprobs"], np.float32).tolist(), "stop" if one["stopped"] else "length")
+        )
     return found
 
 
@@ -86,6 +94,56 @@ def requests(root: str | Path) -> list[dict[str, Any]]:
     return [line for line in lines(root) if line["call"] == "/inference/v1/generate"]
 
 
+def settings_of(root: str | Path) -> list[str]:
+    """Overrides of a configuration whose servers are the stand-ins of a bench."""
+    settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={root}/run", "rollout.engine=vllm"]
+    return [*settings, f"rollout.vllm.python={root}/python", "rollout.vllm.start_timeout=30"]
+
+
+def flags_of(root: Path) -> list[str]:
+    """The arguments with which a run starts the stand-ins of a bench."""
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.vllm.launch import server_arguments
+
+    return server_arguments(load_config("verify", settings_of(root)), read_model_spec(root), root, 300, cuda=False)
+
+
+def free_port() -> int:
+    """A port of loopback on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(root: Path, *, unix: bool) -> Iterator[dict[str, str]]:
+    """A stand-in as `nemo-oprd serve` starts it: "root", "url", "token_file" of an endpoint."""
+    from nemo_oprd.rollout.vllm.server import server_command, server_environment
+    from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE
+
+    token_file, at, port = root / "token", root / "socket", free_port()
+    token_file.touch(0o600)
+    token_file.write_text("a-token-of-one-user_" + "0123456789" * 2 + "\n")
+    listen = ["--uds", str(at)] if unix else ["--host", "127.0.0.1", "--port", str(port)]
+    command = server_command(root / "python", flags_of(root), [*listen, "--middleware", "nemo_oprd_door.Door"])
+    environment = server_environment(None) | {TOKEN_FILE: str(token_file)}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            with suppress(OSError), socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as caller:
+                caller.connect(str(at) if unix else ("127.0.0.1", port))
+                break
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        url = f"unix://{at}" if unix else f"http://127.0.0.1:{port}"
+        yield {"root": str(root), "url": url, "token_file": str(token_file)}
+    finally:
+        process.kill()
+        process.wait()
+
+
 @contextmanager
 def engine(root: str, overrides: list[str], students: int | None, vocab_limit: int | None) -> Iterator[Any]:
     """An engine on the world's first `students` ranks; None: on all.
@@ -103,9 +161,10 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     from nemo_oprd.rollout.vllm import engine as module
 
     init_distributed()
-    settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={root}/run", "rollout.engine=vllm"]
-    settings += [f"rollout.vllm.python={root}/python", "rollout.vllm.start_timeout=30", *overrides]
-    config, ranks = load_config("verify", settings), Layout(data=students or dist.get_world_size())
+    config, ranks = (
+        load_config("verify", [*settings_of(root), *overrides]),
+        Layout(data=students or dist.get_world_size()),
+    )
     whole = transport.buckets
     with (
         mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
@@ -121,7 +180,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
             dist.barrier()
         assert folder is None or not folder.path.exists()
         alive = [line["pid"] for line in lines(root) if guard.group_members(line["group"])]
-        assert not alive
+        assert not alive or config.rollout.vllm.endpoints
 
 
 def run(
@@ -133,22 +192,25 @@ def run(
     vocab_limit: int | None = None,
     nodes: bool = False,
 ) -> dict[str, Any]:
-    """Carries out a plan: "load 1", "update 2", "generate", "cancel", "kill" (all servers), "full" (of the disk).
+    """Carries out a plan.
 
-    "full" samples while responses can't be kept. "generate" samples a response to each prompt, with what an earlier
-    "cancel" has completed as `done`.
+    "load 1" and "update 2" give weights; "kill" ends all servers. "generate" samples a response to each prompt, with
+    what an earlier "cancel" has completed as `done`; "full" samples while responses can't be kept. "lose" samples while
+    the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
+    response and counts bytes.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
 
     Returns:
-        "sampled": per "generate", (ids, log-probabilities, finish reason) of each response;
-        "metrics" per "generate"; "said"; "completed" by each "cancel"; "kept" per call, (index, ids, log-probabilities)
-        of every response that a rank kept, by index; and the "error" that ended the plan.
+        "sampled": per "generate" and "lose", (ids, log-probabilities, finish reason) of each response, and "metrics";
+        "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes pickled for other ranks);
+        "kept" per call, (index, ids, log-probabilities) of every response that a rank kept, by index; and the "error"
+        that ended the plan.
     """
     import torch.distributed as dist
 
-    found: dict[str, Any] = {"sampled": [], "metrics": [], "completed": [], "kept": [], "error": None}
+    found: dict[str, Any] = {"sampled": [], "metrics": [], "completed": [], "counted": [], "kept": [], "error": None}
     node = {"SLURMD_NODENAME": f"node{os.environ.get('RANK', '0')}"} if nodes else {}
     with messages("nemo_oprd.rollout.vllm") as found["said"], mock.patch.dict(os.environ, node):
         try:
@@ -169,6 +231,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 
+    killed: list[int] = []
     asked, done, step = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0
     sampling = SamplingParams(0.9, 1.0, 6, (7, 1, 0))
 
@@ -177,14 +240,22 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         return dist.get_rank() == dist.get_world_size() - 1 and len(requests(root)) >= 5
 
     def keep(rollouts: dict[int, Any]) -> None:
-        found["kept"][-1] += [(i, rollout.response_ids, rollout.logprobs) for i, rollout in rollouts.items()]
+        found["kept"][-1] += [(i, r.response_ids.tolist(), r.logprobs.tolist()) for i, r in rollouts.items()]
+
+    def kill_client(after: int = 5) -> bool:
+        """Kills the client process once, when the servers were asked so often; never asks to cancel."""
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        if is_last and not killed and len(requests(root)) >= after:
+            killed.append(made._mine.sampler.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return False
 
     def full(_: dict[int, Any]) -> None:
         raise ValueError("the disk is full")
 
     for what in plan:
         kind, _, number = what.partition(" ")
-        if kind in ("generate", "cancel"):
+        if kind in ("generate", "cancel", "lose"):
             found["kept"].append([])
         if kind == "load":
             made.load(weights(int(number)).__getitem__, "a test")
@@ -193,19 +264,25 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             made.update_weights(lambda step=step: weights(step).items(), step)
         elif kind == "kill":
             for server in made._mine.servers.values():
-                port = server.base_url.rpartition(":")[2]
-                os.kill(next(line["pid"] for line in lines(root) if line["port"] == port), signal.SIGKILL)
+                at = str(server.socket)
+                os.kill(next(line["pid"] for line in lines(root) if line["server"] == at), signal.SIGKILL)
         elif kind == "cancel":
             try:
                 made.generate(asked, sampling, enough, None, keep)
             except GenerationCancelled as cancelled:
                 done = cancelled.completed
             found["completed"].append(len(done))
+        elif kind == "count":
+            with object_bytes() as sent:
+                rollouts = made.generate(asked, replace(sampling, max_new_tokens=int(number)))
+            found["counted"].append((sum(len(r.response_ids) for r in rollouts), sent[0]))
         elif kind == "full":
             made.generate(asked, sampling, keep=full)
         else:
-            rollouts = made.generate(asked, sampling, lambda: False, done, keep)
-            assert [rollout.prompt_ids for rollout in rollouts] == PROMPTS
+            if what == "lose idle":
+                kill_client(0)
+            rollouts = made.generate(asked, sampling, kill_client if what == "lose" else lambda: False, done, keep)
+            assert [rollout.prompt_ids.tolist() for rollout in rollouts] == PROMPTS
             assert {rollout.weight_version for rollout in rollouts} == {step}
-            found["sampled"].append([(r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
+            found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))
