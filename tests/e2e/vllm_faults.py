@@ -12,7 +12,7 @@ from typing import Any
 from nemo_oprd.cli import main
 from nemo_oprd.rollout.vllm import server
 from nemo_oprd.rollout.vllm.client import Client
-from nemo_oprd.rollout.vllm.sampling import Task
+from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -115,22 +116,41 @@ def init_distributed() -> None:
         # Ranks may start minutes apart. NCCL connects at the first collective, which must include all ranks (transfers
         # among some of them come later). The watchdog starts once all ranks have joined.
         dist.barrier()
+    host_group()
     watchdog.start()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
+def host_group(ranks: Iterable[int] | None = None) -> dist.ProcessGroup | None:
+    """A group over gloo, for what is in host memory: of the world, or of `ranks`; None on other ranks.
+
+    Over NCCL even a number takes device memory, and a copy to the device waits for all of its work. Every rank of the
+    world calls this; the first call for the same ranks makes the group, so `init_distributed` does that for the world.
+    """
+    if ranks is None and dist.get_backend() == "gloo":
+        return dist.group.WORLD
+    return _subgroups([sorted(range(dist.get_world_size()) if ranks is None else ranks)], "gloo")
+
+
 def everyones(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of the group (None: of the world) gave, in the order of ranks. Every rank of it calls this."""
+    """What each rank of the group (None: of the world) gave, in the order of ranks. Every rank of it calls this.
+
+    For small objects: they are pickled, and padded to the largest one. For the world they stay in host memory.
+    """
+    group = group or host_group()
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def first_ranks(value: T) -> T:
-    """What the world's first rank gave, on every rank; the values of the others do not count. Every rank calls this."""
+    """What the world's first rank gave, on every rank; the values of the others do not count. Every rank calls this.
+
+    For small objects, which stay in host memory.
+    """
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=host_group())
     return values[0]
 
 

@@ -4,6 +4,7 @@ meanwhile; every call has a deadline."""
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import threading
 import time
@@ -62,8 +63,16 @@ class Client:
         self._thread.join()
         self._loop.close()
 
-    async def post(self, server: Server, path: str, body: Any = None, *, timeout: float) -> Any:
-        """POSTs JSON and returns the answer's JSON.
+    async def post(
+        self,
+        server: Server,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float,
+        read: Callable[[bytes], Any] = json.loads,
+    ) -> Any:
+        """POSTs JSON and returns what `read` makes of the answer, which is JSON, too; None if it is empty.
 
         Raises:
             ServerDied: no answer, or not in time, or an answer of a server that is ending.
@@ -77,7 +86,7 @@ class Client:
             message = f"{server.name} broke the connection of {path} ({error}){server.last_words()}"
             raise ConnectionBroken(message) from error
         if answer.status_code == 200:
-            return answer.json() if answer.content else None
+            return read(answer.content) if answer.content else None
         # an API server whose engine has just died answers 500 until it ends
         if answer.status_code >= 500 and not await self.stays_healthy(server):
             raise ServerDied(f"{server.name} answered {path} with {answer.status_code}{server.last_words()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_oprd.models.megatron.parallel import everyones
+from nemo_oprd.rollout.exchange import machine_name
 from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.client_process import ClientProcess
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied
 from nemo_oprd.rollout.vllm.transport import SharedFolder
@@ -21,11 +22,12 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 class Controlled:
     """The servers of this rank, by number; everything is empty on ranks that control none.
 
-    `sleepers` are those that share GPUs with the trainer and sleep while nothing is sampled.
+    `client` makes the calls of weight updates, `sampler` those that sample. `sleepers` are those that share GPUs with the trainer and sleep while nothing is sampled.
     """
 
     servers: dict[int, Server] = field(default_factory=dict)
     client: Client | None = None
+    sampler: ClientProcess | None = None
     folder: SharedFolder | None = None
     sleepers: list[int] = field(default_factory=list)
 
@@ -33,7 +35,7 @@ class Controlled:
         """Starts the servers at this rank's `places` that are of this run, without waiting for them."""
         if not places:
             return
-        self.client, self.folder = Client(), SharedFolder()
+        self.client, self.sampler, self.folder = Client(), ClientProcess(), SharedFolder()
         for place in places:
             server = self.servers[place.number] = make_server(place)
             if place.sleeps:
@@ -52,6 +54,8 @@ class Controlled:
 
     def close(self) -> None:
         """Ends the servers of this run and removes what they left in shared memory."""
+        if self.sampler is not None:
+            self.sampler.close()
         for server in self.servers.values():
             server.close()
         if self.client is not None:
@@ -67,7 +71,5 @@ def machines_and_devices(cuda: bool) -> tuple[list[str], list[str | None]]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         index = torch.cuda.current_device()
         own = visible.split(",")[index] if visible else str(index)
-    # nodes of a test cluster share one host name
-    machine = f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
-    everyone = everyones((machine, own))
+    everyone = everyones((machine_name(), own))
     return [name for name, _ in everyone], [gpu for _, gpu in everyone]

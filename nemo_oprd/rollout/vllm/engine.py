@@ -2,13 +2,16 @@
 
 One rank per machine, the controller, starts the servers of its machine and talks to them over loopback. The other ranks
 wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one queue, so
-a fast server samples more of them. If a server dies, the round ends when nothing is left to claim; the server is
-restarted, gets the current weights again, and the next round samples what is missing.
+a fast server samples more of them. A client process of the controller asks the servers and reads their answers; at the
+end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when nothing is left to claim;
+the server is restarted, gets the current weights again, and the next round samples what is missing. A client process
+that dies ends the round, too, and the next one has another client process.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -26,15 +29,21 @@ from nemo_oprd.models.megatron.parallel import device, everyones, init_distribut
 from nemo_oprd.models.megatron.param_names import mappings_by_name
 from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.exchange import Exchange
+from nemo_oprd.rollout.response import Response
+from nemo_oprd.rollout.vllm.client_process import Job, Round, RoundSummary
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
 from nemo_oprd.rollout.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
-from nemo_oprd.rollout.vllm.sampling import Round, Sampled, Sampling, Task, joined
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerRefused
+from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
+from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.runtime.signals import agree
+
+logger = logging.getLogger(__name__)
 
 # how often a rank that waits for responses asks whether it should cancel
 CANCEL_CHECK_S = 0.5
@@ -79,7 +88,11 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-        self._queue = RequestQueue(self._mine.client is not None, len({place.controller for place in self._places}))
+        controllers = {place.controller for place in self._places}
+        self._queue = RequestQueue(self._mine.client is not None, len(controllers))
+        folder = self._mine.folder
+        self._exchange = Exchange(controllers, None if folder is None else folder.path)
+        self._lost_clients = 0
         self._lengths = LengthEstimate()
         self._stream: WeightStream | None = None
         self._step, self._version = 0, ""
@@ -149,61 +162,71 @@ class VllmEngine:
         check_room(requests, self._spec.max_positions)
         assert self._stream is not None, "there are no weights to sample from"
         self._wake_up()
-        kept, results, busy = dict(done or {}), dict[int, Sampled](), dict[int, float]()
+        kept, own, busy = dict(done or {}), dict[int, Response](), dict[int, float]()
+        complete = set(kept)
         limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
         task = Task(requests, sampling, *limits)
-        while missing := [i for i in range(len(requests)) if i not in kept and i not in results]:
-            found, cancelled = self._round(task, self._lengths.longest_first(requests, missing), should_cancel, keep)
-            results |= found.sampled
+        while missing := [i for i in range(len(requests)) if i not in complete]:
+            order = self._lengths.longest_first(requests, missing)
+            mine, found = self._round(task, order, should_cancel, keep)
+            own |= mine.sampled
+            complete |= found.sampled
             busy |= found.busy_s
             if found.error is not None:
                 raise ServerRefused(found.error)
-            if found.died and not cancelled and should_cancel is not None:  # a server takes long to restart
+            cancelled, failed = found.cancelled, bool(found.died or found.lost)
+            if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
                 (cancelled,) = agree(device(), should_cancel())
             if cancelled:
-                raise GenerationCancelled({**kept, **self._rollouts(requests, results)})
-            assert found.died or found.sampled, "no server had the weights"
+                raise GenerationCancelled({**kept, **self._shared(requests, own)})
+            assert failed or found.sampled, "no server had the weights"
+            if failed and self._settings.repeat == "step":
+                own, complete = {}, set(kept)
+            self._check_clients(found.lost)
             if found.died:
-                if self._settings.repeat == "step":
-                    results = {}
                 self._push.revive(found.died)
                 self._version = self._push.push(self._stream, self._step)
-        self._finish(requests, results, busy)
-        rollouts = {**kept, **self._rollouts(requests, results)}
+        sampled = self._shared(requests, own)
+        self._finish(requests, sampled, busy)
+        rollouts = {**kept, **sampled}
         return [rollouts[i] for i in range(len(requests))]
 
     def _round(
         self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None, keep: Keep | None
-    ) -> tuple[Round, bool]:
-        """One round of all controllers: (what they bring home together, whether it was cancelled)."""
-        claim, client = self._queue.open(order), self._mine.client
+    ) -> tuple[Round, RoundSummary]:
+        """One round of all controllers: (what this one brings home, what they do together)."""
+        claim, sampler = self._queue.open(order), self._mine.sampler
         mine, work = Round(), None
-        if client is not None:
-            slots = -(-len(order) // len(self._places))
-            sampling = Sampling(client, task, self._version, claim, slots, mine)
-            if keep is not None:
-                sampling.keep = lambda i, sampled: keep({i: _rollout(task.requests[i], sampled, self._step)})
-            work = client.start(sampling.run([*self._mine.servers.values()]))
-        cancelled = self._wait(work, mine, should_cancel)
-        parts = everyones((mine.portable(), cancelled))
-        self._queue.close()
-        return joined([part for part, _ in parts]), any(cancelled for _, cancelled in parts)
+        if sampler is not None:
 
-    def _wait(self, work: Future | None, mine: Round, should_cancel: Callable[[], bool] | None) -> bool:
+            def keep_one(index: int, response: Response) -> None:
+                if keep is not None:
+                    keep({index: _rollout(task.requests[index], response)})
+
+            slots = -(-len(order) // len(self._places))
+            job = Job(task, self._version, self._step, claim, slots, keep_one)
+            work = sampler.start(job, [*self._mine.servers.values()], mine)
+        cancelled = self._wait(work, should_cancel)
+        found = RoundSummary.joined(everyones(RoundSummary.of(mine, cancelled)))
+        self._queue.close()
+        return mine, found
+
+    def _wait(self, work: Future | None, should_cancel: Callable[[], bool] | None) -> bool:
         """Waits until all controllers have finished; whether this rank was told to cancel before its part was done.
 
         Whoever learns that the run is asked to stop tells the controllers; the ranks' answers may differ.
         """
-        cancelled = False
+        cancelled, sampler = False, self._mine.sampler
         while work is not None and not work.done():
+            assert sampler is not None
             try:
                 work.result(CANCEL_CHECK_S)
             except FutureTimeout:
                 cancelled = cancelled or self._queue.is_cancelled() or (should_cancel is not None and should_cancel())
                 if cancelled:
                     self._queue.cancel()
-                    assert self._mine.client is not None
-                    self._mine.client.call(mine.stop.set)
+                    sampler.stop()
+                self._report_deaths()
         if work is not None:
             work.result()  # raises what went wrong in our own code
         self._queue.finish()
@@ -212,12 +235,37 @@ class VllmEngine:
                 self._queue.cancel()
         return cancelled
 
-    def _rollouts(self, requests: list[Request], results: dict[int, Sampled]) -> dict[int, Rollout]:
-        return {i: _rollout(requests[i], sampled, self._step) for i, sampled in results.items()}
+    def _report_deaths(self) -> None:
+        """Tells the client process which servers have ended, which their parent alone sees."""
+        for number, server in self._mine.servers.items():
+            try:
+                server.check_alive()
+            except ServerDied as death:
+                assert self._mine.sampler is not None
+                self._mine.sampler.tell_death(number, str(death))
 
-    def _finish(self, requests: list[Request], results: dict[int, Sampled], busy: dict[int, float]) -> None:
+    def _check_clients(self, lost: list[str]) -> None:
+        """Counts client processes that ended in a round; ServerRefused if too many did. Every rank has the same."""
+        self._lost_clients += len(lost)
+        most = self._settings.max_restarts
+        for how in lost:
+            said = f"the client of the vLLM servers ({how}) is started again, and what it lacked is sampled again"
+            if dist.get_rank() == 0:
+                logger.warning(said, extra=ON_STDOUT)
+        if self._lost_clients > most:
+            raise ServerRefused(
+                f"the client of the vLLM servers ended {self._lost_clients} times, the last time: {lost[-1]}; expected "
+                f"at most {most} times (rollout.vllm.max_restarts): see whether the machine runs out of memory"
+            )
+
+    def _shared(self, requests: list[Request], own: dict[int, Response]) -> dict[int, Rollout]:
+        """The rollouts of all controllers' responses, the same on every rank; views of what the machines exchange."""
+        shared = self._exchange.share({i: response.columns() for i, response in own.items()})
+        return {i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}
+
+    def _finish(self, requests: list[Request], sampled: dict[int, Rollout], busy: dict[int, float]) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
-        self._lengths.learn(requests, {i: len(sampled.ids) for i, sampled in results.items()})
+        self._lengths.learn(requests, {i: len(rollout.response_ids) for i, rollout in sampled.items()})
         self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
@@ -246,5 +294,7 @@ class VllmEngine:
         self._mine = Controlled()
 
 
-def _rollout(request: Request, sampled: Sampled, step: int) -> Rollout:
-    return request.answered(sampled.ids, finished=sampled.finished, logprobs=sampled.logprobs, weight_version=step)
+def _rollout(request: Request, response: Response) -> Rollout:
+    assert response.versions is not None and len(response.versions) == 1  # `answers.py` refuses others
+    version, logprobs = int(response.versions[0, 0]), response.logprobs
+    return request.answered(response.ids, finished=response.finished, logprobs=logprobs, weight_version=version)

@@ -180,16 +180,21 @@ class LocalServer(Server):
 
     def last_words(self) -> str:
         """The last line of the log that names an error, or the last line."""
-        try:
-            with self.log.open("rb") as file:  # a dying server may write a traceback for each of its requests
-                file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
-                _, marker, text = file.read().decode(errors="replace").rpartition("\n--- start ")
-        except OSError:
-            return ""
-        said = text.splitlines()[1:] if marker else text.splitlines()  # not the line of the start itself
-        lines = [line.strip() for line in said[-_LOG_LINES:] if line.strip()]
-        errors = [line for line in lines if "Error" in line and "Engine core" not in line]
-        return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
+        return last_words(self.log)
+
+
+def last_words(log: Path) -> str:
+    """The last line since the last start that names an error, or the last line; empty if there is no log."""
+    try:
+        with log.open("rb") as file:  # a dying server may write a traceback for each of its requests
+            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            _, marker, text = file.read().decode(errors="replace").rpartition("\n--- start ")
+    except OSError:
+        return ""
+    said = text.splitlines()[1:] if marker else text.splitlines()  # not the line of the start itself
+    lines = [line.strip() for line in said[-_LOG_LINES:] if line.strip()]
+    errors = [line for line in lines if "Error" in line and "Engine core" not in line]
+    return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
 
 
 def server_command(python: Path, flags: list[str], host: str, port: int) -> list[str]:

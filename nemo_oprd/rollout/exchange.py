@@ -1,0 +1,249 @@
+"""Packed arrays of single ranks -> every rank, through host memory only: how sampled responses reach the trainer.
+
+Each machine gets every array once, in one file of its shared memory that all of its ranks map. Between machines the
+bytes go over gloo, from one rank per machine to the others, one broadcast per machine and without padding. Nothing is
+pickled but the sizes, and nothing passes through a GPU.
+
+A rank's plan needs some of the responses only, but the plans of the student and of the teachers, whose layouts differ,
+need different ones, and all ranks compute the plans from all responses. A token takes 8 bytes (id and log-probability),
+so a million tokens take 8 MB per machine, whatever its number of ranks: less than choosing would save.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.models.megatron.parallel import everyones, host_group
+
+# what is shared of one item, by name; equal names have equal dtypes and shapes but for the first dimension
+Columns: TypeAlias = "dict[str, np.ndarray]"
+SHARED_MEMORY = Path("/dev/shm")
+# the most bytes of one broadcast
+PIECE_BYTES = 256 << 20
+# arrays begin at multiples of this
+_ALIGNMENT = 16
+
+
+def machine_name() -> str:
+    """Names the machine of this process, the same for all of its ranks; nodes of a test cluster share a host name."""
+    return f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
+
+
+@dataclass(frozen=True)
+class PackedArray:
+    """Where an array lies in a part: `start` counts bytes from the beginning of the part."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.start + int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank shares: `count` items, of which every column is one array.
+
+    The arrays are the items' keys, int32 [count]; per column the lengths of its items, int32 [count], -1 for an item
+    without it; and per column the rows of all items, one after another.
+    """
+
+    count: int = 0
+    arrays: tuple[PackedArray, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return _aligned(self.arrays[-1].end) if self.arrays else 0
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others before they share: its part, and a leader the file of its machine, or its trouble."""
+
+    part: Part
+    file: str | None = None
+    problem: str | None = None
+
+
+class Exchange:
+    """Shares items among all ranks. Every rank of the world makes one and calls it alike.
+
+    Args:
+        preferred: ranks that speak for their machine; where there is none, the machine's first rank does.
+        folder: where such a rank makes its file; whoever removes this folder removes what a killed rank left.
+    """
+
+    def __init__(self, preferred: Iterable[int] = (), folder: Path | None = None) -> None:
+        self._machines, self._folder = everyones(machine_name()), folder or SHARED_MEMORY
+        wanted = set(preferred)
+        order = sorted(range(len(self._machines)), key=lambda rank: (rank not in wanted, rank))
+        leaders: dict[str, int] = {}
+        for rank in order:
+            leaders.setdefault(self._machines[rank], rank)
+        self._leader_of = [leaders[machine] for machine in self._machines]  # per rank
+        self._leaders = sorted(leaders.values())
+        self._group = host_group(self._leaders) if len(self._leaders) > 1 else None
+        self._rank = dist.get_rank()
+
+    @property
+    def _leads(self) -> bool:
+        return self._leader_of[self._rank] == self._rank
+
+    def share(self, own: dict[int, Columns]) -> dict[int, Columns]:
+        """The items of all ranks; keys of different ranks differ.
+
+        The arrays are read-only views of one mapping, whose memory lives as long as one of them.
+
+        Raises:
+            ValueError: the shared memory of a machine is too small, or not the same for all of its ranks; raised on
+                every rank.
+        """
+        if len(self._machines) == 1:
+            return own
+        part, arrays = pack(own)
+        offers = everyones(self._offer(part))
+        _check(offer.problem for offer in offers)
+        order = sorted(range(len(offers)), key=lambda rank: (self._leader_of[rank], rank))
+        ends = np.cumsum([offers[rank].part.size for rank in order]).tolist()
+        starts = dict(zip(order, [0, *ends[:-1]], strict=True))
+        with self._open(Path(str(offers[self._leader_of[self._rank]].file))) as file:
+            mapping = self._map(file, ends[-1])
+            for place, array in zip(part.arrays, arrays, strict=True):
+                _write(file.fileno(), array, starts[self._rank] + place.start)
+        dist.barrier(group=host_group())
+        self._broadcast(mapping, {rank: (starts[rank], offers[rank].part.size) for rank in order})
+        dist.barrier(group=host_group())
+        items: dict[int, Columns] = {}
+        for rank in order:
+            items |= unpack(offers[rank].part, mapping, starts[rank])
+        return items
+
+    def _offer(self, part: Part) -> _Offer:
+        """With the file of this machine, which is empty until everybody has opened it and it has lost its name."""
+        if not self._leads:
+            return _Offer(part)
+        path = self._folder / f"nemo_oprd_shared_{uuid.uuid4().hex}"
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        except OSError as error:
+            return _Offer(part, problem=f"{path}: can't be made ({error.strerror}); expected a writable /dev/shm")
+        return _Offer(part, str(path))
+
+    def _open(self, path: Path) -> BinaryIO:
+        """The file of this rank's machine, which loses its name; ValueError on all ranks if one can't open its own."""
+        file, problem = None, None
+        try:
+            file = path.open("r+b", buffering=0)
+        except OSError as error:
+            problem = (
+                f"rank {self._rank} can't open {path}, which rank {self._leader_of[self._rank]} of the same machine "
+                f"({machine_name().strip()}) has made ({error.strerror}); expected the ranks of a machine to share "
+                "/dev/shm: start them in one container, or give each container a host name of its own"
+            )
+        problems = everyones(problem)
+        if self._leads:
+            path.unlink(missing_ok=True)
+        _check(problems)
+        assert file is not None
+        return file
+
+    def _map(self, file: BinaryIO, size: int) -> mmap.mmap:
+        """Room for `size` bytes, mapped by every rank; ValueError on all ranks if a machine has less."""
+        problem = None
+        if self._leads:
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            except OSError as error:
+                problem = (
+                    f"{self._folder} of {machine_name().strip()}: {size:,} bytes of sampled responses don't fit into "
+                    f"shared memory ({error.strerror}); expected room for all responses of a step, once per machine: "
+                    "enlarge /dev/shm (docker --shm-size), or lower train.prompts_per_step, rollout.per_prompt or "
+                    "rollout.max_new_tokens"
+                )
+        _check(everyones(problem))
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if self._leads else mmap.ACCESS_READ)
+
+    def _broadcast(self, mapping: mmap.mmap, ranges: dict[int, tuple[int, int]]) -> None:
+        """Every leader gets the bytes of the other machines; `ranges`: (start, size) of each rank, by machine."""
+        if self._group is None or not self._leads:
+            return
+        for leader in self._leaders:
+            of_machine = [ranges[rank] for rank in ranges if self._leader_of[rank] == leader]
+            start, end = of_machine[0][0], sum(of_machine[-1])
+            for at in range(start, end, PIECE_BYTES):
+                count = min(PIECE_BYTES, end - at)
+                piece = torch.frombuffer(mapping, dtype=torch.uint8, offset=at, count=count)
+                dist.broadcast(piece, src=leader, group=self._group)
+
+
+def pack(items: dict[int, Columns]) -> tuple[Part, list[np.ndarray]]:
+    """The part of a rank, and its arrays in the order of `Part.arrays`; empty ones take no bytes."""
+    if not items:
+        return Part(), []
+    names = sorted({name for columns in items.values() for name in columns})
+    named = [("", np.fromiter(items, np.int32, len(items)))]
+    for name in names:
+        lengths = [len(columns[name]) if name in columns else -1 for columns in items.values()]
+        named.append((f"{name}/lengths", np.array(lengths, np.int32)))
+        named.append((name, np.concatenate([columns[name] for columns in items.values() if name in columns])))
+    places, start = [], 0
+    for name, array in named:
+        place = PackedArray(name, array.dtype.str, array.shape, start)
+        places.append(place)
+        start = _aligned(place.end)
+    return Part(len(items), tuple(places)), [array for _, array in named]
+
+
+def unpack(part: Part, data: mmap.mmap, start: int) -> dict[int, Columns]:
+    """The items of a part that begins at byte `start` of `data`, as read-only views."""
+    if not part.count:
+        return {}
+    arrays = {}
+    for place in part.arrays:
+        count = int(np.prod(place.shape))
+        array = np.frombuffer(data, place.dtype, count, start + place.start) if count else np.empty(0, place.dtype)
+        array.flags.writeable = False
+        arrays[place.name] = array.reshape(place.shape)
+    keys = arrays.pop("").tolist()
+    items: dict[int, Columns] = {key: {} for key in keys}
+    for name in [name for name in arrays if not name.endswith("/lengths")]:
+        at, rows = 0, arrays[name]
+        for key, length in zip(keys, arrays[f"{name}/lengths"].tolist(), strict=True):
+            if length >= 0:
+                items[key][name] = rows[at : at + length]
+                at += length
+    return items
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write(file: int, array: np.ndarray, start: int) -> None:
+    left = memoryview(np.ascontiguousarray(array)).cast("B") if array.size else memoryview(b"")
+    while left:
+        written = os.pwrite(file, left, start)
+        left, start = left[written:], start + written
+
+
+def _check(problems: Iterable[str | None]) -> None:
+    """Raises ValueError with the first problem that a rank has; the ranks pass the same ones."""
+    problem = next((found for found in problems if found is not None), None)
+    if problem is not None:
+        raise ValueError(problem)

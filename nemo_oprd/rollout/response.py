@@ -1,0 +1,38 @@
+"""One sampled response as engines pass it on, in arrays; imports no torch, because client processes use it, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was sampled for one request.
+
+    Attributes:
+        ids: int32 [tokens], with the id that ended the response, if one did (`finished`).
+        logprobs: `Rollout.logprobs`, float32 [tokens]; None if the engine computes none.
+        versions: int32 [spans, 3]: optimizer steps behind the weights that sampled the tokens from the second number on
+            and below the third; None if the engine has one set of weights.
+        routes: `Rollout.expert_routes`, int16 [tokens, layers, K], of all tokens but the last one, which is never
+            computed; None if they were not recorded.
+    """
+
+    ids: np.ndarray
+    finished: bool
+    logprobs: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    routes: np.ndarray | None = None
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """As `Exchange.share` takes it."""
+        columns = {"ids": self.ids, "finished": np.array([self.finished])}
+        recorded = {"logprobs": self.logprobs, "versions": self.versions, "routes": self.routes}
+        return columns | {name: array for name, array in recorded.items() if array is not None}
+
+    @staticmethod
+    def of(columns: dict[str, np.ndarray]) -> Response:
+        """The inverse of `columns`."""
+        return Response(**columns | {"finished": bool(columns["finished"][0])})  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""The controller's end of its client process: it starts the process, gives it requests, and takes responses.
+
+The responses stay where the client process has written them (`segments.py`); this process maps them and reads none. If
+the client process ends, the round ends with what was complete, and the next round starts another one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nemo_oprd
+from nemo_oprd.rollout.response import Response
+from nemo_oprd.rollout.vllm.channel import Channel
+from nemo_oprd.rollout.vllm.segments import SegmentReader
+from nemo_oprd.rollout.vllm.server import LocalServer, Server
+from nemo_oprd.rollout.vllm.tasks import Task
+
+MODULE = "nemo_oprd.rollout.vllm.client_main"
+
+
+@dataclass
+class Round:
+    """What a controller brings home; also while the round is under way."""
+
+    sampled: dict[int, Response] = field(default_factory=dict)  # by the index of the request
+    died: dict[int, str] = field(default_factory=dict)  # per server, why
+    error: str | None = None  # what makes further sampling pointless
+    busy_s: dict[int, float] = field(default_factory=dict)  # per server, the seconds until its last response
+    lost: list[str] = field(default_factory=list)  # how the client process ended, if it did
+
+
+@dataclass
+class RoundSummary:
+    """What ranks tell each other of a round: a `Round` with the indices alone of what was sampled."""
+
+    sampled: set[int]
+    died: dict[int, str]
+    error: str | None
+    busy_s: dict[int, float]
+    lost: list[str]
+    cancelled: bool
+
+    @staticmethod
+    def of(mine: Round, cancelled: bool) -> RoundSummary:
+        """Of one rank, which was told to cancel, or not."""
+        return RoundSummary({*mine.sampled}, mine.died, mine.error, mine.busy_s, mine.lost, cancelled)
+
+    @staticmethod
+    def joined(parts: list[RoundSummary]) -> RoundSummary:
+        """What several ranks bring home together."""
+        return RoundSummary(
+            {i for part in parts for i in part.sampled},
+            {number: why for part in parts for number, why in part.died.items()},
+            next((part.error for part in parts if part.error is not None), None),
+            {number: seconds for part in parts for number, seconds in part.busy_s.items()},
+            [how for part in parts for how in part.lost],
+            any(part.cancelled for part in parts),
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One round of a controller.
+
+    Attributes:
+        version: of the weights; servers that have others do not take part.
+        step: optimizer steps behind these weights.
+        claim: the index of the next request; None if there are no more. Other controllers claim from the same queue.
+        slots: the most requests that a server gets at a time.
+        keep: called with every response, by the index of its request.
+    """
+
+    task: Task
+    version: str
+    step: int
+    claim: Callable[[], int | None]
+    slots: int
+    keep: Callable[[int, Response], None] | None = None
+
+    def message(self, servers: list[Server]) -> dict[str, Any]:
+        """What the client process is told."""
+        task = self.task
+        limits = {"known_ids": task.known_ids, "timeout_s": task.timeout_s, "slots": self.slots}
+        taking_part = [_address(server) for server in servers if server.pushed == self.version]
+        return {"kind": "sample", "version": self.version, "servers": taking_part, **limits}
+
+
+def _address(server: Server) -> dict[str, Any]:
+    """What the client process has to know of a server: fields of `client_main.OthersServer`."""
+    log = str(server.log) if isinstance(server, LocalServer) else None
+    names = ("number", "in_flight", "base_url")
+    return {name: getattr(server, name) for name in names} | {"log": log}
+
+
+class ClientProcess:
+    """Samples in a process of its own; see the module's docstring. It starts at once, and again for a later round."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "vllm-client-process")
+        self._process: subprocess.Popen | None = None
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        root = str(Path(nemo_oprd.__file__).parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # a session of its own: it gets no signals that are for this process
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+
+    def start(self, job: Job, servers: list[Server], result: Round) -> Future[None]:
+        """Begins a round, whose responses and end go to `result`; what the future raises went wrong in our own code.
+
+        `job.claim` and `job.keep` are called in a thread of this object.
+        """
+        if self._process is None:
+            self._start()
+        return self._thread.submit(self._carry_out, job, servers, result)
+
+    def tell_death(self, number: int, why: str) -> None:
+        """Says that a server has ended."""
+        self._tell({"kind": "died", "server": number, "why": why})
+
+    def stop(self) -> None:
+        """Asks to end the round."""
+        self._tell({"kind": "stop"})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # it has ended, which the round notices
+            self._channel.send(message)
+
+    def _carry_out(self, job: Job, servers: list[Server], result: Round) -> None:
+        segments = SegmentReader()
+        try:
+            self._tell(job.message(servers))
+            while (message := self._channel.receive()) is not None:
+                kind = message.pop("kind")
+                if kind == "claim":
+                    self._claim(job, message["number"])
+                elif kind == "segment":
+                    segments.add(self._channel.take_file())
+                elif kind == "response":
+                    self._take(job, segments, result, **message)
+                elif kind == "over":
+                    result.died, result.error = dict(message["died"]), message["error"]
+                    result.busy_s = dict(message["busy_s"])
+                    return
+                else:
+                    raise RuntimeError(f"the client process of the vLLM servers failed: {message['traceback']}")
+            result.lost.append(self._end())
+        except BaseException:
+            self._end()  # the servers give up what they sample when their connections close
+            raise
+
+    def _claim(self, job: Job, number: int) -> None:
+        index = job.claim()
+        body = None if index is None else job.task.body(index)
+        self._tell({"kind": "claimed", "number": number, "index": index, "body": body})
+
+    def _take(
+        self,
+        job: Job,
+        segments: SegmentReader,
+        result: Round,
+        *,
+        index: int,
+        finished: bool,
+        server: int,
+        segment: int,
+        offset: int,
+        tokens: int,
+    ) -> None:
+        """Takes a response, which `server` has sampled."""
+        ids, logprobs = segments.response(segment, offset, tokens)
+        versions = np.array([[job.step, 0, tokens]], np.int32)  # the client process has compared `Job.version`
+        response = Response(ids, finished, logprobs, versions)
+        if job.keep is not None:
+            job.keep(index, response)
+        result.sampled[index] = response
+
+    def _end(self) -> str:
+        """Ends the process; how it had ended."""
+        process, self._process = self._process, None
+        assert process is not None
+        self._channel.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)  # it may be ending by itself
+        process.kill()
+        code = process.wait()
+        how = f"with status {code}" if code >= 0 else f"by signal {-code} ({signal.Signals(-code).name})"
+        return f"process {process.pid} ended {how}"
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._end()
+        self._thread.shutdown()

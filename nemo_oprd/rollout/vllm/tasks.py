@@ -1,0 +1,46 @@
+"""What a call of `generate` asks servers for: one request per response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_oprd.rollout.engine import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Task:
+    """The requests of a call, and the limits that all responses share."""
+
+    requests: Sequence[Request]
+    sampling: SamplingParams
+    max_positions: int
+    eos_ids: tuple[int, ...]
+    known_ids: int
+    timeout_s: float
+
+    def body(self, index: int) -> dict[str, Any]:
+        """The request of one response. Unknown sampling parameters are ignored by the server without a word."""
+        prompt, sampling = self.requests[index].prompt_ids, self.sampling
+        return {
+            "token_ids": [*map(int, prompt)],
+            "sampling_params": {
+                "max_tokens": min(sampling.max_new_tokens, self.max_positions - len(prompt)),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p if sampling.temperature else 1.0,
+                "seed": seed_of(sampling, index),
+                "logprobs": 0,  # of the sampled id only
+                # the ids that end a response are ours, whatever generation_config.json says
+                "ignore_eos": True,
+                "stop_token_ids": list(self.eos_ids),
+                "detokenize": False,
+            },
+        }
+
+
+def seed_of(sampling: SamplingParams, index: int) -> int:
+    """The seed of a response; 32 bits, of which every one depends on all of the key."""
+    return int(np.random.SeedSequence([*sampling.key, index]).generate_state(1)[0])

@@ -1,0 +1,51 @@
+"""Packed arrays of single ranks reach every rank, over pretended machines."""
+
+from __future__ import annotations
+
+import pytest
+from pool import Pools
+
+
+@pytest.mark.parametrize(
+    ("machines", "parts", "preferred", "leaders"),
+    [
+        ("a", [{4: 3, 7: 0}], (), [0]),
+        ("aa", [{0: 5, 2: 1}, {1: 700}], (), [0]),
+        ("ab", [{5: 40, 1: 3, 0: 0}, {}], (), [0, 1]),
+        ("ab", [{}, {}], (), [0, 1]),
+        ("abab", [{0: 1}, {3: 2, 9: 1000, 4: 5}, {}, {2: 77}], (3,), [0, 3]),
+        ("aabb", [{}, {6: 10, 1: 11}, {}, {}], (1,), [1, 2]),
+        ("abca", [{6: 10}, {}, {8: 1}, {1: 2}], (), [0, 1, 2]),
+    ],
+    ids=["one rank", "one machine", "one part", "nothing", "a leader that is not first", "no controller", "three"],
+)
+def test_every_rank_gets_every_item_as_it_was(
+    pools: Pools, machines: str, parts: list[dict[int, int]], preferred: tuple[int, ...], leaders: list[int]
+) -> None:
+    """And nothing keeps a name in shared memory."""
+    arguments = {"machines": machines, "parts": parts, "preferred": preferred}
+    keys, right, found, files, _ = pools[len(machines)].run("exchange_cases:share", **arguments)
+    assert keys == sorted(key for part in parts for key in part)
+    assert right
+    assert found == leaders
+    assert files == []
+
+
+def test_no_object_collective_carries_tokens(pools: Pools) -> None:
+    """What is pickled grows with the digits of sizes, and not with the tokens or the responses."""
+    few = [{1: 10, 2: 10}, {4: 10}]
+    many = [{i: 1000 for i in range(1, 300, 2)}, {i: 1000 for i in range(2, 300, 2)}]
+    sent = [pools[2].run("exchange_cases:share", machines="ab", parts=parts)[-1] for parts in (few, many)]
+    assert 0 < sent[1] < sent[0] + 400
+
+
+@pytest.mark.parametrize(("machines", "small"), [("ab", 1), ("aabb", 2)])
+def test_a_machine_whose_shared_memory_is_too_small(pools: Pools, machines: str, small: int) -> None:
+    message = pools[len(machines)].run("exchange_cases:without_room", machines=machines, small=small)
+    assert "bytes of sampled responses don't fit into shared memory (No space left on device)" in message
+    assert "enlarge /dev/shm (docker --shm-size)" in message and "\n" not in message
+
+
+def test_ranks_that_share_no_memory_are_told_apart(pools: Pools) -> None:
+    message = pools[2].run("exchange_cases:not_shared", machines="aa")
+    assert "rank 1 can't open /dev/shm/nemo_oprd_shared_" in message and "of the same machine" in message
