@@ -61,13 +61,14 @@ class _Connection(asyncio.Protocol):
             return
         self._received = body[length:]
         answer = next(self._answers) if head.startswith(b"POST") else b""
-        self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer))
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
+        self._transport.write(head)
         self._transport.write(answer)
 
 
-def _serve(tokens: int, version: str, told: Connection, core: int) -> None:
+def _serve(tokens: int, version: str, told: Connection, cores: list[int]) -> None:
     """What the process runs; sends the port through `told`."""
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, cores)
     answers = [answer_bytes(tokens, version, seed) for seed in range(_ANSWERS)]
 
     def turns() -> Iterator[bytes]:
@@ -84,10 +85,11 @@ def _serve(tokens: int, version: str, told: Connection, core: int) -> None:
 
 
 @contextmanager
-def payload_server(tokens: int, version: str, core: int) -> Iterator[tuple[str, int]]:
+def payload_server(tokens: int, version: str, cores: list[int]) -> Iterator[tuple[str, int]]:
     """(Address of a server that answers with `tokens` tokens of the weights `version`, bytes of an answer)."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(tokens, version, there, core), daemon=True)
+    context, arguments = multiprocessing.get_context("fork"), (tokens, version, there, cores)
+    process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     try:
         port, length = here.recv()

@@ -1,6 +1,20 @@
-"""What rollouts cost one rank at the sizes of a large run, between the servers' answers and the first microbatch.
+"""What the rollouts of a step cost one rank, from the servers' answers to the first microbatch, at large sizes.
 
     python -m benchmarks.rollout_scale [--sizes 256x4096 1024x16384] [--ranks 8 64] [--controllers 1 8] [--json FILE]
+
+The measured rank is the world's first one: a controller, on a machine with its share of the ranks. Its client process
+asks a server whose answers have real sizes and cost next to nothing (`payload_server.py`). The other ranks are forked
+and do nothing but take part in the exchange; the controllers among them have their share of the responses at once.
+Then the rank does what a step does until its first microbatch: it exchanges the responses, keeps them for a run that
+resumes, draws the tokens of the sampling check, and plans the update (the last 512 tokens of each response; student
+TP2 + SP, PP2, the rest data parallel). No model computes.
+
+Seconds are CPU seconds of the rank's process, all threads together, because elapsed ones depend on what else runs;
+`*_elapsed_seconds` are beside them. Both are those of the quickest of three passes. `parse_seconds` are the CPU seconds
+of the client process, which works while the servers sample. `host_bytes_per_rank` is the largest growth of the rank's
+resident memory, shared pages counted whole, less 8 bytes per token of the batch for the tokens themselves;
+`client_bytes` is the same of the client process, of which each controller has one. Nothing is on a device: the
+exchange is over gloo.
 """
 
 from __future__ import annotations
@@ -8,204 +22,283 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import multiprocessing
 import os
-import pickle
 import re
+import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from benchmarks.payload_server import VOCABULARY, payload_server
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.distillation.sampling_check import _draw
+from nemo_oprd.distillation import sampling_check
 from nemo_oprd.layout import Layout
+from nemo_oprd.models.megatron.parallel import everyones, init_distributed
 from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.exchange import Exchange
+from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.client_process import ClientProcess, Job, Round, RoundSummary
 from nemo_oprd.rollout.vllm.engine import _rollout
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
-from nemo_oprd.rollout.vllm.sampling import Round, Sampling, Task, joined
 from nemo_oprd.rollout.vllm.server import Endpoint
+from nemo_oprd.rollout.vllm.tasks import Task
 
 SIZES = ("64x1024", "256x4096", "1024x4096", "1024x16384")
+RANKS, CONTROLLERS = (8, 64), (1, 8)
 PROMPT, LAST_K, BUDGET, CHECK_TOKENS, IN_FLIGHT = 128, 512, 16384, 1024, 256
-VERSION = "1-benchmark"
-MOST_PARSED, MOST_WIRE_BYTES = 128, 3_000_000_000
-RANK_CORE, OTHER_CORE = 0, 1
+VERSION, STEP = "1-benchmark", 1
+PASSES = 1
+# the measured rank has the first core for itself, as far as this benchmark is concerned
+CORES = sorted(os.sched_getaffinity(0))
+OTHER_CORES = CORES[1:] or CORES
 
 
-def _status(key: str) -> int:
-    return 1024 * int(re.findall(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+@dataclass(frozen=True)
+class Case:
+    """One row: a batch, the ranks of the world, and how many of them, on machines of their own, have servers."""
+
+    responses: int
+    tokens: int
+    ranks: int
+    controllers: int
+
+    @property
+    def part(self) -> int:
+        """Responses of one controller."""
+        return self.responses // self.controllers
+
+    @property
+    def leaders(self) -> range:
+        """The controllers; each is the first rank of its machine."""
+        return range(0, self.ranks, self.ranks // self.controllers)
 
 
+@dataclass
 class Phases:
-    """Wall and CPU seconds and peak memory by phase."""
+    """CPU seconds and elapsed ones by phase, and the largest growth of the resident memory."""
 
-    def __init__(self) -> None:
+    cpu: dict[str, float] = field(default_factory=dict)
+    elapsed: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+    _resident: int = 0
+
+    def begin(self) -> None:
+        """From here on the memory of this process is watched."""
         gc.collect()
-        self.found: dict[str, dict[str, float]] = {}
-        self._base = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+        self._resident = status_bytes("VmRSS")
 
     def run(self, name: str, work: Callable[[], Any]) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")
-        wall, cpu = time.perf_counter(), time.process_time()
+        """What `work` returns."""
+        elapsed, cpu = time.perf_counter(), time.process_time()
         result = work()
-        found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-        self.found[name] = found | {"peak": _status("VmHWM") - self._base}
-        print(f"    {name}: " + ", ".join(f"{k} {v:.3g}" for k, v in self.found[name].items()), flush=True)
+        self.cpu[name], self.elapsed[name] = time.process_time() - cpu, time.perf_counter() - elapsed
         return result
 
-
-def wire_rounds(size: int, world: int) -> int:
-    """How many of the `world - 1` parts are sent; the rest is extrapolated."""
-    return max(1, min(world - 1, MOST_WIRE_BYTES // size))
-
-
-def _join(rank: int, file: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    def end(self) -> None:
+        """Notes the peak."""
+        self.bytes = status_bytes("VmHWM") - self._resident
 
 
-def _play(file: str, pairs: list[tuple[int, int]]) -> None:
-    """Sends what the other ranks would send."""
-    os.sched_setaffinity(0, {OTHER_CORE})
-    _join(1, file)
-    for size, times in pairs:
-        own, got = torch.zeros(size, dtype=torch.uint8), [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
-        dist.barrier()
-        for _ in range(times):
-            dist.all_gather(got, own)
+def status_bytes(key: str, process: int | str = "self") -> int:
+    """A number of a process in /proc, such as its peak of resident memory (VmHWM)."""
+    return 1024 * int(re.findall(rf"{key}:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0])
 
 
-def _measure(told: Connection, count: int, tokens: int, controllers: int, worlds: list[int]) -> None:
-    """The measured rank."""
-    os.sched_setaffinity(0, {RANK_CORE})
-    torch.set_num_threads(1)
-    own = count // controllers
-    parsed = min(own, MOST_PARSED)
-    requests = [Request([7] * PROMPT) for _ in range(count)]
-    sampling = SamplingParams(1.0, 1.0, tokens, (0, 1, 0))
-    phases = Phases()
-    with payload_server(tokens, VERSION, OTHER_CORE) as (url, length):
-        client = Client()
+def cpu_seconds(process: int) -> float:
+    """CPU seconds of another process so far."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def sample(count: int, tokens: int) -> tuple[dict[int, Response], dict[str, float]]:
+    """One controller's responses, as its client process hands them over, and what that cost."""
+    task = Task([Request(np.full(PROMPT, 7))] * count, sampling_of(tokens), 1 << 20, (1,), VOCABULARY, 600.0)
+    order, result = iter(range(count)), Round()
+    process = ClientProcess()
+    with payload_server(tokens, VERSION, OTHER_CORES) as (url, answer_bytes):
         server = Endpoint(0, IN_FLIGHT, generation=1, base_url=url, pushed=VERSION)
-        mine, order = Round(), iter(range(parsed))
-        task = Task(requests, sampling, 1 << 20, (1,), VOCABULARY, 600.0)
-        round_ = Sampling(client, task, VERSION, lambda: next(order, None), IN_FLIGHT, mine)
-        phases.run("parse", lambda: client.run(round_.run([server])))
-        assert mine.error is None and len(mine.sampled) == parsed, (mine.error, len(mine.sampled), mine.died)
-        client.close()
-    one = pickle.dumps(mine.sampled)
-    for number in range(1, own // parsed):  # fresh objects
-        mine.sampled |= {i + number * parsed: sampled for i, sampled in pickle.loads(one).items()}
-    del one
-    blob, _ = phases.run("pickle", lambda: distributed_c10d._object_to_tensor((mine.portable(), False), torch.device("cpu"), None))
-    size = blob.numel()
-    with tempfile.TemporaryDirectory() as scratch:
-        file = f"{scratch}/meet"
-        player = multiprocessing.get_context("fork").Process(
-            target=_play, args=(file, [(size, wire_rounds(size, world)) for world in worlds]), daemon=True
-        )
-        player.start()
-        _join(0, file)
-        for world in worlds:
-            got = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
-            dist.barrier()
-            phases.run(f"wire {world}", lambda world=world, got=got: [dist.all_gather(got, blob) for _ in range(wire_rounds(size, world))])
-            del got
-        player.join()
-        sizes = torch.LongTensor([size])
-        parts = phases.run("unpickle", lambda: [distributed_c10d._tensor_to_object(blob, sizes, None) for _ in range(controllers)])
-        for number, (part, _) in enumerate(parts):
-            part.sampled = {i + number * own: sampled for i, sampled in part.sampled.items()}
-
-        def build() -> list[Rollout]:
-            results = dict(joined([part for part, _ in parts]).sampled)
-            rollouts = {i: _rollout(requests[i], sampled, 1) for i, sampled in results.items()}
-            LengthEstimate().learn(requests, {i: len(sampled.ids) for i, sampled in results.items()})
-            return [rollouts[i] for i in range(len(requests))]
-
-        rollouts = phases.run("build", build)
-        del blob, parts, mine, round_, part
-        gc.collect()
-        if controllers == max(1, controllers) and told is not None:
-            cache = ResumeCache(Path(scratch), {})
-            phases.run("cache", lambda: cache.put(0, dict(enumerate(rollouts)), sampling, count))
-
-            def draw() -> int:
-                sequences = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
-                return sum(_draw(sequences, CHECK_TOKENS, (0, 3, 0)).needed_tokens(count))
-
-            forwarded = phases.run("check", draw)
-            for world in worlds:
-
-                def plan(world: int = world) -> StepPlan:
-                    table = make_rows(rollouts, positions="last_k", k=LAST_K, position="token", aggregation="sequence_mean")
-                    student = Layout(tensor=2, sequence=True, pipeline=2, data=world // 4)
-                    return StepPlan.build(table.scale_responses([1.0] * count), None, count, student, BUDGET, [0] * count)
-
-                phases.run(f"plan {world}", plan)
-    told.send({"length": length, "part": size, "forwarded": forwarded, "parsed": parsed, "phases": phases.found})
+        job = Job(task, VERSION, STEP, lambda: next(order, None), IN_FLIGHT)
+        # one response first, so that the process has started
+        process.start(Job(task, VERSION, STEP, iter([0, None]).__next__, 1), [server], Round()).result()
+        assert process.pid is not None
+        before, own = cpu_seconds(process.pid), time.process_time()
+        resident = status_bytes("VmRSS", process.pid)
+        process.start(job, [server], result).result()
+        found = {"parse_seconds": cpu_seconds(process.pid) - before, "hand_over_seconds": time.process_time() - own}
+        found["client_bytes"] = status_bytes("VmHWM", process.pid) - resident
+        found["answer_bytes_per_token"] = answer_bytes / tokens
+    process.close()
+    assert result.error is None and len(result.sampled) == count, (result.error, result.died)
+    return result.sampled, found
 
 
-def measure(count: int, tokens: int, controllers: int, worlds: list[int]) -> list[dict[str, Any]]:
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_measure, args=(there, count, tokens, controllers, worlds))
-    process.start()
-    there.close()
-    found = here.recv()
-    process.join()
-    phases, rows = found["phases"], []
-    for world in worlds:
-        scales = {"parse": count // controllers / found["parsed"], f"wire {world}": (world - 1) / wire_rounds(found["part"], world)}
-        for name, scale in scales.items():
-            phases[name] |= {kind: phases[name][kind] * scale for kind in ("wall", "cpu")} if world == worlds[0] or name != "parse" else {}
-        estimated = [f"{name.split()[0]}_seconds" for name, scale in scales.items() if scale > 1]
-        seconds = {name: phase["cpu"] for name, phase in phases.items()}
-        gather = seconds["pickle"] + seconds[f"wire {world}"] + seconds["unpickle"]
-        plan = seconds[f"plan {world}"]
-        peak = max(phase["peak"] for name, phase in phases.items() if name.split()[0] not in ("parse", "wire"))
-        order = ["pickle", f"wire {world}", "unpickle", "build", "cache", "check", f"plan {world}"]
-        rows.append({
-            "responses": count, "tokens": tokens, "ranks": world, "controllers": controllers,
-            "host_bytes_per_rank": peak - 8 * count * tokens,
-            "device_bytes_per_rank": (world + 1) * found["part"],
-            "rank0_seconds": gather + seconds["build"] + seconds["cache"] + seconds["check"] + plan,
-            "check_seconds": seconds["check"], "gather_seconds": gather,
-            "code": "before", "measured": not estimated, "extrapolated": estimated, "parse_seconds": phases["parse"]["cpu"], 
-            "answer_bytes_per_token": found["length"] / tokens, "wire_bytes": (world - 1) * found["part"],
-            "pickle_seconds": seconds["pickle"], "wire_seconds": seconds[f"wire {world}"], "unpickle_seconds": seconds["unpickle"],
-            "build_seconds": seconds["build"], "cache_seconds": seconds["cache"], "plan_seconds": plan,
-            "check_forwarded_tokens": found["forwarded"], "gather_elapsed_seconds": sum(phases[name]["wall"] for name in order[:3]), "rank0_elapsed_seconds": sum(phases[name]["wall"] for name in order), "load": os.getloadavg()[0],
-        })  # fmt: skip
-    return rows
+def sampling_of(tokens: int) -> SamplingParams:
+    """How all responses are sampled."""
+    return SamplingParams(1.0, 1.0, tokens, (0, 1, STEP))
+
+
+def measure(case: Case, sampled: dict[int, Response], folder: Path) -> dict[str, Any]:
+    """What the measured rank does; the numbers of its row."""
+    requests = [Request(np.full(PROMPT, 7)) for _ in range(case.responses)]
+    exchange, cache, lengths = Exchange(case.leaders), ResumeCache(folder, {}), LengthEstimate()
+    passes = []
+    for _ in range(PASSES):
+        phases = Phases()
+        dist.barrier()
+        phases.begin()
+
+        def gather() -> list[Rollout]:
+            RoundSummary.joined(everyones(RoundSummary.of(Round(sampled), False)))
+            shared = exchange.share({i: response.columns() for i, response in sampled.items()})
+            found = {i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}
+            lengths.learn(requests, {i: len(rollout.response_ids) for i, rollout in found.items()})
+            return [found[i] for i in range(case.responses)]
+
+        rollouts = phases.run("gather", gather)
+        keep = dict(enumerate(rollouts))
+        phases.run("cache", lambda: cache.put(STEP, keep, sampling_of(case.tokens), case.responses))
+        drawn = phases.run("check", lambda: sampling_check._draw(rollouts, CHECK_TOKENS, 0, STEP))
+        phases.run("plan", lambda: plan(rollouts, case.ranks))
+        phases.end()
+        passes.append(phases)
+        del rollouts, keep
+    best, most = min(passes, key=lambda phases: sum(phases.cpu.values())), max(phases.bytes for phases in passes)
+    return {
+        "host_bytes_per_rank": most - 8 * case.responses * case.tokens,
+        "device_bytes_per_rank": 0,
+        "rank0_seconds": sum(best.cpu.values()),
+        "check_seconds": best.cpu["check"],
+        "gather_seconds": best.cpu["gather"],
+        "cache_seconds": best.cpu["cache"],
+        "plan_seconds": best.cpu["plan"],
+        "rank0_elapsed_seconds": sum(best.elapsed.values()),
+        "gather_elapsed_seconds": best.elapsed["gather"],
+        "check_tokens": len(drawn),
+        "check_forwarded_tokens": sum(drawn.needed_tokens(case.responses)),
+    }
+
+
+def plan(rollouts: list[Rollout], ranks: int) -> StepPlan:
+    """The update's plan, as `Distiller.plan` makes it for one teacher."""
+    table = make_rows(rollouts, positions="last_k", k=LAST_K, position="token", aggregation="sequence_mean")
+    student = Layout(tensor=2, sequence=True, pipeline=2, data=ranks // 4)
+    table = table.scale_responses([1.0] * len(rollouts))
+    return StepPlan.build(table, None, len(rollouts), student, BUDGET, [0] * len(rollouts))
+
+
+def take_part(case: Case, rank: int) -> None:
+    """What another rank does; a controller has its part of the responses, without a server."""
+    own: dict[int, Response] = {}
+    if rank in case.leaders:
+        random, first = np.random.default_rng(rank), case.leaders.index(rank) * case.part
+        for i in range(first, first + case.part):
+            ids = random.integers(VOCABULARY, size=case.tokens, dtype=np.int32)
+            versions = np.array([[STEP, 0, case.tokens]], np.int32)
+            own[i] = Response(ids, False, random.random(case.tokens, np.float32), versions)
+    exchange = Exchange(case.leaders)
+    for _ in range(PASSES):
+        dist.barrier()
+        everyones(RoundSummary.of(Round(own), False))
+        exchange.share({i: response.columns() for i, response in own.items()})
+
+
+def run_rank(case: Case, rank: int, port: int, sampled: dict[int, Response], folder: Path, told: Connection) -> None:
+    """A forked process: one rank of the world. The measured one sends its numbers."""
+    os.sched_setaffinity(0, OTHER_CORES if rank else CORES[:1])
+    machine = rank // (case.ranks // case.controllers)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port), "SLURMD_NODENAME": f"machine{machine}"}
+    torch.set_num_threads(1)
+    if rank:
+        told.close()  # its end says that the measured rank has ended
+    init_distributed()
+    if rank == 0:
+        told.send(measure(case, sampled, folder))
+    else:
+        take_part(case, rank)
+    signal.pause()  # until all are killed; ranks that left one by one would report each other
+
+
+def world(case: Case, sampled: dict[int, Response]) -> dict[str, Any]:
+    """The row of a case, without what `sample` has measured."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here, there = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [(case, rank, port, sampled, Path(folder), there) for rank in range(case.ranks)]
+        processes = [context.Process(target=run_rank, args=each, daemon=True) for each in arguments]
+        for process in processes:
+            process.start()
+        there.close()
+        try:
+            found = here.recv()
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    names = {"responses": case.responses, "tokens": case.tokens, "ranks": case.ranks, "controllers": case.controllers}
+    return names | found
+
+
+def exponents(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """(Exponent in tokens, exponent in ranks) of the power law that fits the rank's seconds best."""
+    logs = np.log([[row["responses"] * row["tokens"], row["ranks"], row["rank0_seconds"]] for row in rows])
+    design = np.column_stack([logs[:, :2], np.ones(len(logs))])
+    of_tokens, of_ranks, _ = np.linalg.lstsq(design, logs[:, 2], rcond=None)[0]
+    return float(of_tokens), float(of_ranks)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    cells = [f"{row['responses']:,} x {row['tokens']:,}", str(row["ranks"]), str(row["controllers"])]
+    cells += [f"{row[name]:.2f}" for name in ("gather_seconds", "cache_seconds", "check_seconds", "plan_seconds")]
+    cells += [f"{row['rank0_seconds']:.2f} ({row['rank0_elapsed_seconds']:.2f})", f"{row['parse_seconds']:.1f}"]
+    cells += [f"{row['host_bytes_per_rank'] / 1e6:,.0f}", f"{row['device_bytes_per_rank'] / 1e6:,.0f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=SIZES)
-    parser.add_argument("--ranks", nargs="+", type=int, default=(8, 64))
-    parser.add_argument("--controllers", nargs="+", type=int, default=(1, 8))
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="RESPONSESxTOKENS", help="batches")
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, help="of the world")
+    parser.add_argument("--controllers", nargs="+", type=int, default=CONTROLLERS, help="machines with servers")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
+    heads = ["responses x tokens", "ranks", "controllers", "exchange", "keep", "check", "plan", "together (elapsed)"]
+    print("| " + " | ".join([*heads, "client process", "host MB", "device MB"]) + " |\n" + "|---" * 11 + "|")
     rows = []
-    for size in options.sizes:
-        count, tokens = map(int, size.split("x"))
+    for responses, tokens in (map(int, size.split("x")) for size in options.sizes):
         for controllers in options.controllers:
-            print(size, controllers, flush=True)
-            rows += measure(count, tokens, controllers, list(options.ranks))
-            if options.json:
-                Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+            sampled, cost = sample(responses // controllers, tokens)
+            gc.collect()
+            gc.freeze()  # what forked ranks share stays shared
+            for ranks in options.ranks:
+                rows.append(world(Case(responses, tokens, ranks, controllers), sampled) | cost)
+                print(line(rows[-1]), flush=True)
+            del sampled
+            gc.unfreeze()
+    if len(rows) > 3:
+        of_tokens, of_ranks = exponents(rows)
+        print(f"\nseconds ~ tokens^{of_tokens:.2f} * ranks^{of_ranks:.2f}")
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
