@@ -45,6 +45,7 @@ CALLS = {
     "start": "nemo_oprd.rollout.vllm.server:LocalServer.start",
     "healthy": "nemo_oprd.rollout.vllm.client:Client.is_healthy",
     "post": "nemo_oprd.rollout.vllm.client:Client.post",
+    "answer": "nemo_oprd.rollout.vllm.client_process:ClientProcess._take",
     "buckets": "nemo_oprd.rollout.vllm.transport:buckets",
 }
 
@@ -109,6 +110,7 @@ class ServerKiller:
             "start": self._starting,
             "healthy": self._asking,
             "post": self._posting,
+            "answer": self._answering,
         }
         for name, wrapper in wrappers.items():
             owner, attribute = find_call(CALLS[name])
@@ -179,14 +181,18 @@ class ServerKiller:
                     self._reach(BETWEEN_BUCKETS, server)
             elif path == "/finish_weight_update":
                 self._reach(BEFORE_FINISH, server)
-            answer = await call(client, server, path, body, timeout=timeout)
-            if path.endswith("/generate") and "seed" in body["sampling_params"]:  # not the probe of a new server
-                self._answers += 1
-                if self._answers == ANSWERS:
-                    self._reach(str(self._sampling), server)
-            return answer
+            return await call(client, server, path, body, timeout=timeout)
 
         return post
+
+    def _answering(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def take(*args: Any, **kwargs: Any) -> None:
+            call(*args, **kwargs)
+            self._answers += 1
+            if self._answers == ANSWERS:
+                self._reach(str(self._sampling), self._server)
+
+        return take
 
     def _reach(self, phase: str, server: Any) -> None:
         """Strikes if it is time to."""

@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before they share: its part, and a leader the file of its machine, or its trouble."""
+    """What a rank tells the others before they share: its part; a leader also its machine's file, or what failed."""
 
     part: Part
     file: str | None = None
@@ -236,7 +236,7 @@ def _aligned(size: int) -> int:
 
 
 def _write(file: int, array: np.ndarray, start: int) -> None:
-    left = memoryview(np.ascontiguousarray(array)).cast("B") if array.size else memoryview(b"")
+    left = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     while left:
         written = os.pwrite(file, left, start)
         left, start = left[written:], start + written

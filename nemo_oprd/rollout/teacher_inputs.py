@@ -13,8 +13,8 @@ from nemo_oprd.data.tokenization.align import Alignment, align_batch, check_cove
 from nemo_oprd.data.tokenization.identity import teacher_eos_id
 from nemo_oprd.data.tokenization.token_bytes import byte_table
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.rollout.engine import Request
+from nemo_oprd.rollout.exchange import Exchange
 
 # adds one teacher's sequences to rollouts; every rank builds one and calls it with the same arguments
 TeacherInputs: TypeAlias = "PromptInputs | TextInputs"
@@ -89,9 +89,17 @@ class TextInputs:
             ValueError: too few response tokens of the batch have a target.
         """
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        own_part = self._align(rollouts[rank::world], requests[rank::world])
-        parts = everyones(own_part) if world > 1 else [own_part]
-        alignments = [parts[i % world][i // world] for i in range(len(rollouts))]
+        own = dict(
+            zip(
+                range(rank, len(rollouts), world),
+                self._align(rollouts[rank::world], requests[rank::world]),
+                strict=True,
+            )
+        )
+        if world > 1:
+            shared = Exchange().share({i: _columns(alignment) for i, alignment in own.items()})
+            own = {i: _alignment(columns) for i, columns in shared.items()}
+        alignments = [own[i] for i in range(len(rollouts))]
         check_coverage(coverage_of(alignments), self.min_coverage, exact=self.exact)
         return [
             replace(
@@ -126,6 +134,20 @@ class TextInputs:
             teacher_index=index,
             mask=alignment.mask & (index >= 0),
         )
+
+
+def _columns(alignment: Alignment) -> dict[str, np.ndarray]:
+    """As `Exchange.share` takes it."""
+    names = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index", "mask")
+    counts = np.array([alignment.num_supervised, alignment.changed_bytes])
+    return {name: getattr(alignment, name) for name in names} | {"counts": counts}
+
+
+def _alignment(columns: dict[str, np.ndarray]) -> Alignment:
+    """The inverse of `_columns`."""
+    num_supervised, changed_bytes = columns["counts"].tolist()
+    arrays = {name: array for name, array in columns.items() if name != "counts"}
+    return Alignment(**arrays, num_supervised=num_supervised, changed_bytes=changed_bytes)
 
 
 def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:

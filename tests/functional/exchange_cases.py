@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch.distributed as dist
+from object_bytes import object_bytes
 
 from nemo_oprd.models.megatron.parallel import init_distributed
 from nemo_oprd.rollout.exchange import Exchange
@@ -70,23 +70,6 @@ def share(machines: str, parts: list[dict[int, int]], preferred: tuple[int, ...]
     files, everybody = shared_files(), [None] * dist.get_world_size()
     dist.all_gather_object(everybody, right and (fixed or len(parts) == 1))
     return [sorted(kept[0]), all(everybody), exchange._leaders, files, sent[0]]
-
-
-@contextmanager
-def object_bytes() -> Iterator[list[int]]:
-    """Counts the bytes of what this rank gives to object collectives."""
-    sent, gather, spread = [0], dist.all_gather_object, dist.broadcast_object_list
-
-    def gathering(values: list[Any], value: Any, **more: Any) -> None:
-        sent[0] += len(pickle.dumps(value))
-        gather(values, value, **more)
-
-    def spreading(values: list[Any], *arguments: Any, **more: Any) -> None:
-        sent[0] += len(pickle.dumps(values))
-        spread(values, *arguments, **more)
-
-    with mock.patch.multiple(dist, all_gather_object=gathering, broadcast_object_list=spreading):
-        yield sent
 
 
 def without_room(machines: str, small: int) -> str:

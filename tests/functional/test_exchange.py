@@ -34,7 +34,7 @@ def test_every_rank_gets_every_item_as_it_was(
 def test_no_object_collective_carries_tokens(pools: Pools) -> None:
     """What is pickled grows with the digits of sizes, and not with the tokens or the responses."""
     few = [{1: 10, 2: 10}, {4: 10}]
-    many = [{i: 1000 for i in range(1, 300, 2)}, {i: 1000 for i in range(2, 300, 2)}]
+    many = [dict.fromkeys(range(1, 300, 2), 1000), dict.fromkeys(range(2, 300, 2), 1000)]
     sent = [pools[2].run("exchange_cases:share", machines="ab", parts=parts)[-1] for parts in (few, many)]
     assert 0 < sent[1] < sent[0] + 400
 

@@ -136,6 +136,37 @@ def test_all_servers_die_while_idle(run: Any, plan: str) -> None:
     assert len(found["said"]) == 2
 
 
+@pytest.mark.parametrize(("ranks", "plan"), [(1, "lose"), (2, "lose"), (1, "lose idle")])
+def test_a_client_process_dies(run: Any, ranks: int, plan: str) -> None:
+    """Another one samples what it lacked, and nothing that was complete."""
+    overrides = ["rollout.vllm.replicas=2", "rollout.max_batch=1"]
+    found = run(f"load 1, {plan}, generate", *overrides, ranks=ranks, nodes=ranks == 2, faults={"delay_s": 0.15})
+    assert found["error"] is None
+    assert found["sampled"] == [expected(1, PROMPTS)] * 2
+    assert [metrics["rollout/server_deaths"] for metrics in found["metrics"]] == [0, 0]
+    (said,) = found["said"]
+    assert (
+        "the client of the vLLM servers (process " in said and "ended by signal 9 (SIGKILL)) is started again" in said
+    )
+    assert len(requests(found["root"])) <= 2 * COUNT + 2  # what was under way
+    assert [i for i, *_ in found["kept"][0]] == list(range(COUNT))
+
+
+def test_deaths_of_the_client_process_are_bounded(run: Any) -> None:
+    found = run("load 1, lose", "rollout.vllm.max_restarts=0", faults={"delay_s": 0.1})
+    assert "the client of the vLLM servers ended 1 times, the last time: process " in refused(found)
+    assert "expected at most 0 times (rollout.vllm.max_restarts)" in refused(found)
+
+
+def test_no_object_collective_carries_responses(run: Any) -> None:
+    """What ranks pickle for each other has the same size for longer responses."""
+    overrides = ["rollout.vllm.replicas=2", "rollout.vllm.max_restarts=0"]
+    found = run("load 1, count 1, count 6", *overrides, ranks=2, nodes=True)
+    (few, short), (many, long) = found["counted"]
+    assert many > few + 2 * COUNT
+    assert 0 < long <= short + 100
+
+
 def test_deaths_are_bounded(run: Any) -> None:
     faults = {"die": {"call": GENERATE, "at": 1, "times": 100}}
     found = run("load 1, generate", "rollout.vllm.max_restarts=1", faults=faults)
@@ -189,7 +220,10 @@ def test_responses_that_cannot_be_kept_end_the_call(run: Any) -> None:
         ({"version": True}, "from the weights 1-of-somebody-else (tokens 0 to 4), expected 0-"),
         ({"outside": True}, "ids [300] outside 0..299; expected ids inside"),
         ({"logprobs": 1}, "with 4 ids, 1 log-probabilities and the ids [] outside"),
-        ({"no_logprobs": True}, "answered response 0 in another form (TypeError("),
+        ({"no_logprobs": True}, "answered response 0 in another form (choices.0.logprobs: "),
+        ({"last_logprob": -9999.0}, "with the log-probability -9999 of token 3; expected a finite number of at most 0"),
+        ({"last_logprob": "nan"}, "with the log-probability nan of token 3; expected a finite number of at most 0"),
+        ({"last_logprob": 0.01}, "with the log-probability 0.01 of token 3; expected a finite number of at most 0"),
         ({"digest": True}, "the weights did not arrive as sent"),
         ({"describe": {"hidden_size": 48}}, "serves another model or in another way: hidden_size=48 instead of 32"),
         (

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import vllm_stand_in
 from messages import messages
+from object_bytes import object_bytes
 from tiny_models import SIZES
 
 EOS = (1, 3)
@@ -136,22 +138,25 @@ def run(
     vocab_limit: int | None = None,
     nodes: bool = False,
 ) -> dict[str, Any]:
-    """Carries out a plan: "load 1", "update 2", "generate", "cancel", "kill" (all servers), "full" (of the disk).
+    """Carries out a plan.
 
-    "full" samples while responses can't be kept. "generate" samples a response to each prompt, with what an earlier
-    "cancel" has completed as `done`.
+    "load 1" and "update 2" give weights; "kill" ends all servers. "generate" samples a response to each prompt, with
+    what an earlier "cancel" has completed as `done`; "full" samples while responses can't be kept. "lose" samples while
+    the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
+    response and counts bytes.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
 
     Returns:
-        "sampled": per "generate", (ids, log-probabilities, finish reason) of each response;
-        "metrics" per "generate"; "said"; "completed" by each "cancel"; "kept" per call, (index, ids, log-probabilities)
-        of every response that a rank kept, by index; and the "error" that ended the plan.
+        "sampled": per "generate" and "lose", (ids, log-probabilities, finish reason) of each response, and "metrics";
+        "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes pickled for other ranks);
+        "kept" per call, (index, ids, log-probabilities) of every response that a rank kept, by index; and the "error"
+        that ended the plan.
     """
     import torch.distributed as dist
 
-    found: dict[str, Any] = {"sampled": [], "metrics": [], "completed": [], "kept": [], "error": None}
+    found: dict[str, Any] = {"sampled": [], "metrics": [], "completed": [], "counted": [], "kept": [], "error": None}
     node = {"SLURMD_NODENAME": f"node{os.environ.get('RANK', '0')}"} if nodes else {}
     with messages("nemo_oprd.rollout.vllm") as found["said"], mock.patch.dict(os.environ, node):
         try:
@@ -172,6 +177,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 
+    killed: list[int] = []
     asked, done, step = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0
     sampling = SamplingParams(0.9, 1.0, 6, (7, 1, 0))
 
@@ -182,12 +188,20 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
     def keep(rollouts: dict[int, Any]) -> None:
         found["kept"][-1] += [(i, r.response_ids.tolist(), r.logprobs.tolist()) for i, r in rollouts.items()]
 
+    def kill_client(after: int = 5) -> bool:
+        """Kills the client process once, when the servers were asked so often; never asks to cancel."""
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        if is_last and not killed and len(requests(root)) >= after:
+            killed.append(made._mine.sampler.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return False
+
     def full(_: dict[int, Any]) -> None:
         raise ValueError("the disk is full")
 
     for what in plan:
         kind, _, number = what.partition(" ")
-        if kind in ("generate", "cancel"):
+        if kind in ("generate", "cancel", "lose"):
             found["kept"].append([])
         if kind == "load":
             made.load(weights(int(number)).__getitem__, "a test")
@@ -204,10 +218,16 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             except GenerationCancelled as cancelled:
                 done = cancelled.completed
             found["completed"].append(len(done))
+        elif kind == "count":
+            with object_bytes() as sent:
+                rollouts = made.generate(asked, replace(sampling, max_new_tokens=int(number)))
+            found["counted"].append((sum(len(r.response_ids) for r in rollouts), sent[0]))
         elif kind == "full":
             made.generate(asked, sampling, keep=full)
         else:
-            rollouts = made.generate(asked, sampling, lambda: False, done, keep)
+            if what == "lose idle":
+                kill_client(0)
+            rollouts = made.generate(asked, sampling, kill_client if what == "lose" else lambda: False, done, keep)
             assert [rollout.prompt_ids.tolist() for rollout in rollouts] == PROMPTS
             assert {rollout.weight_version for rollout in rollouts} == {step}
             found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])

@@ -162,6 +162,7 @@ class Model:
         version = "1-of-somebody-else" if "seed" in sampling and faults.get("version") else self.version
         if "seed" in sampling:
             logprobs = logprobs[: faults.get("logprobs")]
+            logprobs[-1] = float(faults.get("last_logprob", logprobs[-1]))
         content: Any = {"content": [{"logprob": value} for value in logprobs]}
         if "seed" in sampling and faults.get("no_logprobs"):
             content = None

@@ -11,7 +11,6 @@ which sequences are finished.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.models.megatron.router_replay import Routes
 from nemo_oprd.rollout.expert_routes import RouteRecord
 from nemo_oprd.rollout.in_process.sampling import pick_tokens
+from nemo_oprd.rollout.response import Response
 
 # Finished sequences are removed once they make up this share of the batch; removing them copies the cache.
 COMPACT_AT = 0.25
@@ -31,19 +31,6 @@ ASK_EVERY = 32
 MASK_GRAIN = 8
 # Tokens between two calls of `should_cancel`; that many tokens take seconds.
 CANCEL_CHECK_EVERY = 256
-
-
-@dataclass
-class Generated:
-    """Sampled ids of one response, including the end-of-sequence id if it was sampled (`finished`).
-
-    `routes` are `Rollout.expert_routes` of all tokens but the last one, which is never computed; None if they were not
-    recorded.
-    """
-
-    ids: np.ndarray  # int32 [tokens]
-    finished: bool
-    routes: np.ndarray | None = None
 
 
 def _prefill_again(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
@@ -74,7 +61,7 @@ def generate_batch(
     eos_ids: tuple[int, ...],
     should_cancel: Callable[[], bool] | None = None,
     record_routes: bool = False,
-) -> list[Generated] | None:
+) -> list[Response] | None:
     """Samples one response for each of B prompts; None if generation was cancelled.
 
     All tensor ranks compute the same result, because they share the gathered logits and the uniforms.
@@ -201,9 +188,9 @@ class _Batch:
                     last[:, row] = _prefill_again(self.model, whole, cache, row)
         return last
 
-    def responses(self) -> list[Generated]:
+    def responses(self) -> list[Response]:
         """The B responses."""
         ids, counts, stopped = self.sampled.int().cpu().numpy(), self.count.tolist(), self.stopped.tolist()
         lengths = [prompt + count - 1 for prompt, count in zip(self.prompt_lengths, counts, strict=True)]
         routes = [None] * len(counts) if self.routes is None else self.routes.of_sequences(lengths)
-        return [Generated(ids[i, : counts[i]].copy(), stopped[i], routes[i]) for i in range(len(counts))]
+        return [Response(ids[i, : counts[i]].copy(), stopped[i], routes=routes[i]) for i in range(len(counts))]

@@ -16,10 +16,12 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.device_memory import free_bytes
 from nemo_oprd.models.megatron.model import build_chunks
-from nemo_oprd.models.megatron.parallel import Role, device, everyones, make_role, wait_for_all
+from nemo_oprd.models.megatron.parallel import Role, device, make_role, wait_for_all
 from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
-from nemo_oprd.rollout.in_process.decoding import Generated, generate_batch
+from nemo_oprd.rollout.exchange import Exchange
+from nemo_oprd.rollout.in_process.decoding import generate_batch
+from nemo_oprd.rollout.response import Response
 from nemo_oprd.runtime.messages import ANY_RANK
 from nemo_oprd.runtime.signals import agree
 
@@ -58,6 +60,7 @@ class MegatronEngine:
         self._cache_setting, self._said_budget = rollout.max_cache_tokens, False
         self.metrics: dict[str, float] = {}
         self.role = make_role("rollout", layout)
+        self._exchange = Exchange()
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.model = None
         if self.role.is_member:
@@ -84,15 +87,15 @@ class MegatronEngine:
     ) -> list[Rollout]:
         """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group."""
         check_room(requests, self.spec.max_positions)
-        own_part, completed, done = dict[int, Generated](), True, done or {}
+        own_part, completed, done = dict[int, Response](), True, done or {}
         if self.model is not None:
             own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done), keep)
         # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
         # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
         wait_for_all()
         cancelled = should_cancel is not None and agree(device(), not completed)[0]
-        sampled = {i: _rollout(requests[i], made) for part in everyones(own_part) for i, made in part.items()}
-        rollouts = {**done, **sampled}
+        shared = self._exchange.share({i: response.columns() for i, response in own_part.items()})
+        rollouts = {**done, **{i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}}
         if cancelled:
             raise GenerationCancelled(rollouts)
         return [rollouts[i] for i in range(len(requests))]
@@ -108,7 +111,7 @@ class MegatronEngine:
         should_cancel: Callable[[], bool] | None,
         done: set[int],
         keep: Keep | None,
-    ) -> tuple[dict[int, Generated], bool]:
+    ) -> tuple[dict[int, Response], bool]:
         """(Index of a request -> its response, for this data-parallel rank's requests; whether they are complete).
 
         Tensor ranks other than the first return no responses, because all of them have the same ones. A batch whose
@@ -119,7 +122,7 @@ class MegatronEngine:
         assert self.model is not None
         # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))[coords.data :: data]
-        own: dict[int, Generated] = {}
+        own: dict[int, Response] = {}
         group = self.role.member_groups.tp  # tensor ranks sample together, so they must stop together
         is_cancelled = None if should_cancel is None else lambda: agree(device(), should_cancel(), group=group)[0]
         for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
@@ -177,8 +180,8 @@ class MegatronEngine:
         return batches
 
 
-def _rollout(request: Request, made: Generated) -> Rollout:
-    return request.answered(made.ids, finished=made.finished, expert_routes=made.routes)
+def _rollout(request: Request, response: Response) -> Rollout:
+    return request.answered(response.ids, finished=response.finished, expert_routes=response.routes)
 
 
 def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:

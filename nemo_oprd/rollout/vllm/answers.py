@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from nemo_oprd.rollout.response import Response
@@ -46,7 +46,7 @@ class _Answer(TypedDict):
     choices: list[_Choice]
 
 
-_ANSWER = TypeAdapter(_Answer, config=ConfigDict(strict=True))
+_ANSWER = TypeAdapter(_Answer)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class AnswerCheck:
             ServerRefused: it was not sampled from the current weights and the known ids alone, or says too little.
         """
         try:
-            (choice,) = _ANSWER.validate_json(answer)["choices"]
+            (choice,) = _ANSWER.validate_json(answer, strict=True)["choices"]
         except ValueError as error:
             raise ServerRefused(
                 f"{server} answered response {index} in another form ({_first_error(error)}); expected ids, their log-"

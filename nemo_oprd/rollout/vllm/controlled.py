@@ -22,7 +22,8 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 class Controlled:
     """The servers of this rank, by number; everything is empty on ranks that control none.
 
-    `client` makes the calls of weight updates, `sampler` those that sample. `sleepers` are those that share GPUs with the trainer and sleep while nothing is sampled.
+    `client` makes the calls of weight updates, `sampler` those that sample. `sleepers` are those servers that share
+    GPUs with the trainer and sleep while nothing is sampled.
     """
 
     servers: dict[int, Server] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.megatron.experts import Router
 from nemo_oprd.models.megatron.router_replay import Routes
+from nemo_oprd.rollout import resume_cache
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.rollout.resume_cache import ResumeCache
@@ -69,13 +70,13 @@ def test_an_interrupted_step_keeps_its_routes(tmp_path: Path, monkeypatch: pytes
     without = replace(sampling, record_routes=False)
     cache = ResumeCache(tmp_path, {})
     cache.put(3, {0: rollout}, sampling, 1)
-    with mock.patch.object(dist, "broadcast_object_list"):
+    with mock.patch.object(resume_cache, "first_ranks", lambda value: value):
         taken = cache.take(3, [Request([1, 2])], sampling)
         assert cache.take(3, [Request([1, 2])], without) == {}
     assert np.array_equal(taken[0].expert_routes, GOOD)  # type: ignore[arg-type]
     # a run that replays routes does not take rollouts of a run that has recorded none
     cache.put(3, {0: replace(rollout, expert_routes=None)}, without, 1)
-    with mock.patch.object(dist, "broadcast_object_list"):
+    with mock.patch.object(resume_cache, "first_ranks", lambda value: value):
         assert cache.take(3, [Request([1, 2])], sampling) == {}
         assert len(cache.take(3, [Request([1, 2])], without)) == 1
 

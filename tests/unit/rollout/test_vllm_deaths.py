@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
-from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.vllm import client
+from nemo_oprd.rollout.vllm.answers import AnswerCheck
 from nemo_oprd.rollout.vllm.client import Client
-from nemo_oprd.rollout.vllm.sampling import Task
-from nemo_oprd.rollout.vllm.server import Server, ServerDied
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
 
 class Ending(BaseHTTPRequestHandler):
@@ -30,6 +31,14 @@ class Ending(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Prints nothing."""
+
+
+def answer(reason: str) -> bytes:
+    """A response of two tokens, with more than the engine reads."""
+    spans = [{"version": "1-a", "start": 0, "end": 2}]
+    logprobs = {"content": [{"logprob": -1.0, "rank": 1, "top_logprobs": []}, {"logprob": -2, "token_id": 7}]}
+    choice = {"token_ids": [1, 9], "weight_versions": spans, "logprobs": logprobs, "finish_reason": reason, "index": 0}
+    return json.dumps({"choices": [choice], "request_id": "a"}).encode()
 
 
 @pytest.fixture
@@ -54,19 +63,18 @@ def test_a_call_ends_when_its_server_dies(ending: Server, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("reason", "finished"), [("stop", True), ("length", False)])
 def test_complete_responses_are_taken(reason: str, finished: bool) -> None:
-    assert task().check(0, answer(reason), "1-a", "server").finished is finished
+    response = AnswerCheck("1-a", 10).read(0, answer(reason), 2, "server")
+    assert (response.ids.tolist(), response.finished) == ([1, 9], finished)
+    assert response.logprobs is not None and response.logprobs.tolist() == [-1.0, -2.0]
+    assert (response.ids.dtype, response.logprobs.dtype) == (np.int32, np.float32)
 
 
 def test_a_response_that_was_given_up_is_not_taken() -> None:
     with pytest.raises(ServerDied, match="gave response 0 up"):
-        task().check(0, answer("abort"), "1-a", "server")
+        AnswerCheck("1-a", 10).read(0, answer("abort"), 2, "server")
 
 
-def task() -> Task:
-    return Task([Request([1])], SamplingParams(1.0, 1.0, 2, (0,)), 16, (9,), 10, 60.0)
-
-
-def answer(reason: str) -> dict[str, Any]:
-    spans = [{"version": "1-a", "start": 0, "end": 2}]
-    logprobs = {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
-    return {"choices": [{"token_ids": [1, 9], "weight_versions": spans, "logprobs": logprobs, "finish_reason": reason}]}
+@pytest.mark.parametrize("text", [b"", b"no JSON", b"{}", b'{"choices": []}', answer("stop").replace(b"9", b'"9"')])
+def test_answers_in_another_form(text: bytes) -> None:
+    with pytest.raises(ServerRefused, match="in another form"):
+        AnswerCheck("1-a", 10).read(0, text, 2, "server")
