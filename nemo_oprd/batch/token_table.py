@@ -97,14 +97,6 @@ class TokenTable:
         return needed.tolist()
 
 
-def select_tokens(mask: np.ndarray, positions: str, k: int) -> np.ndarray:
-    """The supervised tokens of one response: those with mask 1 ("all"), or the last or first k of those."""
-    tokens = np.flatnonzero(mask)
-    if positions == "all":
-        return tokens
-    return tokens[-k:] if positions == "last_k" else tokens[:k]
-
-
 def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
     """int64 [response tokens]: position of the teacher's hidden state for each token, in the sequence that it reads.
 
@@ -117,6 +109,28 @@ def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
     index = rollout.teacher_index.astype(np.int64)
     at = np.where(index >= 0, len(prompt) + index, -1)
     return np.concatenate([[len(prompt) - 1], at[:-1]]) if shift and len(at) else at
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The supervised tokens of one response, of its `candidates`; columns of a `TokenTable`, int64 [rows]."""
+
+    token: np.ndarray
+    from_start: np.ndarray
+    teacher_position: np.ndarray
+    candidates: int
+
+
+def _choose(rollout: Rollout, shift: int, positions: str, k: int) -> _Chosen:
+    """See `make_rows`. No view of an array of all tokens is returned: a batch may have millions more than rows."""
+    at = teacher_positions(rollout, shift)
+    candidates = np.flatnonzero(rollout.mask & (at >= 0))
+    first, end = 0, len(candidates)
+    if positions != "all":
+        first, end = (max(0, end - k), end) if positions == "last_k" else (0, min(k, end))
+    from_start = np.arange(first, end)
+    token = candidates[from_start]
+    return _Chosen(token, from_start, at[token], len(candidates))
 
 
 def make_rows(
@@ -147,10 +161,8 @@ def make_rows(
                 f"response {i} has an empty prompt: {requested_by} needs a token before the response; expected "
                 "at least one prompt token: add one, such as the tokenizer's beginning-of-sequence token"
             )
-    aligned = [teacher_positions(rollout, shift) for rollout in rollouts]
-    masks = [r.mask & (at >= 0) for r, at in zip(rollouts, aligned, strict=True)]
-    chosen = [select_tokens(mask, positions, k) for mask in masks]
-    counts = np.array([len(tokens) for tokens in chosen], dtype=np.int64)
+    chosen = [_choose(rollout, shift, positions, k) for rollout in rollouts]
+    counts = np.array([len(each.token) for each in chosen], dtype=np.int64)
     if counts.sum() == 0:
         raise ValueError(
             f"none of the {len(rollouts)} responses has a supervised token (mask 1); "
@@ -158,16 +170,14 @@ def make_rows(
         )
     active = int((counts > 0).sum())
     response = np.repeat(np.arange(len(rollouts)), counts)
-    token = np.concatenate(chosen)
+    token, from_start, teacher_position = (
+        np.concatenate([getattr(each, name) for each in chosen]) for name in ("token", "from_start", "teacher_position")
+    )
     starts = np.array([len(rollout.prompt_ids) for rollout in rollouts], dtype=np.int64)
     if aggregation == "sequence_mean":
         weight = 1.0 / (active * counts[response].astype(np.float64))
     else:
         weight = np.full(len(token), 1.0 / len(token))
-    masked_in = [np.flatnonzero(mask) for mask in masks]
-    from_start = np.concatenate([np.searchsorted(*pair) for pair in zip(masked_in, chosen, strict=True)])
-    totals = np.array([len(tokens) for tokens in masked_in], dtype=np.int64)
-    from_end = totals[response] - 1 - from_start
-    teacher_position = np.concatenate([at[tokens] for at, tokens in zip(aligned, chosen, strict=True)])
+    from_end = np.array([each.candidates for each in chosen], dtype=np.int64)[response] - 1 - from_start
     position_in_student = starts[response] + token - shift
     return TokenTable(response, position_in_student, teacher_position, token, from_start, from_end, weight, active)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -66,3 +68,17 @@ def test_numbers_of_rows_count_the_tokens_with_mask_1() -> None:
     assert table.token.tolist() == [3, 4]
     assert table.from_start.tolist() == [2, 3]
     assert table.from_end.tolist() == [1, 0]
+
+
+def test_memory_goes_with_the_rows_not_with_the_tokens() -> None:
+    """A step may have millions of tokens, and every rank makes the table."""
+    count, length, k = 64, 16384, 8
+    rollouts = [Rollout([1], np.zeros(length, np.int32)) for _ in range(count)]
+    tracemalloc.start()
+    try:
+        table = make_rows(rollouts, positions="last_k", k=k, position="token", aggregation="token_mean")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(table) == count * k
+    assert peak < 8 * count * length / 8  # an eighth of one int64 array of all tokens
