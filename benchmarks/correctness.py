@@ -247,7 +247,7 @@ def decoding(settings: Settings) -> Outcome:
         for _ in range(GREEDY_TOKENS):
             with torch.no_grad():
                 ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
-        outcome.require(rollout.response_ids == ids[len(prompt) :], f"the response to {prompt} differs")
+        outcome.require(rollout.response_ids.tolist() == ids[len(prompt) :], f"the response to {prompt} differs")
     outcome.lines.append(
         f"{len(prompts)} greedy responses of {GREEDY_TOKENS} tokens compared with float64 full forwards"
     )

@@ -73,7 +73,7 @@ def _generate(engine: MegatronEngine, prompts: list[list[int]]) -> tuple[dict[st
         "seconds_per_token": seconds / DECODED,
         "tokens_per_s": len(prompts) * DECODED / seconds,
     }
-    return found, [rollout.response_ids for rollout in rollouts]
+    return found, [rollout.response_ids.tolist() for rollout in rollouts]
 
 
 def _line(found: dict[str, Any], sequences: int) -> str:

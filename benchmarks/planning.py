@@ -31,7 +31,7 @@ PASSES = 3
 def sample(count: int) -> list[Rollout]:
     """Rollouts of different lengths; each has `LAST_K` supervised rows."""
     lengths = np.random.default_rng(0).integers(*RESPONSE, count)
-    return [Rollout([1] * PROMPT, [2] * length) for length in lengths.tolist()]
+    return [Rollout(np.full(PROMPT, 1), np.full(length, 2)) for length in lengths.tolist()]
 
 
 def plan_step(rollouts: list[Rollout], student: Layout, teacher: Layout, rank: int) -> int:

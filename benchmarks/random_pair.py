@@ -10,6 +10,7 @@ import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -72,7 +73,7 @@ def save_random_rollouts(path: Path, shape: Shape, *, prompt: int, responses: li
     """Writes one rollout per response length, each with a prompt of `prompt` tokens; the mask is 1 everywhere."""
     draw = random.Random(seed)
     ids = [[draw.randrange(shape.vocab_size) for _ in range(prompt + length)] for length in responses]
-    write_rollouts(path, [Rollout(tokens[:prompt], tokens[prompt:]) for tokens in ids])
+    write_rollouts(path, [Rollout(np.array(tokens[:prompt]), np.array(tokens[prompt:])) for tokens in ids])
 
 
 def read_shape(path: Path) -> Shape:

@@ -298,6 +298,6 @@ def generation(settings: Settings) -> Outcome:
         sampled == size.sequences * size.new_tokens,
         f"{sampled} tokens were sampled, expected {size.sequences * size.new_tokens}",
     )
-    ids = {token for rollout in rollouts for token in rollout.response_ids}
+    ids = {token for rollout in rollouts for token in rollout.response_ids.tolist()}
     outcome.require(len(ids) > 1, "every sampled token is the same")
     return outcome

@@ -94,7 +94,7 @@ class Engine:
     def sample(self, prompts: list[list[int]], tokens: int, seed: int) -> list[list[int]]:
         """See `Sampler`."""
         sampling = SamplingParams(1.0, 1.0, tokens, (seed,))
-        return [r.response_ids for r in self._engine.generate([Request(ids) for ids in prompts], sampling)]
+        return [r.response_ids.tolist() for r in self._engine.generate([Request(ids) for ids in prompts], sampling)]
 
     def cpu_seconds(self) -> float:
         """See `Sampler`."""

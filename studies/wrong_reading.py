@@ -27,9 +27,10 @@ def shuffled(inputs: TextInputs, rollouts: list[Rollout], requests: list[Request
     aligned = _correct_add(inputs, rollouts, requests)
     mixed = []
     for rollout in aligned:
-        index = np.array(rollout.teacher_index)
+        index = rollout.teacher_index
+        assert index is not None
         draw = np.random.default_rng(rollout.response_ids)
-        mixed.append(replace(rollout, teacher_index=draw.permutation(index).tolist()))
+        mixed.append(replace(rollout, teacher_index=draw.permutation(index)))
     return mixed
 
 
@@ -40,7 +41,7 @@ def raw(reader: TextInputs, rollouts: list[Rollout], requests: list[Request]) ->
             rollout,
             teacher_prompt_ids=rollout.prompt_ids,
             teacher_response_ids=rollout.response_ids,
-            teacher_index=list(range(len(rollout.response_ids))),
+            teacher_index=np.arange(len(rollout.response_ids)),
         )
         for rollout in rollouts
     ]

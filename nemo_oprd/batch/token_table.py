@@ -6,6 +6,7 @@ counts that normalise the loss are global by construction, and no rank computes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -69,17 +70,20 @@ class TokenTable:
 
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
         """int64 [N]: ids of the response tokens that the rows belong to."""
-        return self._of_tokens([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in rollouts])
+        return self._of_tokens([rollout.response_ids for rollout in rollouts], np.int64)
 
     def engine_logprobs(self, rollouts: list[Rollout]) -> np.ndarray:
         """float32 [N]: the recorded log-probabilities of the same tokens; NaN where a rollout has none."""
-        known = ([np.nan] * len(each.response_ids) if each.logprobs is None else each.logprobs for each in rollouts)
-        return self._of_tokens([np.asarray(logprobs, dtype=np.float32) for logprobs in known])
+        return self._of_tokens([rollout.logprobs for rollout in rollouts], np.float32)
 
-    def _of_tokens(self, values: list[np.ndarray]) -> np.ndarray:
-        """[N]: the rows' entries of `values`, which has one array [response tokens] per rollout."""
-        starts = np.cumsum([0, *map(len, values)])
-        return np.concatenate(values)[starts[self.response] + self.token]
+    def _of_tokens(self, values: Sequence[np.ndarray | None], dtype: type[np.generic]) -> np.ndarray:
+        """[N]: the rows' entries of `values`, one array [response tokens] per rollout; NaN where a rollout has none."""
+        found = np.empty(len(self), dtype)
+        starts = np.flatnonzero(np.diff(self.response, prepend=-1))
+        for start, end in itertools.pairwise([*starts.tolist(), len(self)]):
+            given = values[self.response[start]]
+            found[start:end] = np.nan if given is None else given[self.token[start:end]]
+        return found
 
     def needed_tokens(self, num_responses: int) -> list[int]:
         """For each response of the batch, how many tokens of prompt + response its rows depend on.
@@ -93,9 +97,9 @@ class TokenTable:
         return needed.tolist()
 
 
-def select_tokens(mask: list[int] | np.ndarray, positions: str, k: int) -> np.ndarray:
+def select_tokens(mask: np.ndarray, positions: str, k: int) -> np.ndarray:
     """The supervised tokens of one response: those with mask 1 ("all"), or the last or first k of those."""
-    tokens = np.flatnonzero(np.asarray(mask))
+    tokens = np.flatnonzero(mask)
     if positions == "all":
         return tokens
     return tokens[-k:] if positions == "last_k" else tokens[:k]
@@ -110,7 +114,7 @@ def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
     prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
     if rollout.teacher_index is None:
         return len(prompt) - shift + np.arange(len(rollout.response_ids))
-    index = np.asarray(rollout.teacher_index, dtype=np.int64)
+    index = rollout.teacher_index.astype(np.int64)
     at = np.where(index >= 0, len(prompt) + index, -1)
     return np.concatenate([[len(prompt) - 1], at[:-1]]) if shift and len(at) else at
 
@@ -138,13 +142,13 @@ def make_rows(
     """
     shift = 1 if position == "predicting" else 0
     for i, rollout in enumerate(rollouts):
-        if shift and not rollout.prompt_ids and any(rollout.mask):
+        if shift and not len(rollout.prompt_ids) and rollout.mask.any():
             raise ValueError(
                 f"response {i} has an empty prompt: {requested_by} needs a token before the response; expected "
                 "at least one prompt token: add one, such as the tokenizer's beginning-of-sequence token"
             )
     aligned = [teacher_positions(rollout, shift) for rollout in rollouts]
-    masks = [(np.asarray(r.mask, dtype=np.int64) > 0) & (at >= 0) for r, at in zip(rollouts, aligned, strict=True)]
+    masks = [r.mask & (at >= 0) for r, at in zip(rollouts, aligned, strict=True)]
     chosen = [select_tokens(mask, positions, k) for mask in masks]
     counts = np.array([len(tokens) for tokens in chosen], dtype=np.int64)
     if counts.sum() == 0:

@@ -1,12 +1,13 @@
 """The objects that pass between the stages of a step: prompts -> Rollout -> TeacherTargets -> training.
 
-The classes hold data and compute nothing. Token ids are plain Python lists, because a rollout holds exactly the ids
-that were sampled and is written to JSONL and read back unchanged.
+The classes hold data and compute nothing. What a rollout has per token is in arrays, which may be views into one large
+buffer: a step has millions of tokens, and no stage makes an object of Python for each of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,18 +15,34 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+# the fields of a `Rollout` with a value per token, and what their arrays hold
+TOKEN_FIELDS = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "response_mask": np.bool_,
+    "teacher_prompt_ids": np.int32,
+    "teacher_response_ids": np.int32,
+    "teacher_index": np.int32,
+    "logprobs": np.float32,
+}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Rollout:
     """One sampled response.
 
-    `response_mask[t]` is 1 where response token t may be supervised (None: all tokens may). A response that was stopped
-    by an end-of-sequence token includes that token and has the `finish_reason` "stop"; a response that used up the
-    token budget has "length".
+    The fields of `TOKEN_FIELDS` are read-only arrays [tokens]. Any sequence of numbers is accepted for them and becomes
+    such an array; an array of the right type and contiguous is not copied. Rollouts are equal if their contents are,
+    `expert_routes` aside.
+
+    `response_mask[t]` is true where response token t may be supervised (None: all tokens may). A response that was
+    stopped by an end-of-sequence token includes that token and has the `finish_reason` "stop"; a response that used up
+    the token budget has "length".
 
     `logprobs[t]` is the natural logarithm of the probability that response token t had in the distribution that the
-    engine sampled from, its temperature included; None if the engine recorded none. `weight_version` is the number of
-    optimizer steps behind the weights that sampled the response; None if it is not known.
+    engine sampled from, its temperature included; None if the engine recorded none. Engines compute float32; numbers of
+    a file of rollouts are rounded to it. `weight_version` is the number of optimizer steps behind the weights that
+    sampled the response; None if it is not known.
 
     `expert_routes[t, i]` are the experts that token t of prompt and response visited in the i-th layer with experts of
     the engine, int16 [tokens, layers with experts, K]; None if the engine recorded none. The last response token may be
@@ -36,24 +53,38 @@ class Rollout:
     whose state is the target of response token t, or -1 for no target. A `teacher_index` of None means that the
     response tokens of both models are the same.
 
+    Raises:
+        ValueError: a field of `TOKEN_FIELDS` is no sequence of such numbers, or an id is beyond int32.
+
     >>> Rollout(prompt_ids=[5, 9], response_ids=[7, 1], finish_reason="stop").length
     4
     """
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int] | None = None
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    response_mask: np.ndarray | None = None
     prompt: str | None = None
     response: str | None = None
     data_source: str | None = None
     answer: str | None = None
     finish_reason: str | None = None
-    teacher_prompt_ids: list[int] | None = None
-    teacher_response_ids: list[int] | None = None
-    teacher_index: list[int] | None = None
-    logprobs: list[float] | None = None
+    teacher_prompt_ids: np.ndarray | None = None
+    teacher_response_ids: np.ndarray | None = None
+    teacher_index: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
     weight_version: int | None = None
     expert_routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, dtype in TOKEN_FIELDS.items():
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, _frozen(values, dtype, name))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.compare)
 
     @property
     def length(self) -> int:
@@ -61,14 +92,40 @@ class Rollout:
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
-    def mask(self) -> list[int]:
-        """[response length] of 0 and 1."""
-        return [1] * len(self.response_ids) if self.response_mask is None else self.response_mask
+    def ids(self) -> np.ndarray:
+        """int32 [length]: prompt and response as one sequence, a copy."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [response length]."""
+        return np.ones(len(self.response_ids), np.bool_) if self.response_mask is None else self.response_mask
 
     def as_read_by_teacher(self) -> Rollout:
         """The sequence that the teacher reads, as a rollout of prompt ids and response ids only."""
         prompt = self.prompt_ids if self.teacher_prompt_ids is None else self.teacher_prompt_ids
         return Rollout(prompt, self.response_ids if self.teacher_response_ids is None else self.teacher_response_ids)
+
+
+def _frozen(values: np.ndarray | Sequence[float], dtype: type[np.generic], name: str) -> np.ndarray:
+    """A read-only, contiguous array [tokens] of `values`, a view of them where they are one already."""
+    given = np.asarray(values)
+    kinds = "biuf" if dtype is np.float32 else "biu"
+    if given.ndim != 1 or (given.dtype.kind not in kinds and given.size):
+        raise ValueError(f"{name}={str(values)[:60]}; expected a sequence of {np.dtype(dtype)} numbers, one per token")
+    if given.dtype != dtype and dtype is np.int32 and given.size:
+        low, high = int(given.min()), int(given.max())
+        if not -(2**31) <= low <= high < 2**31:
+            raise ValueError(f"{name} holds {low if low < -(2**31) else high}; expected ids that fit int32")
+    array = np.ascontiguousarray(given, dtype).view()
+    array.flags.writeable = False
+    return array
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return one is other or (not isinstance(one, np.ndarray) and not isinstance(other, np.ndarray) and one == other)
 
 
 @dataclass

@@ -39,11 +39,11 @@ def _random_rollouts(distiller: Distiller) -> list[Rollout]:
     config, objective = distiller.config, distiller.objective
     draw = np.random.default_rng(config.seed)
     vocab_size = min(objective.student.vocab_size, *(match.spec.vocab_size for match in objective.teachers))
-    uniform = [-math.log(vocab_size)] * 8  # the log-probabilities of ids that are drawn with equal probability
+    uniform = np.full(8, -math.log(vocab_size))  # the log-probabilities of ids that are drawn with equal probability
     rollouts = []
     for number in range(len(distiller.teachers)):
         source = distiller.routing.example(number)
-        ids = draw.integers(0, vocab_size, (2 * distiller.student.role.layout.data, 16)).tolist()
+        ids = draw.integers(0, vocab_size, (2 * distiller.student.role.layout.data, 16))
         for row in ids:
             teacher_prompt = None if config.teacher.prompt is None else row[12:]
             rollouts.append(

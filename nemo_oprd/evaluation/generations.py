@@ -22,6 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.evaluation.files import (
     ABOUT,
@@ -108,15 +110,15 @@ class SetKey:
         record = {
             "problem": problem,
             "sample": sample,
-            "prompt_ids": rollout.prompt_ids,
-            "response_ids": rollout.response_ids,
+            "prompt_ids": rollout.prompt_ids.tolist(),
+            "response_ids": rollout.response_ids.tolist(),
             "response": text,
             "finish_reason": rollout.finish_reason,
             "seed": [*self.key, index],
             "model": self.model,
             **(self.facts[problem] if self.facts else {}),
         }
-        return record if rollout.logprobs is None else {**record, "logprobs": rollout.logprobs}
+        return record if rollout.logprobs is None else {**record, "logprobs": rollout.logprobs.tolist()}
 
     def index_of(self, record: dict[str, Any]) -> int:
         """The inverse of `record` for the index."""
@@ -248,10 +250,11 @@ def _read(path: Path, of: SetKey, requests: Sequence[Request]) -> Iterable[tuple
                 request, ids, finish = requests[index], record["response_ids"], record["finish_reason"]
                 if index < 0 or record["prompt_ids"] != request.prompt_ids or not isinstance(ids, list):
                     continue
+                fields = {"answer": request.answer, "finish_reason": finish, "logprobs": record.get("logprobs")}
+                rollout = Rollout(np.array(request.prompt_ids), np.array(ids), **fields)
             except (ValueError, TypeError, KeyError, IndexError):  # damaged; its response is sampled again
                 continue
-            fields = {"answer": request.answer, "finish_reason": finish, "logprobs": record.get("logprobs")}
-            yield index, Rollout(prompt_ids=request.prompt_ids, response_ids=ids, **fields)
+            yield index, rollout
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -73,6 +73,6 @@ class RolloutDataset(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rollout = self._rollouts[index % len(self._rollouts)]
         tokens_S = torch.zeros(self._length, dtype=torch.int64)
-        tokens_S[: rollout.length] = torch.tensor(rollout.prompt_ids + rollout.response_ids)
+        tokens_S[: rollout.length] = torch.from_numpy(rollout.ids)
         update, place = divmod(index, self._batch_size)
         return {"tokens": tokens_S, "weight": self._weights(update)[place]}

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_oprd.batch.types import Rollout
@@ -80,9 +81,9 @@ def rollouts_of(data: Mapping[str, Any]) -> list[Rollout]:
     """
     rollouts = []
     for i, length in enumerate(torch.as_tensor(data["input_lengths"]).tolist()):
-        ids, taught = data["input_ids"][i, :length].tolist(), data["token_mask"][i, :length] != 0
-        flags = (taught if float(data["sample_mask"][i]) else torch.zeros_like(taught)).int().tolist()
-        start = flags.index(1) if 1 in flags else length
+        ids, taught = data["input_ids"][i, :length].numpy(), (data["token_mask"][i, :length] != 0).numpy()
+        flags = taught if float(data["sample_mask"][i]) else np.zeros_like(taught)
+        start = int(flags.argmax()) if flags.any() else length
         rollouts.append(Rollout(ids[:start], ids[start:], flags[start:]))
     return rollouts
 

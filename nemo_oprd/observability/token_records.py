@@ -33,15 +33,16 @@ def token_records(
         if tokenizer is not None:
             prompt = tokenizer.decode(rollout.prompt_ids) if rollout.prompt is None else rollout.prompt
             response = tokenizer.decode(rollout.response_ids)
-            texts = {"prompt": prompt, "response": response, "tokens": token_texts(tokenizer, rollout.response_ids)}
+            tokens_text = token_texts(tokenizer, rollout.response_ids.tolist())
+            texts = {"prompt": prompt, "response": response, "tokens": tokens_text}
         facts = {"data_source": rollout.data_source, "answer": rollout.answer, "finish_reason": rollout.finish_reason}
         yield {
             "step": done,
             "number": i,
-            "prompt_id": prompt_id(rollout.prompt_ids),
+            "prompt_id": prompt_id(rollout.prompt_ids.tolist()),
             **{name: value for name, value in facts.items() if value is not None},
             **texts,
-            "token_ids": rollout.response_ids,
+            "token_ids": rollout.response_ids.tolist(),
             **{name: [_rounded(value) for value in column] for name, column in values.items()},
         }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from nemo_oprd.batch.types import Rollout
@@ -63,11 +64,11 @@ class Request:
     messages: tuple[dict[str, str], ...] = ()
     teacher_messages: tuple[dict[str, str], ...] = ()
 
-    def answered(self, ids: list[int], *, finished: bool, **recorded: Any) -> Rollout:
+    def answered(self, ids: np.ndarray | Sequence[int], *, finished: bool, **recorded: Any) -> Rollout:
         """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`."""
         return Rollout(
-            prompt_ids=self.prompt_ids,
-            response_ids=ids,
+            prompt_ids=np.array(self.prompt_ids, np.int64),
+            response_ids=np.asarray(ids),
             prompt=self.prompt,
             data_source=self.data_source,
             answer=self.answer,

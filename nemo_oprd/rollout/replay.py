@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
@@ -21,6 +22,8 @@ from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
 # how far the rounding of an engine may lift the logarithm of a probability above 0
 _LOGPROB_ROUNDING = 1e-3
+# rollouts hold float32, in which no log-probability may become infinite
+_LARGEST = float(np.finfo(np.float32).max)
 _TEACHER_FIELDS = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index")
 
 
@@ -29,12 +32,17 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
 
     def records() -> Iterator[dict[str, Any]]:  # one at a time: recorded routes are long lists
         for i, rollout in enumerate(rollouts):
-            record = {name: value for name, value in vars(rollout).items() if value is not None}
-            if rollout.expert_routes is not None:
-                record["expert_routes"] = rollout.expert_routes.tolist()
+            record = {name: _plain(value) for name, value in vars(rollout).items() if value is not None}
             yield record | {name: values[i] for name, values in columns.items()}
 
     write_json_lines(path, records())
+
+
+def _plain(value: Any) -> Any:
+    """A field as JSON holds it: lists of numbers, a mask as 0 and 1."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return (value.view(np.uint8) if value.dtype == np.bool_ else value).tolist()
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -117,7 +125,7 @@ def read_rollouts(
         rollouts.append(rollout)
     if not rollouts:
         raise ValueError(f"rollout.replay={path}: the file holds no rollouts; expected one JSON object per line")
-    if not any(any(rollout.mask) for rollout in rollouts):
+    if not any(rollout.mask.any() for rollout in rollouts):
         raise ValueError(
             f"rollout.replay={path}: none of the {len(rollouts)} responses has a supervised token; expected at least "
             "one response token whose mask is 1: check response_ids and response_mask"
@@ -174,7 +182,7 @@ def _check_sampling(record: dict[str, Any], where: str) -> None:
                 "such a list, or leave it out"
             )
         # NaN compares as false
-        wrong = [value for value in logprobs if not -sys.float_info.max <= value <= _LOGPROB_ROUNDING]
+        wrong = [value for value in logprobs if not -_LARGEST <= value <= _LOGPROB_ROUNDING]
         if wrong:
             raise ValueError(
                 f"{where}: logprobs holds {str(wrong[0])[:60]}; expected finite numbers of at most 0, natural "

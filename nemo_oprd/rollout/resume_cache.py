@@ -67,7 +67,7 @@ class ResumeCache:
         except ValueError:  # the file was damaged, for instance by a loss of power: the step samples again
             return {}
         kept = [requests[i] for i in indices]
-        if [rollout.prompt_ids for rollout in rollouts] != [request.prompt_ids for request in kept]:
+        if [rollout.prompt_ids.tolist() for rollout in rollouts] != [request.prompt_ids for request in kept]:
             return {}
         # these fields come from the prompt file, which may have changed
         return {

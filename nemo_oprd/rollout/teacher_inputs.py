@@ -51,14 +51,16 @@ class PromptInputs:
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """The rollouts with the teacher's prompts."""
-        prompts = [self.teacher.encode_prompt(list(request.teacher_messages)) for request in requests]
+        prompts = [
+            np.array(self.teacher.encode_prompt(list(request.teacher_messages)), np.int32) for request in requests
+        ]
         return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
-    def _with_prompt(self, rollout: Rollout, prompt: list[int]) -> Rollout:
+    def _with_prompt(self, rollout: Rollout, prompt: np.ndarray) -> Rollout:
         room, length = max(0, self.max_positions - len(prompt)), len(rollout.response_ids)
         if length <= room:
             return replace(rollout, teacher_prompt_ids=prompt)
-        index = [t if t < room else -1 for t in range(length)]
+        index = np.where(np.arange(length) < room, np.arange(length), -1)
         response = rollout.response_ids[:room]
         return replace(rollout, teacher_prompt_ids=prompt, teacher_response_ids=response, teacher_index=index)
 
@@ -96,7 +98,7 @@ class TextInputs:
                 rollout,
                 teacher_prompt_ids=alignment.teacher_prompt_ids,
                 teacher_response_ids=alignment.teacher_response_ids,
-                teacher_index=alignment.teacher_index.tolist(),
+                teacher_index=alignment.teacher_index,
             )
             for rollout, alignment in zip(rollouts, alignments, strict=True)
         ]
@@ -131,13 +133,12 @@ def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 
     Empty if a rollout has no `teacher_index`, or if no token has mask 1.
     """
-    supervised = [sum(rollout.mask) for rollout in rollouts]
-    aligned = [
-        sum(m for m, at in zip(rollout.mask, rollout.teacher_index or (), strict=True) if at >= 0)
-        for rollout in rollouts
-        if rollout.teacher_index is not None
-    ]
-    if len(aligned) < len(rollouts) or not any(supervised):
+    indices = [rollout.teacher_index for rollout in rollouts if rollout.teacher_index is not None]
+    if len(indices) < len(rollouts):
+        return {}
+    supervised = [int(rollout.mask.sum()) for rollout in rollouts]
+    aligned = [int((rollout.mask & (index >= 0)).sum()) for rollout, index in zip(rollouts, indices, strict=True)]
+    if not any(supervised):
         return {}
     lowest = min(part / whole for part, whole in zip(aligned, supervised, strict=True) if whole)
     return {"align/coverage": sum(aligned) / sum(supervised), "align/coverage_lowest": lowest}

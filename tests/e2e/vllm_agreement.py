@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from vllm_environment import make_model
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import read_model_spec
@@ -85,10 +86,11 @@ class Comparison:
         return ids[len(prompt) :]
 
     @torch.no_grad()
-    def transformers_logprobs(self, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    def transformers_logprobs(self, rollout: Rollout, temperature: float) -> torch.Tensor:
         """Log-probabilities of a response's ids in the distribution over the known ids."""
-        logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, :KNOWN]
-        return torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        ids, start = torch.tensor(rollout.ids).long(), len(rollout.prompt_ids)
+        logits = self.model(ids[None]).logits[0, start - 1 : -1, :KNOWN]
+        return torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, ids[start:, None])[:, 0]
 
     def compare(self, update: int) -> None:
         """Greedy ids of all three, and log-probabilities of greedy and sampled responses."""
@@ -98,11 +100,11 @@ class Comparison:
         requests = [Request(ids) for ids in prompts(12)]
         greedy = SamplingParams(0.0, 1.0, NEW_TOKENS, (0, update))
         rollouts, ours = self.vllm.generate(requests, greedy), self.in_process.generate(requests, greedy)
-        ids = [rollout.response_ids for rollout in rollouts]
+        ids = [rollout.response_ids.tolist() for rollout in rollouts]
         self.results["greedy"].append(
             {
                 "transformers": ids == [self.transformers_greedy(request.prompt_ids) for request in requests],
-                "in_process": ids == [rollout.response_ids for rollout in ours],
+                "in_process": ids == [rollout.response_ids.tolist() for rollout in ours],
                 "reasons": [r.finish_reason for r in rollouts] == [r.finish_reason for r in ours],
                 "versions": sorted({rollout.weight_version for rollout in rollouts}),
                 "distinct": len({tuple(one) for one in ids}),
@@ -111,11 +113,7 @@ class Comparison:
         sampled = self.vllm.generate(requests, SamplingParams(0.7, 1.0, NEW_TOKENS, (1, update)))
         for temperature, group in ((0.0, rollouts), (0.7, sampled)):
             gap = max(
-                float(
-                    (self.transformers_logprobs(r.prompt_ids, r.response_ids, temperature) - torch.tensor(r.logprobs))
-                    .abs()
-                    .max()
-                )
+                float((self.transformers_logprobs(r, temperature) - torch.tensor(r.logprobs)).abs().max())
                 for r in group
             )
             self.results["logprob_gap"].append(gap)
@@ -147,8 +145,8 @@ class Comparison:
             "logprob_gap": max(abs(logprob[r.response_ids[0]] - r.logprobs[0]) for r in rollouts),
         }
         again = self.vllm.generate(requests[:50], SamplingParams(temperature, top_p, 1, (2, 3)))
-        self.results["sampling"]["repeatable"] = [r.response_ids for r in again] == [
-            r.response_ids for r in rollouts[:50]
+        self.results["sampling"]["repeatable"] = [r.response_ids.tolist() for r in again] == [
+            r.response_ids.tolist() for r in rollouts[:50]
         ]
 
     def cancellation(self) -> None:
@@ -172,8 +170,8 @@ class Comparison:
         self.results["cancelled"] = {
             "completed": cancelled,
             "of": len(requests) * 20,
-            "same_with_done": [r.response_ids for r in rest] == [r.response_ids for r in whole],
-            "same_after": [r.response_ids for r in after] == [r.response_ids for r in whole[:4]],
+            "same_with_done": [r.response_ids.tolist() for r in rest] == [r.response_ids.tolist() for r in whole],
+            "same_after": [r.response_ids.tolist() for r in after] == [r.response_ids.tolist() for r in whole[:4]],
         }
 
 

@@ -30,7 +30,7 @@ def golden_batches(layout: Layout, loss: Any, size: int, *, packed: bool) -> lis
     weight = row_weights(rollouts, LENGTH, loss)
     tokens = torch.zeros(len(rollouts), LENGTH, dtype=torch.int64)
     for i, rollout in enumerate(rollouts):
-        tokens[i, : rollout.length] = torch.tensor(rollout.prompt_ids + rollout.response_ids)
+        tokens[i, : rollout.length] = torch.tensor(rollout.ids)
     data = layout.coordinates(dist.get_rank()).data
     batch = {"tokens": tokens[data :: layout.data], "weight": weight[data :: layout.data]}
     batch = batch_on_this_cp_rank(batch, parallel_state.get_context_parallel_group())

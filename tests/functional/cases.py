@@ -57,7 +57,7 @@ def generate(
     engine = _engine(hf_path, tensor, "rollout.max_batch=5", f"rollout.expert={expert}")
     requests = [Request(prompt) for prompt in prompts]
     rollouts = engine.generate(requests, SamplingParams(temperature, top_p, steps, (7, 1, 0)))
-    return [(r.response_ids, r.finish_reason) for r in rollouts]
+    return [(r.response_ids.tolist(), r.finish_reason) for r in rollouts]
 
 
 def generate_logprobs(hf_path: str, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], list[np.ndarray]]:
@@ -80,7 +80,7 @@ def generate_logprobs(hf_path: str, prompts: list[list[int]], steps: int) -> tup
         rollouts = engine.generate([Request(p) for p in prompts], SamplingParams(1.0, 1.0, steps, (7, 1, 0)))
     assert len(seen) == steps  # one batch, sorted by length
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
-    return [r.response_ids for r in rollouts], [np.stack(seen)[:, order.index(i)] for i in range(len(prompts))]
+    return [r.response_ids.tolist() for r in rollouts], [np.stack(seen)[:, order.index(i)] for i in range(len(prompts))]
 
 
 def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:

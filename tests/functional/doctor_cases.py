@@ -54,7 +54,7 @@ def _changed_greedy(change: Callable[..., list[int]]) -> Iterator[None]:
         rollouts = generate(self, requests, sampling, *rest)
         if sampling.temperature:
             return rollouts
-        return [replace(r, response_ids=change(self, r.prompt_ids, r.response_ids)) for r in rollouts]
+        return [replace(r, response_ids=change(self, r.prompt_ids.tolist(), r.response_ids.tolist())) for r in rollouts]
 
     with mock.patch.object(MegatronEngine, "generate", planted):
         yield
@@ -128,7 +128,7 @@ def teacher_one_token_late() -> Any:
 
     with_prompt = PromptInputs._with_prompt
 
-    def planted(self: Any, rollout: Any, prompt: list[int]) -> Any:
+    def planted(self: Any, rollout: Any, prompt: Any) -> Any:
         made, count = with_prompt(self, rollout, prompt), len(rollout.response_ids)
         return replace(made, teacher_response_ids=rollout.response_ids, teacher_index=[*range(1, count), -1])
 

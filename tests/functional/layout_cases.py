@@ -264,7 +264,7 @@ def direct_metrics(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
             tokens = [t for t, m in enumerate(rollout.mask) if m]
             tokens = tokens[-loss.k :] if loss.positions == "last_k" else tokens
             where = [len(rollout.prompt_ids) + t - (loss.position == "predicting") for t in tokens]
-            ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+            ids = torch.tensor([rollout.ids.tolist()])
             with torch.no_grad():
                 out = model.model(ids, output_hidden_states=True, use_cache=False)
             states.append(torch.stack(out.hidden_states[1:])[:, 0, where])

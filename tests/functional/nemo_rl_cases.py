@@ -91,7 +91,7 @@ def training_data() -> Any:
     ids = torch.zeros(len(rollouts), longest, dtype=torch.int64)
     mask = torch.zeros(len(rollouts), longest)
     for i, rollout in enumerate(rollouts):
-        ids[i, : rollout.length] = torch.tensor(rollout.prompt_ids + rollout.response_ids)
+        ids[i, : rollout.length] = torch.tensor(rollout.ids)
         mask[i, len(rollout.prompt_ids) : rollout.length] = torch.tensor(rollout.mask, dtype=torch.float32)
     lengths = torch.tensor([rollout.length for rollout in rollouts])
     order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(3))

@@ -34,7 +34,7 @@ def routed(config: Config, rollouts: list[Rollout]) -> dict[int, tuple[torch.Ten
     for rollout in rollouts:
         if length := computed_tokens(config, rollout):
             with torch.no_grad():
-                model.model(torch.tensor([(rollout.prompt_ids + rollout.response_ids)[:length]]), use_cache=False)
+                model.model(torch.tensor([rollout.ids[:length].tolist()]), use_cache=False)
     return {
         layer: (torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])) for layer, parts in found.items()
     }

@@ -124,7 +124,8 @@ def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> li
     engine = MegatronEngine(config.rollout, spec, role.layout, eos_ids=(), precision=config.precision)
     engine.update_weights(lambda: gather_hf(chunks, spec, role), 0)
     requests = [Request(prompt) for prompt in prompts]
-    return [rollout.response_ids for rollout in engine.generate(requests, SamplingParams(0.0, 1.0, steps, (1, 1, 0)))]
+    rollouts = engine.generate(requests, SamplingParams(0.0, 1.0, steps, (1, 1, 0)))
+    return [rollout.response_ids.tolist() for rollout in rollouts]
 
 
 def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:

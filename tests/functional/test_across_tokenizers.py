@@ -115,7 +115,7 @@ def states(bench: Bench) -> dict[str, list[torch.Tensor]]:
         for rollout in make_rollouts():
             read = rollout.as_read_by_teacher() if role == "teacher" else rollout
             with torch.no_grad():
-                ids = torch.tensor([read.prompt_ids + read.response_ids])
+                ids = torch.tensor([read.ids.tolist()])
                 hidden = model.model(ids, output_hidden_states=True, use_cache=False).hidden_states
             found.setdefault(role, []).append(torch.cat(hidden[1:]))
     return found
@@ -125,9 +125,10 @@ def partners() -> list[tuple[int, int, int, int]]:
     """(response, token, place in what the student read, place in what the teacher read), spelled out."""
     rows = []
     for i, rollout in enumerate(make_rollouts()):
-        for t, (m, partner) in enumerate(zip(rollout.mask, rollout.teacher_index or [], strict=True)):
+        assert rollout.teacher_index is not None and rollout.teacher_prompt_ids is not None
+        for t, (m, partner) in enumerate(zip(rollout.mask, rollout.teacher_index.tolist(), strict=True)):
             if m and partner != -1:
-                rows.append((i, t, len(rollout.prompt_ids) + t, len(rollout.teacher_prompt_ids or []) + partner))
+                rows.append((i, t, len(rollout.prompt_ids) + t, len(rollout.teacher_prompt_ids) + partner))
     return rows
 
 

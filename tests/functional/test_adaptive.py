@@ -35,7 +35,7 @@ def second_step() -> dict[str, float]:
     for rollout in read_rollouts(GOLDEN / "rollouts.jsonl", 61):
         tokens = [t for t, m in enumerate(rollout.mask) if m]
         tokens = tokens[-K:]
-        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        ids = torch.tensor([rollout.ids.tolist()])
         where = [len(rollout.prompt_ids) + t for t in tokens]
         for name, model in (("ours", student), ("theirs", teacher)):
             states = model.model(ids, output_hidden_states=True, use_cache=False).hidden_states[1:]

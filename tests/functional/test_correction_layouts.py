@@ -90,7 +90,7 @@ def student_logprobs(path: Path, rollouts: list[Rollout]) -> list[list[float]]:
     for rollout in rollouts:
         where = [len(rollout.prompt_ids) + t - 1 for t in range(len(rollout.response_ids))]
         with torch.no_grad():
-            logits = model(torch.tensor([rollout.prompt_ids + rollout.response_ids])).logits[0, where]
+            logits = model(torch.tensor([rollout.ids.tolist()])).logits[0, where]
         log_p = (logits / TEMPERATURE).log_softmax(-1)
         found.append(log_p[torch.arange(len(where)), rollout.response_ids].tolist())
     return found
@@ -102,7 +102,7 @@ def weight_metrics(config: Config, rollouts: list[Rollout], student: Path) -> di
     ratios = [
         torch.tensor(p - engine, dtype=torch.float64).exp()
         for rollout, logprobs in zip(rollouts, student_logprobs(student, rollouts), strict=True)
-        for p, engine, m in zip(logprobs, rollout.logprobs or [], rollout.mask, strict=True)
+        for p, engine, m in zip(logprobs, rollout.logprobs, rollout.mask, strict=True)
         if m
     ]
     ratio = torch.stack(ratios)

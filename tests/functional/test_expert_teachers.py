@@ -160,7 +160,7 @@ def test_a_bridge_is_fitted_to_a_teacher_with_experts(pools: Pools, bench: Bench
         if parts[i] != TRAIN:
             continue
         with torch.no_grad():
-            states = model.model(torch.tensor([rollout.prompt_ids + rollout.response_ids]), output_hidden_states=True)
+            states = model.model(torch.tensor([rollout.ids.tolist()]), output_hidden_states=True)
         where = [len(rollout.prompt_ids) + t for t, m in enumerate(rollout.mask) if m]
         for layer in PAIRS.values():
             rows.setdefault(layer, []).append(states.hidden_states[layer][0, where])

@@ -68,7 +68,7 @@ def states() -> dict[str, dict[int, torch.Tensor]]:
         rows: dict[int, list[torch.Tensor]] = {}
         for rollout in make_rollouts():
             where = [len(rollout.prompt_ids) + t for t, m in enumerate(rollout.mask) if m]
-            ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+            ids = torch.tensor([rollout.ids.tolist()])
             with torch.no_grad():
                 hidden = model.model(ids, output_hidden_states=True, use_cache=False).hidden_states
             for layer in range(1, len(hidden)):

@@ -113,7 +113,7 @@ class Bench:
             for rollout in make_rollouts():
                 where = [len(rollout.prompt_ids) + t - 1 for t, m in enumerate(rollout.mask) if m]
                 with torch.no_grad():
-                    logits = model(torch.tensor([rollout.prompt_ids + rollout.response_ids])).logits[0, where]
+                    logits = model(torch.tensor([rollout.ids.tolist()])).logits[0, where]
                 log_p = (logits / config.loss.output.temperature).log_softmax(-1)
                 values.append(-(log_p.exp() * log_p).sum(-1))
             means[f"{name}/entropy"] = float(torch.cat(values).mean())

@@ -43,7 +43,7 @@ def expected(
     for number in np.unique(response):
         rollout = rollouts[number]
         with torch.no_grad():
-            logits = model(torch.tensor([rollout.prompt_ids + rollout.response_ids])).logits[0, :, :known] / 0.8
+            logits = model(torch.tensor([rollout.ids.tolist()])).logits[0, :, :known] / 0.8
         for row in np.flatnonzero(response == number):
             probability = logits[len(rollout.prompt_ids) + token[row] - 1].softmax(0).numpy()
             order, chosen = np.argsort(-probability), rollout.response_ids[token[row]]

@@ -47,7 +47,7 @@ def expected() -> list[dict[str, list[float | None]]]:
     ]
     found = []
     for rollout in read_rollouts(GOLDEN / "rollouts.jsonl", 61):
-        ids, start = torch.tensor([rollout.prompt_ids + rollout.response_ids]), len(rollout.prompt_ids)
+        ids, start = torch.tensor([rollout.ids.tolist()]), len(rollout.prompt_ids)
         with torch.no_grad():
             outputs = [model(ids, output_hidden_states=True) for model in models]
         log_p, log_q = ((output.logits[0] / TEMPERATURE).log_softmax(-1) for output in outputs)

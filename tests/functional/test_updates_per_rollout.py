@@ -80,7 +80,7 @@ def expected(correction: str = "off") -> tuple[dict[str, torch.Tensor], dict[str
     optimizer = ReferenceAdamW(dict(student.named_parameters()))
     rollouts = recorded()
     engine = torch.tensor(
-        [logprob for rollout in rollouts for logprob, m in zip(rollout.logprobs or [], rollout.mask, strict=True) if m],
+        [logprob for rollout in rollouts for logprob, m in zip(rollout.logprobs, rollout.mask, strict=True) if m],
         dtype=torch.float64,
     )
     old: torch.Tensor | None = None
@@ -89,7 +89,7 @@ def expected(correction: str = "off") -> tuple[dict[str, torch.Tensor], dict[str
         found: dict[str, list[Any]] = {"p": [], "q": [], "ours": [], "theirs": []}
         for rollout in rollouts:
             tokens = [t for t, m in enumerate(rollout.mask) if m]
-            start, ids = len(rollout.prompt_ids), torch.tensor([rollout.prompt_ids + rollout.response_ids])
+            start, ids = len(rollout.prompt_ids), torch.tensor([rollout.ids.tolist()])
             for model, logprob, states in ((student, "p", "ours"), (teacher, "q", "theirs")):
                 out = model(ids, output_hidden_states=True, use_cache=False)
                 log_p = out.logits[0, [start + t - 1 for t in tokens]].log_softmax(-1)

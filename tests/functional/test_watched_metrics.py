@@ -35,7 +35,7 @@ def watched() -> dict[str, float]:
     for rollout in read_rollouts(GOLDEN / "rollouts.jsonl", 61):
         tokens = [t for t, m in enumerate(rollout.mask) if m]
         sampled += [rollout.response_ids[t] for t in tokens]
-        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        ids = torch.tensor([rollout.ids.tolist()])
         for found, model in zip(rows, models, strict=True):
             with torch.no_grad():
                 logits = model(ids).logits[0, [len(rollout.prompt_ids) + t - 1 for t in tokens]]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import vllm_stand_in
 from messages import messages
@@ -66,7 +67,9 @@ def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 
     found = []
     for i, prompt in enumerate(prompts):
         one = vllm_stand_in.sample(digest, seed_of(sampling, i), prompt, 6, known, list(EOS))
-        found.append((one["ids"], one["logprobs"], "stop" if one["stopped"] else "length"))
+        found.append(
+            (one["ids"], np.array(one["logprobs"], np.float32).tolist(), "stop" if one["stopped"] else "length")
+        )
     return found
 
 
@@ -177,7 +180,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         return dist.get_rank() == dist.get_world_size() - 1 and len(requests(root)) >= 5
 
     def keep(rollouts: dict[int, Any]) -> None:
-        found["kept"][-1] += [(i, rollout.response_ids, rollout.logprobs) for i, rollout in rollouts.items()]
+        found["kept"][-1] += [(i, r.response_ids.tolist(), r.logprobs.tolist()) for i, r in rollouts.items()]
 
     def full(_: dict[int, Any]) -> None:
         raise ValueError("the disk is full")
@@ -205,7 +208,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             made.generate(asked, sampling, keep=full)
         else:
             rollouts = made.generate(asked, sampling, lambda: False, done, keep)
-            assert [rollout.prompt_ids for rollout in rollouts] == PROMPTS
+            assert [rollout.prompt_ids.tolist() for rollout in rollouts] == PROMPTS
             assert {rollout.weight_version for rollout in rollouts} == {step}
-            found["sampled"].append([(r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
+            found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))

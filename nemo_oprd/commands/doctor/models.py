@@ -58,7 +58,7 @@ def positions(greedy: list[Rollout], student: Student, config: Config, vocab_lim
     log-probabilities at the positions before and after say whether a shift explains the tokens.
     """
     check = "positions"
-    sequences = [Rollout(r.prompt_ids, r.response_ids) for r in greedy if r.response_ids]
+    sequences = [Rollout(r.prompt_ids, r.response_ids) for r in greedy if len(r.response_ids)]
     table = make_rows(sequences, positions="all", k=1, position="predicting", aggregation="token_mean")
 
     def score(shift: int, temperature: float) -> tuple[np.ndarray, TokenTable]:
@@ -106,15 +106,15 @@ def aligned_positions(rollouts: list[Rollout], table: TokenTable) -> Finding:
     student is pulled towards that of a neighbouring token, which training follows without complaint. For teachers that
     read the student's ids, in whatever prompt; `table` holds the supervised rows.
     """
-    own = [rollout.prompt_ids + rollout.response_ids for rollout in rollouts]
-    read = [r.prompt_ids + r.response_ids for r in (rollout.as_read_by_teacher() for rollout in rollouts)]
+    own = [rollout.ids for rollout in rollouts]
+    read = [rollout.as_read_by_teacher().ids for rollout in rollouts]
     # before the first response token stand the prompts' ends, which may differ
     rows = [
         (own[response][position], read[response][other])
         for response, position, other in zip(table.response, table.position, table.teacher_position, strict=True)
         if position >= len(rollouts[response].prompt_ids)
     ]
-    wrong = sum(one != other for one, other in rows)
+    wrong = sum(int(one != other) for one, other in rows)
     numbers = {"rows": len(rows), "other_tokens": wrong}
     if not wrong:
         text = f"student and teacher read the same token in all {len(rows)} supervised rows"

@@ -57,9 +57,9 @@ def truncation(rollouts: list[Rollout], limit: int, run_limit: int) -> Finding:
     return Finding("truncation", "warning", f"{text}above", numbers, code="responses-cut")
 
 
-def repeats_itself(ids: Sequence[int]) -> bool:
+def repeats_itself(ids: Sequence[int] | np.ndarray) -> bool:
     """Whether the last 64 tokens are one part of at most 32 tokens again and again."""
-    end = list(ids[-LOOP_TOKENS:])
+    end = [*map(int, ids[-LOOP_TOKENS:])]
     if len(end) < LOOP_TOKENS:
         return False
     return any(end[period:] == end[:-period] for period in range(1, LONGEST_PERIOD + 1))

@@ -158,6 +158,6 @@ def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rol
     kept = None
     if dist.get_rank() == 0 and file.is_file():
         rollouts = read_rollouts(file, vocab_size)
-        if [r.prompt_ids for r in rollouts] == [request.prompt_ids for request in requests]:
+        if [r.prompt_ids.tolist() for r in rollouts] == [request.prompt_ids for request in requests]:
             kept = rollouts
     return first_ranks(kept)

@@ -113,6 +113,6 @@ def loss_report(metrics: StepMetrics, batch: StepBatch, rollouts: list[Rollout])
         "counts": {
             "responses": table.num_responses,
             "supervised_tokens": len(table),
-            "response_tokens": sum(sum(rollout.mask) for rollout in rollouts),
+            "response_tokens": sum(int(rollout.mask.sum()) for rollout in rollouts),
         },
     }

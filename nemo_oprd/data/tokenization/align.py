@@ -36,8 +36,8 @@ class Alignment:
     """One response of n student tokens as the teacher reads it.
 
     Attributes:
-        teacher_prompt_ids: the prompt in the teacher's chat template.
-        teacher_response_ids: the response in the teacher's tokens, its end of sequence included where both stop.
+        teacher_prompt_ids: int32, the prompt in the teacher's chat template.
+        teacher_response_ids: int32, the response in the teacher's tokens, its end of sequence included where both stop.
         teacher_index: int64 [n], the partner of each student token in `teacher_response_ids`; -1 where masked.
         mask: bool [n], the student's mask, set to false where a token has no partner.
         num_supervised: number of student tokens with mask 1 before alignment.
@@ -45,8 +45,8 @@ class Alignment:
             the tokens that contain them are masked.
     """
 
-    teacher_prompt_ids: list[int]
-    teacher_response_ids: list[int]
+    teacher_prompt_ids: np.ndarray
+    teacher_response_ids: np.ndarray
     teacher_index: np.ndarray
     mask: np.ndarray
     num_supervised: int
@@ -119,9 +119,9 @@ def align_batch(
     student: Tokenizer,
     teacher: Tokenizer,
     messages: Sequence[Messages],
-    student_ids: Sequence[Sequence[int]],
+    student_ids: Sequence[Sequence[int] | np.ndarray],
     *,
-    masks: Sequence[Sequence[int] | None] | None = None,
+    masks: Sequence[Sequence[int] | np.ndarray | None] | None = None,
     exact: bool = False,
     min_coverage: float = MIN_COVERAGE,
 ) -> list[Alignment]:
@@ -153,7 +153,7 @@ def align_batch(
     prompts = teacher_prompts(teacher, messages)
     if fingerprint(student) == fingerprint(teacher):
         return [
-            Alignment(prompt, list(ids), np.where(mask, np.arange(len(ids)), -1), mask, int(mask.sum()))
+            Alignment(_ids(prompt), _ids(ids), np.where(mask, np.arange(len(ids)), -1), mask, int(mask.sum()))
             for prompt, ids, mask in zip(prompts, student_ids, checked, strict=True)
         ]
 
@@ -167,7 +167,7 @@ def align_batch(
             ids = [*ids, eos_id]
             index[-1] = len(ids) - 1
         index[~mask] = -1
-        alignments.append(Alignment(prompt, ids, index, index >= 0, int(mask.sum()), changed))
+        alignments.append(Alignment(_ids(prompt), _ids(ids), index, index >= 0, int(mask.sum()), changed))
     check_coverage(coverage_of(alignments), min_coverage, exact=exact)
     return alignments
 
@@ -194,7 +194,11 @@ def check_coverage(coverage: Coverage, minimum: float, *, exact: bool) -> None:
     )
 
 
-def _mask(mask: Sequence[int] | None, length: int, at: int) -> np.ndarray:
+def _ids(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _mask(mask: Sequence[int] | np.ndarray | None, length: int, at: int) -> np.ndarray:
     """The mask as bool [n]; `at` is the response's number, for the error message."""
     if mask is None:
         return np.ones(length, dtype=bool)
@@ -206,10 +210,10 @@ def _mask(mask: Sequence[int] | None, length: int, at: int) -> np.ndarray:
     return np.asarray(mask, dtype=bool)
 
 
-def _to_text(student: Tokenizer, ids: Sequence[int]) -> _Response:
+def _to_text(student: Tokenizer, ids: Sequence[int] | np.ndarray) -> _Response:
     """The response's text and where its tokens end in the text; each invalid byte becomes one U+FFFD."""
     table, array = byte_table(student), check_ids(student, ids)
-    raw = table.join(ids)
+    raw = table.join(array.tolist())
     prefix = table.prefix(raw)
     ends = np.maximum(np.cumsum(table.lengths[array]) - prefix, 0)
     text, invalid = _valid_utf8(raw[prefix:])

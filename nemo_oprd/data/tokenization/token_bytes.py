@@ -65,7 +65,7 @@ def byte_table(tokenizer: Tokenizer) -> ByteTable:
     return _TABLES[tokenizer]
 
 
-def check_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> np.ndarray:
+def check_ids(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """The ids as int64 [n], after a check that every id has a token in the vocabulary.
 
     Raises:

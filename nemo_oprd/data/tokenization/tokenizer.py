@@ -11,9 +11,11 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nemo_oprd.runtime.files import read_json
 
@@ -168,9 +170,13 @@ class Tokenizer:
         """The ids of `text`, without beginning- or end-of-sequence tokens."""
         return list(self.hf.encode(text, add_special_tokens=False))
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`, without special tokens such as the end of sequence; spaces are not changed."""
-        return str(self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.hf.decode(
+                np.asarray(ids, np.int64).tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def fingerprint(self) -> str:
         """sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.

@@ -48,9 +48,9 @@ def measure_gradient_noise(
     """
     objective = distiller.objective_of(step, watch=False)
     rows = distiller.plan(rollouts, objective).hidden.table
-    prompts: dict[tuple[int, ...], list[Rollout]] = {}
+    prompts: dict[bytes, list[Rollout]] = {}
     for i in np.unique(rows.response).tolist():
-        prompts.setdefault(tuple(rollouts[i].prompt_ids), []).append(rollouts[i])
+        prompts.setdefault(rollouts[i].prompt_ids.tobytes(), []).append(rollouts[i])
     # responses to one prompt are not independent
     groups = list(prompts.values())
     halves = [[rollout for group in groups[number::2] for rollout in group] for number in (0, 1)]

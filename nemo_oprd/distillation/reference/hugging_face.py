@@ -209,14 +209,14 @@ class _OutputLoss:
         vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)
         masked_in = _predicted_tokens(rollout)
         student_positions = torch.tensor([len(rollout.prompt_ids) + t - 1 for t in masked_in])
-        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        ids = torch.from_numpy(rollout.ids)[None].long()
         log_p = self._log_probabilities(student, ids, student_positions, vocab_size)
         sequence = _teacher_sequence(rollout)
-        teacher_ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
+        teacher_ids = torch.from_numpy(sequence.ids)[None].long()
         teacher_positions = student_positions + len(sequence.prompt_ids) - len(rollout.prompt_ids)
         with torch.no_grad():
             log_q = self._log_probabilities(teacher, teacher_ids, teacher_positions, vocab_size)
-        tokens = torch.tensor(rollout.response_ids)[masked_in]
+        tokens = torch.tensor(rollout.response_ids).long()[masked_in]
         weights = self._corrections(log_p[torch.arange(len(tokens)), tokens].detach(), rollout, masked_in)
         value, differentiable = self._divergence(log_p, log_q, tokens, weights)
         share = 1 / self.tokens if self.config.aggregation == "token_mean" else 1 / (self.active * len(masked_in))
@@ -299,7 +299,7 @@ def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[in
     """Layer (1-based) -> [prompt + response, D]."""
     before_norm: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
-    ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+    ids = torch.from_numpy(rollout.ids)[None].long()
     out = model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
     hook.remove()
     states = {layer: state[0] for layer, state in enumerate(out.hidden_states) if layer > 0}
@@ -319,7 +319,8 @@ def _teacher_position(rollout: Rollout, t: int) -> int | None:
     prompt = len(_teacher_sequence(rollout).prompt_ids)
     if rollout.teacher_index is None or t == -1:
         return prompt + t
-    return prompt + rollout.teacher_index[t] if rollout.teacher_index[t] >= 0 else None
+    partner = int(rollout.teacher_index[t])
+    return prompt + partner if partner >= 0 else None
 
 
 def _predicted_tokens(rollout: Rollout) -> list[int]:

@@ -66,7 +66,7 @@ class RouterReference:
         for rollout, length in zip(self.rollouts, self.lengths, strict=True):
             if length:
                 self.before(rollout)
-                self.model.model(torch.tensor([rollout.prompt_ids + rollout.response_ids]), use_cache=False)
+                self.model.model(torch.from_numpy(rollout.ids)[None].long(), use_cache=False)
                 for layer in self.layers:
                     chosen = torch.nn.functional.one_hot(self.experts[layer][:length], self.logits[layer].shape[1])
                     counts[layer] = counts[layer] + chosen.sum((0, 1))

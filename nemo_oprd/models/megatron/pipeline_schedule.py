@@ -83,7 +83,7 @@ def make_microbatch(
     ids = np.zeros(pack.total, dtype=np.int64)
     for i, length, offset in zip(pack.sequences, pack.lengths, pack.offsets, strict=False):
         rollout = rollouts[i]
-        ids[offset : offset + length] = (rollout.prompt_ids + rollout.response_ids)[:length]
+        ids[offset : offset + length] = rollout.ids[:length]
     own = pack.context_slice(role.coords.context)
     positions = np.arange(pack.total) - np.repeat(pack.offsets, pack.padded)
     whole = [rollouts[i].length for i in pack.sequences] or [0]

@@ -41,7 +41,7 @@ class Generated:
     recorded.
     """
 
-    ids: list[int]
+    ids: np.ndarray  # int32 [tokens]
     finished: bool
     routes: np.ndarray | None = None
 
@@ -203,7 +203,7 @@ class _Batch:
 
     def responses(self) -> list[Generated]:
         """The B responses."""
-        ids, counts, stopped = self.sampled.cpu(), self.count.tolist(), self.stopped.tolist()
+        ids, counts, stopped = self.sampled.int().cpu().numpy(), self.count.tolist(), self.stopped.tolist()
         lengths = [prompt + count - 1 for prompt, count in zip(self.prompt_lengths, counts, strict=True)]
         routes = [None] * len(counts) if self.routes is None else self.routes.of_sequences(lengths)
-        return [Generated(ids[i, : counts[i]].tolist(), stopped[i], routes[i]) for i in range(len(counts))]
+        return [Generated(ids[i, : counts[i]].copy(), stopped[i], routes[i]) for i in range(len(counts))]

@@ -295,7 +295,7 @@ def golden_states() -> tuple[Any, dict[str, dict[int, torch.Tensor]]]:
         rows: dict[int, list[torch.Tensor]] = {}
         for i, rollout in enumerate(rollouts):
             with torch.no_grad():
-                ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+                ids = torch.tensor([rollout.ids.tolist()])
                 hidden = model(ids, output_hidden_states=True).hidden_states
             for layer in range(1, len(hidden)):
                 rows.setdefault(layer, []).append(hidden[layer][0, table.position[table.response == i]])

@@ -97,20 +97,20 @@ def test_end_of_sequence_on_both_sides():
     student, teacher = load("letters"), load("bpe")
     ids = student.encode("the cat")
     whole = align(student, teacher, USER, [*ids, 0])
-    assert whole.teacher_response_ids == [*teacher.encode("the cat"), 0]
+    assert whole.teacher_response_ids.tolist() == [*teacher.encode("the cat"), 0]
     assert whole.teacher_index.tolist() == [-1, -1, 0, 0, 0, 0, 1, 2]
     assert align(student, teacher, USER, [*ids, 0], exact=True).teacher_index.tolist()[-2:] == [1, 2]
     cut = align(student, teacher, USER, ids)
-    assert cut.teacher_response_ids == teacher.encode("the cat")
+    assert cut.teacher_response_ids.tolist() == teacher.encode("the cat")
     inside = align(student, teacher, USER, [*ids[:3], 0, *ids[3:]])
     assert inside.teacher_index.tolist() == [-1, -1, 0, -1, 0, 0, 0, 1]
     only = align(student, teacher, USER, [0])
-    assert (only.teacher_response_ids, only.teacher_index.tolist(), only.coverage) == ([0], [0], 1.0)
+    assert (only.teacher_response_ids.tolist(), only.teacher_index.tolist(), only.coverage) == ([0], [0], 1.0)
 
 
 def test_an_empty_response():
     empty = align(load("letters"), load("bpe"), USER, [])
-    assert (empty.teacher_response_ids, empty.teacher_index.tolist(), empty.coverage) == ([], [], 1.0)
+    assert (empty.teacher_response_ids.tolist(), empty.teacher_index.tolist(), empty.coverage) == ([], [], 1.0)
 
 
 def test_prompt_and_stop_come_from_the_teachers_template():
@@ -118,8 +118,8 @@ def test_prompt_and_stop_come_from_the_teachers_template():
     teacher = load("chatml")
     teacher.eos_ids = (0, 1)
     result = align(load("letters"), teacher, [{"role": "user", "content": "a"}], [*ids_of("letters", "b"), 0])
-    assert result.teacher_prompt_ids == teacher.encode("<user>a<end><assistant>")
-    assert result.teacher_response_ids == [*teacher.encode("b"), 1]
+    assert result.teacher_prompt_ids.tolist() == teacher.encode("<user>a<end><assistant>")
+    assert result.teacher_response_ids.tolist() == [*teacher.encode("b"), 1]
 
 
 def test_special_tokens_written_out_are_text_to_the_teacher():
@@ -223,8 +223,8 @@ def test_a_batch_is_its_responses():
     batch = align_batch(load("bytes"), load("llama"), [USER] * 4, ids)
     for one, many in zip((align(load("bytes"), load("llama"), USER, i) for i in ids), batch, strict=True):
         assert one.teacher_index.tolist() == many.teacher_index.tolist()
-        assert one.teacher_response_ids == many.teacher_response_ids
-        assert one.teacher_prompt_ids == many.teacher_prompt_ids
+        assert one.teacher_response_ids.tolist() == many.teacher_response_ids.tolist()
+        assert one.teacher_prompt_ids.tolist() == many.teacher_prompt_ids.tolist()
     coverage = coverage_of(batch)
     assert (coverage.responses, coverage.tokens) == (4, sum(map(len, ids)))
     assert coverage.aligned == sum(int((a.teacher_index >= 0).sum()) for a in batch)
@@ -311,7 +311,7 @@ def test_an_equal_tokenizer_gives_the_identity(name, data):
     known = sorted(load(name).hf.get_vocab().values())
     ids = data.draw(st.lists(st.sampled_from(known), max_size=20))
     result = align(load(name), load(name), USER, ids, exact=data.draw(st.booleans()))
-    assert result.teacher_response_ids == ids and result.teacher_index.tolist() == list(range(len(ids)))
+    assert result.teacher_response_ids.tolist() == ids and result.teacher_index.tolist() == list(range(len(ids)))
 
 
 @PROPERTY
@@ -320,7 +320,7 @@ def test_an_equal_tokenization_gives_the_identity(text, stop, exact):
     """Two vocabularies that differ in a token which is never used: the identity by way of the bytes."""
     ids = ids_of("bpe", text, stop=stop)
     result = align(load("bpe"), load("bpe_again"), USER, ids, exact=exact)
-    assert result.teacher_response_ids == ids and result.teacher_index.tolist() == list(range(len(ids)))
+    assert result.teacher_response_ids.tolist() == ids and result.teacher_index.tolist() == list(range(len(ids)))
 
 
 # Bad input

@@ -78,7 +78,7 @@ def test_lines_that_are_no_responses_are_ignored(place: Generations, tmp_path: P
 
 def test_a_later_line_replaces_an_earlier_one(place: Generations) -> None:
     place.keep(OF, 0, [response(0, [8]), response(1), response(0, [9])])
-    assert place.kept(OF, REQUESTS)[0].response_ids == [9]
+    assert place.kept(OF, REQUESTS)[0].response_ids.tolist() == [9]
     assert len(place.kept(OF, REQUESTS)) == 2
 
 
@@ -93,7 +93,9 @@ def test_the_whole_set_replaces_the_parts(place: Generations, tmp_path: Path) ->
     assert [(line["problem"], line["sample"], line["seed"]) for line in written] == [
         (i // 2, i % 2, [0, 2, 1, i]) for i in range(6)
     ]
-    assert [r.response_ids for r in place.kept(OF, REQUESTS).values()] == [r.response_ids for r in rollouts]
+    assert [r.response_ids.tolist() for r in place.kept(OF, REQUESTS).values()] == [
+        r.response_ids.tolist() for r in rollouts
+    ]
 
 
 def test_lines_say_what_grading_needs_and_are_renewed_when_the_data_change(place: Generations, tmp_path: Path) -> None:

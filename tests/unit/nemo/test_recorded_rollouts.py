@@ -24,7 +24,7 @@ def test_samples_and_weights() -> None:
         assert torch.equal(weight, row_weights(batch, 6, loss))
         assert float(weight.sum()) == pytest.approx(1.0)
         for sample, rollout in zip(samples, batch, strict=True):
-            ids = rollout.prompt_ids + rollout.response_ids
+            ids = rollout.ids.tolist()
             assert sample["tokens"].tolist() == ids + [0] * (6 - len(ids))
 
 

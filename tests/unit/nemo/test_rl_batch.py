@@ -24,7 +24,7 @@ def data() -> dict[str, Any]:
 
 def test_rollouts() -> None:
     found = rollouts_of(data())
-    assert [(r.prompt_ids, r.response_ids, r.response_mask) for r in found] == [
+    assert [tuple(map(list, (r.prompt_ids, r.response_ids, r.response_mask))) for r in found] == [
         ([0], [1, 2], [1, 1]),
         ([5], [6, 7, 8], [1, 0, 1]),
         ([10, 11, 12, 13, 14], [], []),
