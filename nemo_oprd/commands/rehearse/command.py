@@ -79,9 +79,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _rank(options: argparse.Namespace, run_spec: RunSpec) -> int:
     if not 0 <= options.rank < options.ranks:
-        raise ValueError(f"--rank {options.rank}: expected a rank of 0..{options.ranks - 1}, as --ranks says: give one")
+        raise ValueError(f"--rank {options.rank}: expected 0..{options.ranks - 1}, as --ranks says: give one")
     if options.rank not in run_spec.student_layout.ranks and options.rank not in run_spec.teacher_layout.ranks:
-        raise ValueError(f"--rank {options.rank} holds no model; expected a rank of the student or the teacher: give one")
+        raise ValueError(f"--rank {options.rank} holds no model; expected a rank of student or teacher: give one")
     return int(options.rank)
 
 
@@ -94,7 +94,7 @@ def _shortened(run_spec: RunSpec, response: int) -> RunSpec:
 
 
 def ranks_of_interest(run_spec: RunSpec, planned: Estimate) -> list[int]:
-    """Of each kind that `plan` tells apart, the first tensor rank and the last one, which has a response's last rows."""
+    """Of each kind that `plan` tells apart, the first and the last tensor rank; the last has a response's last rows."""
     chosen = set()
     for kind in planned.kinds:
         chosen.add(kind.rank)
@@ -186,7 +186,7 @@ def kind_of(run_spec: RunSpec, planned: Estimate, rank: int) -> RankKind:
 
 
 def planned_bytes(kind: RankKind, phase: str) -> float | None:
-    """What `plan` says of a phase of the rehearsal, without what a rehearsal does not build; None where it is silent."""
+    """What `plan` says of a phase, without what a rehearsal does not build; None where it is silent."""
     if phase not in PLANNED:
         return None
     always = sum(size for part, size in kind.memory.always.items() if part not in _ABSENT)

@@ -97,7 +97,7 @@ def install(memory: int, live: Callable[[], int], peak: Callable[[], int], wait:
 
     class Properties:
         name, major, minor, total_memory, multi_processor_count = NAME, 9, 0, memory, 132
-        warp_size, gcnArchName, uuid = 32, "", "rehearsal"  # noqa: N815 (torch's name)
+        warp_size, gcnArchName, uuid = 32, "", "rehearsal"
 
     Stream.wait = staticmethod(wait)  # type: ignore[assignment]
     Event.wait_on_host = staticmethod(wait)  # type: ignore[assignment]

@@ -122,14 +122,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
+        if func in (aten._pin_memory.default, aten.pin_memory.default, aten.is_pinned.default):
+            return False if func is aten.is_pinned.default else args[0]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         target = kwargs.get("device")
         on_device = target is not None and torch.device(target).type == "cuda"
         if not on_device and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with _disable_current_modes():  # host memory: real numbers
                 return func(*args, **kwargs)
-        if func in (aten._pin_memory.default, aten.pin_memory.default, aten.is_pinned.default):
-            return False if func is aten.is_pinned.default else args[0]
         if func in _READS:
             return self._read(args[0])
         if func in _COUNTS_ROWS and args[0].device.type == "cuda":
@@ -213,7 +213,8 @@ class Recorder(TorchDispatchMode):
             return
         devices = {tensor.device.type for tensor in tensors if tensor.ndim}
         if len(devices) > 1:
-            self.mistake("host-tensor", f"{func.overloadpacket.__name__} takes tensors of {' and '.join(sorted(devices))}")
+            found = " and ".join(sorted(devices))
+            self.mistake("host-tensor", f"{func.overloadpacket.__name__} takes tensors of {found}")
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Notes a collective, and carries it out on one host number, because fake tensors do not know all of them."""
@@ -297,4 +298,3 @@ def _group(value: Any) -> dist.ProcessGroup | None:
         except RuntimeError:  # options, or a reduction
             return None
     return None
-

@@ -27,7 +27,6 @@ class StandIn:
 
 # (file, function) of the innermost line of this package or of Megatron
 STAND_INS = {
-    ("nemo_oprd/losses/vocab_parallel.py", "_local_top_k"): StandIn(1, "tied rows"),
     ("nemo_oprd/distillation/metrics/named_sums.py", "reduced"): StandIn(1.0, "sums of losses, for metrics"),
     ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): StandIn(1.0, "the gradient's norm, finite"),
     ("megatron/core/utils.py", "local_multi_tensor_l2_norm"): StandIn(1.0, "a parameter's gradient norm"),
