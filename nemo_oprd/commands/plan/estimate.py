@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu
 from nemo_oprd.commands.plan.memory import (
     Memory,
+    buffers,
     captured_bytes,
+    optimizer_step,
     student_state,
     target_bytes,
     teacher_forward,
@@ -219,6 +221,7 @@ def _without_sampling(
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)
+        always |= buffers(work, student, learns)
         if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
             always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)
@@ -226,6 +229,8 @@ def _without_sampling(
     if learns is not None:
         moments = update_memory(work, student, learns, transformer_engine=transformer_engine)
         phases |= {name: {"targets": targets, **parts} for name, parts in moments.items()}
+        step = optimizer_step(work, student, learns, transformer_engine=transformer_engine)
+        phases["optimizer"] = {"temporary": step}
     return Memory(always, phases)
 
 

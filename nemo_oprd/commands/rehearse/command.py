@@ -25,7 +25,7 @@ from nemo_oprd.setup.resolve import RunSpec, resolve
 # a larger difference between what was measured and what `plan` says is reported
 TOLERANCE = 0.05
 # phase of a rehearsal -> the phases of `plan` that it passes through
-PLANNED = {"build": (), "teacher": ("teacher", "transfer"), "update": ("update", "output loss"), "optimizer": ()}
+PLANNED = {"build": (), "teacher": ("teacher", "transfer"), "update": ("update", "output loss"), "optimizer": ("optimizer",)}
 # parts of `plan` that a rehearsal does not build
 _ABSENT = ("rollout copy",)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
 
 # With a kernel of their own on CUDA; the CPU build composes them of smaller operations, which keep more alive.
 _FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")
@@ -18,6 +20,8 @@ def install() -> None:
     _choose_attention()
     _move_modules()
     _read_scalars()
+    # torch's optimizers update many tensors at a time on CUDA, if these are of a type that they know
+    _foreach_supported_types.append(FakeTensor)
 
 
 def _have_kernels() -> None:
