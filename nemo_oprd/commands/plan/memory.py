@@ -11,6 +11,7 @@ from nemo_oprd.commands.plan.activations import (
     microbatches_in_flight,
     transient_bytes,
 )
+from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import Workload
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
@@ -89,9 +90,9 @@ def buffers(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
     }
 
 
-def optimizer_step(work: Workload, layout: Layout, pipeline: int, *, transformer_engine: bool) -> float:
+def optimizer_step(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> float:
     """Bytes of the optimizer's step: torch's AdamW makes the roots of all second moments at a time; fused ones none."""
-    if transformer_engine:
+    if layers == "transformer_engine":
         return 0.0
     count = student_parameters(work, layout, pipeline)
     is_sharded = work.config.train.distributed_optimizer
@@ -162,24 +163,22 @@ def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
     return held * waves
 
 
-def update_memory(
-    work: Workload, layout: Layout, pipeline: int, *, transformer_engine: bool
-) -> dict[str, dict[str, float]]:
+def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, dict[str, float]]:
     """Moment of an update on a rank of stage `pipeline` (output loss, backward pass of a layer) -> part -> bytes.
 
     All activations are there when the backward pass begins.
     """
     student, spec, batches = work.config.student, work.student, work.on(layout)
     tokens = batches.tokens / layout.context
-    each = layer_bytes(spec, layout, work.value_bytes, transformer_engine=transformer_engine)
-    layers = [i for i in layout.owned_layers(pipeline, spec.num_layers) if i <= max(work.trained_depth, 1)]
+    each = layer_bytes(spec, layout, work.value_bytes, layers=layers)
+    trained = [i for i in layout.owned_layers(pipeline, spec.num_layers) if i <= max(work.trained_depth, 1)]
     settings = student.recompute, student.recompute_method, student.recompute_num_layers
     last = pipeline == layout.pipeline - 1
     # the embedding, or the state that came from the stage before; and the final norm's
     ends = (1 + last) * each.input
-    kept = tokens * (kept_bytes(len(layers), each, *settings) + ends)
+    kept = tokens * (kept_bytes(len(trained), each, *settings) + ends)
     activations = kept * microbatches_in_flight(layout, pipeline, batches.count)
-    transient = tokens * max(transient_bytes(len(layers), each, *settings), each.norm if last else 0.0)
+    transient = tokens * max(transient_bytes(len(trained), each, *settings), each.norm if last else 0.0)
     if work.rows:
         transient = max(transient, injection_bytes(work, layout, tokens * each.input))
     moments = {"update": {"activations": activations, "backward of a layer": transient}}

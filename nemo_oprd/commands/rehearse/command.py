@@ -25,7 +25,12 @@ from nemo_oprd.setup.resolve import RunSpec, resolve
 # a larger difference between what was measured and what `plan` says is reported
 TOLERANCE = 0.05
 # phase of a rehearsal -> the phases of `plan` that it passes through
-PLANNED = {"build": (), "teacher": ("teacher", "transfer"), "update": ("update", "output loss"), "optimizer": ("optimizer",)}
+PLANNED = {
+    "build": (),
+    "teacher": ("teacher", "transfer"),
+    "update": ("update", "output loss"),
+    "optimizer": ("optimizer",),
+}
 # parts of `plan` that a rehearsal does not build
 _ABSENT = ("rollout copy",)
 
@@ -53,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     run_spec = resolve(config, options.ranks)
     prompt = options.prompt_tokens or config.data.max_prompt_tokens or 256
     response = min(options.response_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
-    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, transformer_engine=False)
+    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, "local")
     # the plan of memory is that of the longest responses
     planned = estimate(_shortened(run_spec, response), cluster, Lengths(prompt, response))
     ranks = [_rank(options, run_spec)] if options.rank is not None else ranks_of_interest(run_spec, planned)
