@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nemo_oprd.commands.rehearse import rank, shim
+from nemo_oprd.commands.rehearse import rank
 
 
 def nothing() -> None:
@@ -29,6 +29,15 @@ def host_sums() -> None:
     from nemo_oprd.distillation import step
 
     step.device = lambda: torch.device("cpu")
+
+
+def host_budget() -> None:
+    """What the ranks agree on is in host memory."""
+    import torch
+
+    from nemo_oprd.distillation import target_budget
+
+    target_budget.device = lambda: torch.device("cpu")
 
 
 def float32_weight() -> None:
@@ -133,13 +142,11 @@ def to_float32(linear: Any) -> None:
 
 
 if __name__ == "__main__":
-    name = sys.argv[1]
-    rehearse = rank.run_steps
+    run_steps = rank.run_steps
 
     def with_mistake(*args: Any) -> None:
-        globals()[name]()
-        rehearse(*args)
+        globals()[sys.argv[1]]()
+        run_steps(*args)
 
     rank.run_steps = with_mistake
-    assert shim
     rank.main()

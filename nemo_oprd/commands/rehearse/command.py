@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from nemo_oprd.setup.resolve import RunSpec, resolve
 # a larger difference between what was measured and what `plan` says is reported
 TOLERANCE = 0.05
 # phase of a rehearsal -> the phases of `plan` that it passes through
-PLANNED = {
+PLANNED: dict[str, tuple[str, ...]] = {
     "build": (),
     "teacher": ("teacher", "transfer"),
     "update": ("update", "output loss"),
@@ -92,8 +93,6 @@ def _rank(options: argparse.Namespace, run_spec: RunSpec) -> int:
 
 def _shortened(run_spec: RunSpec, response: int) -> RunSpec:
     """The run with responses of at most `response` tokens."""
-    from dataclasses import replace
-
     config: Config = run_spec.config
     return replace(run_spec, config=replace(config, rollout=replace(config.rollout, max_new_tokens=response)))
 

@@ -61,7 +61,8 @@ class HostValues:
 
         with _disable_current_modes():
             real = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
-        for tensor, twin in zip(written, [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]):
+        made = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
+        for tensor, twin in zip(written, made, strict=True):
             self.put(tensor, twin)
 
     def put(self, tensor: torch.Tensor, twin: torch.Tensor) -> None:

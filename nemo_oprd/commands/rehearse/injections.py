@@ -16,7 +16,7 @@ from nemo_oprd.models.megatron.parallel import Role
 
 
 class Injections:
-    """Takes the place of `check_injections`: every layer of this rank gets its gradient once per microbatch with rows."""
+    """Takes the place of `check_injections` for the layers of this rank."""
 
     def __init__(self) -> None:
         self.role: Role | None = None
@@ -46,7 +46,7 @@ class Injections:
         step_module.check_output_passes = lambda *_: None  # a sum over ranks, too
 
     def check(self, sums: Any, plan: BatchPlan, num_layers: int) -> None:
-        """Raises CaptureError for a layer of this rank with another number of injections than microbatches with rows."""
+        """Raises CaptureError unless each layer of this rank got its gradient once per microbatch with rows."""
         assert self.role is not None
         coords = self.role.member_coords
         expected = sum(1 for local in plan.local_rows(coords) if len(local.table_index))
