@@ -47,6 +47,7 @@ def stand_in(place: Place, dtype: torch.dtype) -> float | int | bool:
         file, function = place.innermost
         raise UnknownValue(
             f"{place}: {function} reads a {str(dtype).removeprefix('torch.')} of the device; expected a place whose "
-            f"value may be invented: if the step goes the same way with any value, add {file}, {function} to stand_ins.py"
+            f"value may be invented: if the step goes the same way with any value, list {file}, {function} in "
+            "stand_ins.py"
         )
     return known.value if dtype.is_floating_point else bool(known.value) if dtype is torch.bool else int(known.value)
