@@ -198,7 +198,9 @@ def _against_plan(
     engine = layer_backend(torch.bfloat16) == "transformer_engine"
     # the memory of a rank that does not sample does not depend on the kind of GPU
     found = estimate(
-        resolve(config, 1), Cluster(1, GPUS["h100"], transformer_engine=engine), Lengths(prompt=size.prompt)
+        resolve(config, 1),
+        Cluster(1, GPUS["h100"], layers="transformer_engine" if engine else "local"),
+        Lengths(prompt=size.prompt),
     )
     memory = found.kinds[0].memory
     always = sum(memory.always.values())

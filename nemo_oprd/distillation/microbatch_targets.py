@@ -17,7 +17,7 @@ from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss, final_state_rows, vocab_shard
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.layout import Coordinates
-from nemo_oprd.models.megatron.parallel import device
+from nemo_oprd.models.megatron.parallel import on_device
 
 
 @dataclass(frozen=True)
@@ -57,31 +57,31 @@ class MicrobatchGroup:
 
 def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict[int, LayerTarget]]:
     """Per microbatch: student layer -> the layer's target on this rank."""
-    table, rank_device = group.plan.hidden.table, device()
+    table = group.plan.hidden.table
     weight, response = torch.from_numpy(table.weight).float(), torch.from_numpy(table.response)
     bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
     scale, deepest = objective.layer_scale, max(objective.run.layers, default=0)
     slots = None if group.slots is None else torch.from_numpy(group.slots.of_rows(table))
     weights = objective.layer_weights
     total, each = sum(weights.values()), 1 / max(1, len(weights))
-    shares = {
-        layer: torch.tensor((w / total, each), dtype=torch.float64, device=rank_device) for layer, w in weights.items()
-    }
+    shares = dict(
+        zip(weights, on_device(np.array([(w / total, each) for w in weights.values()]).reshape(-1, 2)), strict=True)
+    )
     result = []
     slices = group.target_slices(group.hidden_rows)
     for local, part, teacher in zip(group.hidden_rows, slices, group.plan.taught_by, strict=True):
-        row, hidden_index = torch.from_numpy(local.table_index), torch.from_numpy(local.hidden_index).to(rank_device)
-        row_weight, row_response = weight[row].to(rank_device), response[row].to(rank_device)
+        row, hidden_index = torch.from_numpy(local.table_index), on_device(local.hidden_index)
+        row_weight, row_response = on_device(weight[row]), on_device(response[row])
         sent = group.targets[teacher].hidden if teacher in group.targets else {}
         targets = {
             layer: LayerTarget(hidden_index, row_weight, row_response, target[part], scale[layer])
             for layer, target in sent.items()
         }
         if deepest in targets:
-            targets[deepest].bins = bins[:, row].to(rank_device)
+            targets[deepest].bins = on_device(bins[:, row])
         if group.slots is not None and slots is not None:
             for layer, target in targets.items():
-                target.tokens = LayerTokens(slots[row].to(rank_device), group.slots.count, shares[layer])
+                target.tokens = LayerTokens(on_device(slots[row]), group.slots.count, shares[layer])
         result.append(targets)
     return result
 
@@ -99,12 +99,13 @@ def output_head_losses(
     term, model = objective.output, student.chunks[-1]
     if group.plan.output is None or term is None or not model.post_process:
         return [None] * len(group.plan.taught_by)
-    table, rank_device = group.plan.output.table, device()
+    table = group.plan.output.table
     tokens, weight = torch.from_numpy(table.tokens(group.rollouts)), torch.from_numpy(table.weight).float()
     response = torch.from_numpy(table.response)
     corrected = term.loss.correction is not None
     engine_logprob = torch.from_numpy(table.engine_logprobs(group.rollouts)) if corrected else None
     slots = None if group.slots is None else torch.from_numpy(group.slots.of_rows(table))
+    packs = group.plan.output.packs[group.coords.data]
     losses: list[OutputHeadLoss | None] = []
     slices = group.target_slices(group.output_rows)
     for m, (local, part, teacher) in enumerate(zip(group.output_rows, slices, group.plan.taught_by, strict=True)):
@@ -115,19 +116,19 @@ def output_head_losses(
         row = torch.from_numpy(local.table_index)
         loss = OutputHeadLoss(
             loss=term.loss,
-            rows=final_state_rows(local, student.role),
+            rows=final_state_rows(local, packs[m], student.role),
             model=model,
             shard=vocab_shard(model, student.role, objective.run.teachers[teacher].shared_vocab),
-            tokens=tokens[row].to(rank_device),
-            weight=weight[row].to(rank_device),
-            response=response[row].to(rank_device),
+            tokens=on_device(tokens[row]),
+            weight=on_device(weight[row]),
+            response=on_device(response[row]),
             teacher=sent[part],
             teacher_head=student.teacher_head(teacher) if term.sends_states else None,
             scale=term.weight,
             chunk_tokens=term.chunk_tokens,
             old_logprob=None if sampled_logprobs is None else sampled_logprobs[m],
-            engine_logprob=None if engine_logprob is None else engine_logprob[row].to(rank_device),
-            token_slots=None if slots is None else slots[row].to(rank_device),
+            engine_logprob=None if engine_logprob is None else on_device(engine_logprob[row]),
+            token_slots=None if slots is None else on_device(slots[row]),
         )
         losses.append(loss)
     return losses

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import make_viewless_tensor
 
+from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.plan import LocalRows
 from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, OUTPUT_METRICS, output_values
 from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
@@ -24,7 +26,7 @@ from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import VocabShard
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.optimizer import main_gradient
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, device, on_device
 from nemo_oprd.models.weights.hf import TensorReader
 
 # metric of `OutputRows` -> name of its mean over rows in metrics.jsonl; "" for one that is only part of other metrics
@@ -50,42 +52,45 @@ ROW_METRICS = {
 class FinalStateRows:
     """The rows of one microbatch's output loss in the final hidden state; the same on all tensor ranks.
 
-    `index` counts in the whole sequence of the context rank. Under sequence parallelism each tensor rank holds
-    `local_tokens` consecutive tokens of that sequence.
+    Under sequence parallelism each tensor rank holds consecutive tokens of the context rank's sequence. The host knows
+    which rows these are, and tells the device: counting them there would make the host wait.
+
+    Attributes:
+        owned: int64 [m], which of the n rows this tensor rank holds; None: all.
+        index: int64 [m], their indices in this rank's hidden state.
+        count: n, the rows of all tensor ranks together.
     """
 
-    index: torch.Tensor  # [n] int64
-    tensor_rank: int
-    sequence_parallel: bool
+    owned: torch.Tensor | None
+    index: torch.Tensor
+    count: int
     group: dist.ProcessGroup
-
-    def _owned(self, local_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(Which of the n rows this tensor rank holds, their indices in its part of the sequence)."""
-        owned = (self.index // local_tokens == self.tensor_rank).nonzero().squeeze(1)
-        return owned, self.index[owned] % local_tokens
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's hidden state [S, 1, D] -> all rows [n, D], on every tensor rank."""
         flat = hidden.flatten(0, 1)
-        if not self.sequence_parallel:
+        if self.owned is None:
             return flat.index_select(0, self.index)
-        owned, local = self._owned(len(flat))
-        gathered = flat.new_zeros(len(self.index), flat.shape[1])
-        gathered[owned] = flat.index_select(0, local)
+        gathered = flat.new_zeros(self.count, flat.shape[1])
+        gathered[self.owned] = flat.index_select(0, self.index)
         dist.all_reduce(gathered, group=self.group)  # exact: each row is nonzero on one rank only
         return gathered
 
     def add_(self, gradient: torch.Tensor, rows_ND: torch.Tensor) -> None:
         """Adds float32 `rows_ND` [n, D] to this rank's part of a gradient [S, 1, D], with one rounding."""
         flat = gradient.flatten(0, 1)
-        owned, local = (slice(None), self.index) if not self.sequence_parallel else self._owned(len(flat))
-        flat[local] = (flat[local].to(rows_ND.dtype) + rows_ND[owned]).to(flat.dtype)
+        added = rows_ND if self.owned is None else rows_ND[self.owned]
+        flat[self.index] = (flat[self.index].to(rows_ND.dtype) + added).to(flat.dtype)
 
 
-def final_state_rows(local: LocalRows, role: Role) -> FinalStateRows:
-    """The rows of one microbatch's output loss on this rank."""
-    index = torch.from_numpy(local.hidden_index).to(device())
-    return FinalStateRows(index, role.member_coords.tensor, role.layout.sequence, role.member_groups.tp)
+def final_state_rows(local: LocalRows, pack: Pack, role: Role) -> FinalStateRows:
+    """The rows of the output loss of one microbatch, packed as `pack`, on this rank."""
+    layout, index, owned = role.layout, local.hidden_index, None
+    if layout.sequence:
+        tokens = pack.total // layout.context // layout.tensor
+        held = np.flatnonzero(index // tokens == role.member_coords.tensor)
+        owned, index = on_device(held), index[held] % tokens
+    return FinalStateRows(owned, on_device(index), len(local.hidden_index), role.member_groups.tp)
 
 
 def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabShard:
@@ -142,7 +147,7 @@ class OutputHeadLoss:
 
     def attach(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns `hidden` [S, 1, D] unchanged; the backward pass measures the loss and adds its gradient."""
-        if not torch.is_grad_enabled() or len(self.rows.index) == 0:
+        if not torch.is_grad_enabled() or self.rows.count == 0:
             return hidden
         attached = _AddOutputGradient.apply(hidden, self.rows, self._gradient)
         return make_viewless_tensor(attached, requires_grad=True, keep_graph=True)

@@ -39,7 +39,7 @@ from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.layout import Coordinates
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.experts import probabilities
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, device, on_device
 from nemo_oprd.models.megatron.router_replay import Routes
 
 
@@ -118,7 +118,7 @@ class TokenPlaces:
             known = np.asarray(rollouts[i].expert_routes, dtype=np.int16)
             rows = np.flatnonzero((self.response == i) & (self.position < len(known)))
             routes[:, rows] = known[self.position[rows]].transpose(1, 0, 2)
-        return dict(zip(layers, torch.from_numpy(routes).to(device()), strict=True))
+        return dict(zip(layers, on_device(routes), strict=True))
 
 
 @dataclass

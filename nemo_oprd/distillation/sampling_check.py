@@ -24,7 +24,7 @@ from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.losses.top_p import sampling_logprob
-from nemo_oprd.models.megatron.parallel import device
+from nemo_oprd.models.megatron.parallel import device, on_device
 from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
 
 # first number of the key that draws the tokens, so that it never meets the key of a sampling
@@ -154,7 +154,10 @@ def student_logprobs(
         packs = make_packs(table.needed_tokens(len(rollouts)), role.layout, config.train.tokens_per_microbatch)
         local = BatchPlan(table, role.layout, packs).with_rows(table).local_rows(coords)
         none = torch.zeros(0, dtype=torch.int64, device=device())
-        captures = [HiddenStateCapture(none, {}, final_rows=final_state_rows(rows, role)) for rows in local]
+        captures = [
+            HiddenStateCapture(none, {}, final_rows=final_state_rows(rows, pack, role))
+            for rows, pack in zip(local, packs[coords.data], strict=True)
+        ]
         microbatches = [
             make_microbatch(pack, rollouts, role, capture, spec.num_layers)
             for pack, capture in zip(packs[coords.data], captures, strict=True)
@@ -166,13 +169,13 @@ def student_logprobs(
             logprob = sampling_logprob(
                 torch.cat([capture.final for capture in captures if capture.final is not None]),
                 model.output_weight(),
-                torch.from_numpy(table.tokens(rollouts)[rows]).to(device()),
+                on_device(table.tokens(rollouts)[rows]),
                 vocab_shard(model, role, vocab_limit or spec.vocab_size),
                 temperature=config.rollout.temperature,
                 top_p=config.rollout.top_p,
                 chunk_tokens=config.loss.output.chunk_tokens,
             )
             if coords.tensor == 0:
-                values[torch.from_numpy(rows).to(device())] = logprob.double()
+                values[on_device(rows)] = logprob.double()
     dist.all_reduce(values)  # each row comes from one rank
     return values.cpu().numpy()

@@ -38,7 +38,7 @@ from nemo_oprd.models.megatron.optimizer import (
     set_learning_rate,
     wrap_ddp,
 )
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, on_device
 from nemo_oprd.models.megatron.param_names import named_parameters
 from nemo_oprd.models.megatron.partial_training import PartialTraining
 from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
@@ -209,7 +209,7 @@ class Student:
         layers = [layer for layer in objective.layers if layer in owned]
         captures = [
             HiddenStateCapture(
-                torch.from_numpy(rows.hidden_index).to(device()),
+                on_device(rows.hidden_index),
                 {layer: [layer] for layer in layers},
                 objective.final_layer,
             )

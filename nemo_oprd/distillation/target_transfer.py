@@ -21,7 +21,7 @@ import torch.distributed as dist
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
 from nemo_oprd.layout import Coordinates
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, device, on_device
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class RowShard:
 
     def pick(self, layer: int, rows: np.ndarray) -> torch.Tensor:
         """The values [m, D] of one layer for m of the rows, given by their table indices [m]."""
-        return self.values[layer].index_select(0, _index_of(self.rows, rows, self.values[layer].device))
+        return self.values[layer].index_select(0, _index_of(self.rows, rows))
 
 
-def _index_of(rows: np.ndarray, chosen: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The indices of `chosen` in `rows`, int64 on `device`; both are table indices, in any order."""
+def _index_of(rows: np.ndarray, chosen: np.ndarray) -> torch.Tensor:
+    """The indices of `chosen` in `rows`, int64 on this process's device; both are table indices, in any order."""
     order = np.argsort(rows)
-    return torch.from_numpy(order[np.searchsorted(rows, chosen, sorter=order)]).to(device)
+    return on_device(order[np.searchsorted(rows, chosen, sorter=order)])
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Exchange:
         for transfer in transfers:
             picked = placed = None
             if outgoing is not None and transfer.source == rank:
-                picked = _index_of(outgoing.rows, transfer.rows, self.device)
+                picked = _index_of(outgoing.rows, transfer.rows)
             if wanted is not None and transfer.target == rank:
-                placed = _index_of(wanted, transfer.rows, self.device)
+                placed = _index_of(wanted, transfer.rows)
             messages.append(_Message(transfer, picked, placed))
         values: dict[int, torch.Tensor] = {}
         for start in range(0, len(self.layers), self.at_a_time):
@@ -222,7 +222,7 @@ def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group:
     counts = np.bincount(owner, minlength=size).tolist()
     # the index of each row in the parts laid end to end, every part padded to the longest
     part_first = np.argsort(np.argsort(owner, kind="stable"), kind="stable") - (np.cumsum(counts) - counts)[owner]
-    gathered_index = torch.from_numpy(owner * max(counts) + part_first)
+    gathered_index = on_device(owner * max(counts) + part_first)
     values = {}
     for layer in list(shard.values):
         part = shard.values.pop(layer)
@@ -230,7 +230,7 @@ def gather_replicas(shard: RowShard, rows: np.ndarray, owner: np.ndarray, group:
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(parts, padded, group=group)
-        values[layer] = torch.cat(parts).index_select(0, gathered_index.to(part.device))
+        values[layer] = torch.cat(parts).index_select(0, gathered_index)
     return RowShard(rows, values)
 
 

@@ -23,7 +23,7 @@ from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
 from nemo_oprd.distillation.target_transfer import RowShard, send_targets
 from nemo_oprd.losses.chunked import chunked_logprob
 from nemo_oprd.models.megatron.model import DistillingModel
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, device, on_device
 from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
 
 # values per row of the output loss if the teacher sends no states: log-probability of the sampled token, entropy
@@ -114,8 +114,8 @@ class Teacher:
         for m, (pack, local) in enumerate(
             zip(plan.hidden.packs[coords.data], plan.hidden.local_rows(coords), strict=True)
         ):
-            rows = torch.from_numpy(local.hidden_index[is_owned[local.table_index]]).to(device())
-            final = final_state_rows(output_rows[m], self.role) if output_rows else None
+            rows = on_device(local.hidden_index[is_owned[local.table_index]])
+            final = final_state_rows(output_rows[m], pack, self.role) if output_rows else None
             capture = HiddenStateCapture(rows, student_layers, match.final_layer, match.project, final)
             captures.append(capture)
             depth = objective.teacher_depth(self.number)
@@ -163,7 +163,7 @@ class Teacher:
         values, match = states_ND, objective.run.teachers[self.number]
         rows = np.concatenate([part.table_index for part in local])
         if not term.sends_states:
-            tokens = torch.from_numpy(plan.output.table.tokens(rollouts)[rows]).to(device())
+            tokens = on_device(plan.output.table.tokens(rollouts)[rows])
             model, temperature = self.chunks[-1], term.loss.temperature
             arguments = states_ND, model.output_weight(), tokens, vocab_shard(model, self.role, match.shared_vocab)
             both = chunked_logprob(*arguments, temperature=temperature, chunk_tokens=term.chunk_tokens)

@@ -170,23 +170,23 @@ def top_k_ids(logits_CV: torch.Tensor, k: int, shard: VocabShard) -> torch.Tenso
 def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest values of each row and their columns; of equal values the first columns are taken.
 
-    `topk` returns the right values, but any of the columns that hold equal values. This matters in rows that have
-    further values equal to the k-th largest. In these rows the columns are found again by taking the maximum k times:
-    `argmax` returns the first column of the maximum.
+    `topk` returns the right values, but any of the columns that hold the smallest one of them. These are found again,
+    in the order of columns. No number is read back: how many there are is known on the device alone.
     """
     if k == 0:
         return logits_CV[:, :0], logits_CV.new_zeros(len(logits_CV), 0, dtype=torch.int64)
     values_CK, columns_CK = logits_CV.topk(k, dim=1)
-    contenders_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)
-    for columns in slabs(logits_CV.shape[1]):
-        contenders_C += (logits_CV[:, columns] >= values_CK[:, -1:]).sum(1)
-    tied = (contenders_C > k).nonzero().squeeze(1)
-    for rows in tied.split(max(1, len(logits_CV) * SLAB // logits_CV.shape[1])):  # a copy no larger than a slab
-        rest_CV = logits_CV[rows]
-        for place in range(k):
-            first_C = rest_CV.argmax(1)
-            columns_CK[rows, place] = first_C
-            rest_CV.scatter_(1, first_C[:, None], -torch.inf)
+    smallest_C1, none = values_CK[:, -1:], logits_CV.shape[1]
+    tied_CK = columns_CK.new_full((len(logits_CV), k), none)
+    for slab in slabs(logits_CV.shape[1]):
+        column_V = torch.arange(slab.start, slab.stop, device=logits_CV.device)
+        found_CV = torch.where(logits_CV[:, slab] == smallest_C1, column_V, none)
+        first_CK = found_CV.topk(min(k, found_CV.shape[1]), dim=1, largest=False).values
+        tied_CK = torch.cat([tied_CK, first_CK], dim=1).topk(k, dim=1, largest=False).values
+    # the columns of larger values come first, then the tied ones in their order; a NaN equals nothing
+    place_CK = torch.arange(k, device=logits_CV.device) - (values_CK > smallest_C1).sum(1, keepdim=True)
+    tied_CK = tied_CK.gather(1, place_CK.clamp(min=0))
+    columns_CK = torch.where((place_CK < 0) | (tied_CK == none), columns_CK, tied_CK)
     return logits_CV.gather(1, columns_CK), columns_CK
 
 

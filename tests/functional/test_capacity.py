@@ -106,7 +106,7 @@ def test_memory_is_what_a_step_holds(pools: Pools, models: Path, name: str) -> N
     """Weights, gradients, optimizer and targets to the byte, but for padding of buffers; the rest within 10 %."""
     ranks, settings = CASES[name]
     arguments = overrides(models, settings)
-    cluster = Cluster(ranks, GPUS["h100"], transformer_engine=False)
+    cluster = Cluster(ranks, GPUS["h100"], layers="cpu")
     found = estimate(resolve(load_config("verify", arguments), cluster.ranks), cluster, Lengths(prompt=PROMPT))
     kinds = {(kind.student, kind.teacher): kind.memory for kind in found.kinds}
     everywhere = pools[ranks].run("capacity_cases:live_bytes", overrides=arguments)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 
@@ -49,16 +50,19 @@ def feed_forward_values(spec: ModelSpec, layout: Layout) -> float:
     return sparse if all(spec.experts.sparse) else max(dense, sparse)
 
 
-def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, *, transformer_engine: bool) -> LayerBytes:
+def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layers) -> LayerBytes:
     """The bytes per token of a student's layer, if its loss is injected at its output."""
     t, e = layout.tensor, value_bytes
     d = spec.hidden_size / (t if layout.sequence else 1)
     q, kv = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
     f, heads = feed_forward_values(spec, layout) / 5, spec.num_heads / t
-    if transformer_engine:
+    if layers == "transformer_engine":
         norms = 4 * d * e  # the inputs and the outputs of both norms
+    elif layers == "local":
+        # per norm: its input, the normed state and the linear layer's input, and a scale per token
+        norms = 2 * (3 * e * d + 4)
     else:
-        # per norm: its input in float32, the normed state and the linear layer's input, and a scale per token
+        # the input in float32
         norms = 2 * (4 * d + 2 * e * d + 4)
         norms += e * d if e < 4 else 0  # the float32 copy is not the hidden state, which the injection keeps
     lse = 4 * heads  # a logarithm per head
@@ -68,14 +72,14 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, *, transforme
         qkv = q * e + (2 * layout.context + 1) * q * e
     attention = qkv + q * e  # and its output
     if spec.qk_norm:
-        attention += (q + kv) * (4 + e) + 4 * (heads + spec.num_kv_heads / t)
+        attention += (q + kv) * ((4 if layers == "cpu" else e) + e) + 4 * (heads + spec.num_kv_heads / t)
         # in float32 the keys before their norm are a part of the whole product, which stays
-        attention += (q + kv) * e if e == 4 else 0
+        attention += (q + kv) * e if e == 4 or layers != "cpu" else 0
     mlp = 5 * f * e  # both products of the first layer, what the activation makes of them, and their product
     # selective: the inputs of attention stay, and the values among them keep the whole product they are a part of
-    saved = lse if transformer_engine else core - (q + kv) * e
-    kept = norms + attention + (lse if transformer_engine else core) + mlp
-    norm = d * (4 * e if transformer_engine else 16)
+    saved = lse if layers == "transformer_engine" else core - (q + kv) * e
+    kept = norms + attention + (lse if layers == "transformer_engine" else core) + mlp
+    norm = d * (16 if layers == "cpu" else 4 * e)
     # the MLP runs backward first; where attention is wide, its gradients come to more than what the MLP has freed
     backward = max(spec.hidden_size + f, 4 * q + 2 * kv - 5 * f - 3 * d) * e
     return LayerBytes(kept, saved, d * e, backward, norm)

@@ -8,7 +8,7 @@ import json
 from nemo_oprd.commands.options import add_config, config_of, json_file, positive
 from nemo_oprd.commands.plan.alternatives import alternatives
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
+from nemo_oprd.commands.plan.gpus import GPUS, Cluster, Layers
 from nemo_oprd.commands.plan.report import as_json, lines
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains
@@ -41,9 +41,8 @@ def run(options: argparse.Namespace) -> int:
     config = config_of(options)
     check_trains(config)
     run_spec = resolve(config, options.ranks)
-    cluster = Cluster(
-        options.ranks, GPUS[options.gpu], options.gpus_per_node, transformer_engine=config.precision == "bf16"
-    )
+    layers: Layers = "transformer_engine" if config.precision == "bf16" else "local"
+    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, layers)
     lengths = Lengths(options.prompt_tokens, options.response_tokens, options.problems)
     found = estimate(run_spec, cluster, lengths)
     near = alternatives(run_spec, cluster, lengths) if found.problems else []

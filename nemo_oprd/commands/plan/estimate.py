@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu
+from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu, Layers
 from nemo_oprd.commands.plan.memory import (
     Memory,
+    buffers,
     captured_bytes,
+    optimizer_step,
     student_state,
     target_bytes,
     teacher_forward,
@@ -193,7 +195,7 @@ def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankK
             layout.coordinates(rank).pipeline if rank in layout.ranks else None for layout in (student, teacher)
         )
         if (learns, teaches) not in found:
-            held = _without_sampling(work, student, teacher, learns, teaches, cluster.transformer_engine)
+            held = _without_sampling(work, student, teacher, learns, teaches, cluster.layers)
             found[learns, teaches] = RankKind(learns, teaches, rank, held)
     return student, teacher, list(found.values())
 
@@ -204,7 +206,7 @@ def _without_sampling(
     teacher: Layout,
     learns: int | None,
     teaches: int | None,
-    transformer_engine: bool,
+    layers: Layers,
 ) -> Memory:
     """Memory of a rank of these stages in the student and the teacher, in all phases but those of sampling."""
     config = work.config
@@ -219,13 +221,16 @@ def _without_sampling(
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)
+        always |= buffers(work, student, learns)
         if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
             always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)
     phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
     if learns is not None:
-        moments = update_memory(work, student, learns, transformer_engine=transformer_engine)
+        moments = update_memory(work, student, learns, layers=layers)
         phases |= {name: {"targets": targets, **parts} for name, parts in moments.items()}
+        step = optimizer_step(work, student, learns, layers=layers)
+        phases["optimizer"] = {"temporary": step}
     return Memory(always, phases)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,23 @@ GPUS = {
 }
 
 
+# Transformer Engine's layers, as on GPUs in bf16; Megatron's local ones on GPUs; the same on CPUs, whose norms are
+# composed of operations in float32
+Layers: TypeAlias = Literal["transformer_engine", "local", "cpu"]
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Where a run is to run: one rank per GPU.
 
     Attributes:
-        transformer_engine: whether layers are Transformer Engine's, as on GPUs in bf16, or Megatron's local ones.
+        layers: whose kernels the layers have.
     """
 
     ranks: int
     gpu: Gpu
     gpus_per_node: int = 8
-    transformer_engine: bool = True
+    layers: Layers = "transformer_engine"
 
 
 @dataclass(frozen=True)

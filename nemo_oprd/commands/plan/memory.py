@@ -11,6 +11,7 @@ from nemo_oprd.commands.plan.activations import (
     microbatches_in_flight,
     transient_bytes,
 )
+from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import Workload
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
@@ -75,6 +76,30 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
     }
 
 
+def buffers(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
+    """What Megatron keeps between steps on a rank of stage `pipeline`.
+
+    Sequence parallelism gathers states into one buffer for all layers, and a stage keeps the last state that came from
+    the one before.
+    """
+    state = work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
+    gathers = layout.sequence and layout.tensor > 1
+    return {
+        "gather buffer": state if gathers else 0.0,
+        "last input": state / (layout.tensor if gathers else 1) if pipeline else 0.0,
+    }
+
+
+def optimizer_step(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> float:
+    """Bytes of the optimizer's step: torch's AdamW makes the roots of all second moments at a time; fused ones none."""
+    if layers == "transformer_engine":
+        return 0.0
+    count = student_parameters(work, layout, pipeline)
+    is_sharded = work.config.train.distributed_optimizer
+    shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
+    return 4.0 * (count.trained / shards + count.experts_trained / copies)
+
+
 def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
     """Bytes of the teachers' weights on a rank of their stage `pipeline`; with `teacher.offload` of the largest."""
     each = []
@@ -101,7 +126,22 @@ def rows_on_rank(work: Workload, layout: Layout, rows: float) -> float:
     if layout.context > 1:
         chunk = work.needed / (2 * layout.context)
         rows = min(rows, chunk) + max(0.0, rows - (2 * layout.context - 1) * chunk)
-    return work.on(layout).per_pack * rows / (layout.tensor if layout.sequence else 1)
+    return work.on(layout).per_pack * rows * fullest_share(work, layout, rows)
+
+
+def fullest_share(work: Workload, layout: Layout, rows: float) -> float:
+    """The share of a microbatch's rows that one tensor rank holds: the last one, which has the ends of responses.
+
+    Under sequence parallelism a tensor rank holds consecutive tokens of the pack. Without it every rank holds all rows.
+
+    Args:
+        rows: the last ones of each response that a context rank holds.
+    """
+    if not layout.sequence or not rows:
+        return 1.0
+    each, sequences = work.needed / layout.context, work.on(layout).per_pack
+    whole, rest = divmod(sequences * each / layout.tensor, each)
+    return (whole * rows + min(rows, rest)) / (sequences * rows)
 
 
 def resident_microbatches(work: Workload, layout: Layout) -> int:
@@ -123,24 +163,22 @@ def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
     return held * waves
 
 
-def update_memory(
-    work: Workload, layout: Layout, pipeline: int, *, transformer_engine: bool
-) -> dict[str, dict[str, float]]:
+def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, dict[str, float]]:
     """Moment of an update on a rank of stage `pipeline` (output loss, backward pass of a layer) -> part -> bytes.
 
     All activations are there when the backward pass begins.
     """
     student, spec, batches = work.config.student, work.student, work.on(layout)
     tokens = batches.tokens / layout.context
-    each = layer_bytes(spec, layout, work.value_bytes, transformer_engine=transformer_engine)
-    layers = [i for i in layout.owned_layers(pipeline, spec.num_layers) if i <= max(work.trained_depth, 1)]
+    each = layer_bytes(spec, layout, work.value_bytes, layers=layers)
+    trained = [i for i in layout.owned_layers(pipeline, spec.num_layers) if i <= max(work.trained_depth, 1)]
     settings = student.recompute, student.recompute_method, student.recompute_num_layers
     last = pipeline == layout.pipeline - 1
     # the embedding, or the state that came from the stage before; and the final norm's
     ends = (1 + last) * each.input
-    kept = tokens * (kept_bytes(len(layers), each, *settings) + ends)
+    kept = tokens * (kept_bytes(len(trained), each, *settings) + ends)
     activations = kept * microbatches_in_flight(layout, pipeline, batches.count)
-    transient = tokens * max(transient_bytes(len(layers), each, *settings), each.norm if last else 0.0)
+    transient = tokens * max(transient_bytes(len(trained), each, *settings), each.norm if last else 0.0)
     if work.rows:
         transient = max(transient, injection_bytes(work, layout, tokens * each.input))
     moments = {"update": {"activations": activations, "backward of a layer": transient}}
@@ -176,8 +214,9 @@ def captured_bytes(work: Workload, student: Layout, teacher: Layout, pipeline: i
     for each in work.teachers:
         owned = set(teacher.owned_layers(pipeline, each.spec.num_layers))
         layers = sum(1 for layer in each.pairs.values() if layer in owned)
-        # a rank keeps the rows that it sends: an equal part of those that the tensor ranks hold, of whole responses
-        responses = -(-_responses_of_wave(work, student) // teacher.data) / teacher.context / teacher.tensor
+        # a rank keeps the rows that it sends: with sequence parallelism those that it holds, otherwise an equal part
+        share = fullest_share(work, teacher, work.rows) if teacher.sequence else 1 / teacher.tensor
+        responses = -(-_responses_of_wave(work, student) // teacher.data) / teacher.context * share
         held = responses * work.rows * layers * each.width * each.value_bytes
         if work.output_rows and pipeline == teacher.pipeline - 1:
             # final states, of which only two numbers per row are sent for sampled_token

@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.models.megatron.kv_cache import DecodeParams, KVCache
+from nemo_oprd.models.megatron.parallel import on_device
 
 # Sequences share a padded SDPA call if the longest is at most this many times the shortest; this bounds wasted work.
 BUCKET_RATIO = 1.5
@@ -58,10 +59,10 @@ class AttentionPlan:
     gathered_order: torch.Tensor | None = None
 
     @staticmethod
-    def build(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
+    def build(pack: Pack, context: int) -> AttentionPlan:
         """The plan for `pack` on context rank `context`."""
         if pack.layout.context > 1:
-            return AttentionPlan._zigzag(pack, context, device)
+            return AttentionPlan._zigzag(pack, context)
         lengths, offsets = pack.padded, pack.offsets
         if len(lengths) == 1:
             return AttentionPlan([Bucket(None, 1, pack.total)])
@@ -79,13 +80,13 @@ class AttentionPlan:
             # padding repeats the first token; the output of padding is dropped
             index = np.where(valid, first + column, first)
             order[index[valid]] = start + np.flatnonzero(valid)
-            plan.buckets.append(Bucket(torch.from_numpy(index.ravel()).to(device), len(bucket), longest))
+            plan.buckets.append(Bucket(on_device(index.ravel()), len(bucket), longest))
             start += index.size
-        plan.order = torch.from_numpy(order).to(device)
+        plan.order = on_device(order)
         return plan
 
     @staticmethod
-    def _zigzag(pack: Pack, context: int, device: torch.device) -> AttentionPlan:
+    def _zigzag(pack: Pack, context: int) -> AttentionPlan:
         size = pack.layout.context
         plan = AttentionPlan()
         for offset, length in zip(pack.offsets.tolist(), pack.padded.tolist(), strict=True):
@@ -94,7 +95,7 @@ class AttentionPlan:
                 # local query rows, and the keys from the sequence's start to this chunk's end
                 plan.chunks.append((offset // size + local, chunk, offset, (number + 1) * chunk))
         gathered = torch.cat([torch.from_numpy(pack.context_slice(rank)) for rank in range(size)])
-        plan.gathered_order = torch.argsort(gathered).to(device)
+        plan.gathered_order = on_device(torch.argsort(gathered))
         return plan
 
 

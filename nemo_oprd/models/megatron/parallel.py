@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -65,6 +66,17 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def on_device(values: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Values in host memory, on this process's device.
+
+    On CUDA they travel from pinned memory, so that the host does not wait: an ordinary copy waits until the device has
+    done everything that was asked of it before.
+    """
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    target = device()
+    return tensor.to(target) if target.type == "cpu" else tensor.pin_memory().to(target, non_blocking=True)
 
 
 def device_index(local_rank: int, count: int) -> int:

@@ -21,7 +21,7 @@ from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.models.megatron.attention import AttentionPlan
 from nemo_oprd.models.megatron.observed_layer import ObservedSequences, Observer
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, on_device
 from nemo_oprd.models.megatron.router_replay import Routes
 
 
@@ -60,10 +60,10 @@ class Microbatch:
         `SDPAttention` reads lengths on the host and follows a plan; Transformer Engine reads lengths on the device.
         """
         if layers == "transformer_engine":
-            cu_seqlens = torch.from_numpy(self.pack.cu_seqlens.astype(np.int32)).to(device())
+            cu_seqlens = on_device(self.pack.cu_seqlens.astype(np.int32))
             self.sequences.cu_seqlens_q = self.sequences.cu_seqlens_kv = cu_seqlens
         else:
-            self.sequences.attention_plan = AttentionPlan.build(self.pack, self.context, device())
+            self.sequences.attention_plan = AttentionPlan.build(self.pack, self.context)
 
 
 def make_microbatch(
@@ -95,11 +95,11 @@ def make_microbatch(
         max_seqlen_kv=longest,
         observer=observer,
         depth=depth,
-        positions=torch.from_numpy(positions[own]).to(device()),
-        sequence_lengths=torch.from_numpy(lengths[own]).to(device()),
+        positions=on_device(positions[own]),
+        sequence_lengths=on_device(lengths[own]),
         routes=routes,
     )
-    return Microbatch(torch.from_numpy(ids[own])[None].to(device()), sequences, pack, role.coords.context)
+    return Microbatch(on_device(ids[own])[None], sequences, pack, role.coords.context)
 
 
 def run_schedule(

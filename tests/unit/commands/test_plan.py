@@ -89,7 +89,7 @@ def test_microbatches_in_flight_of_1f1b(stage: int, expected: int) -> None:
 def test_activations_shrink_with_the_layout() -> None:
     spec = parse_model_spec(QWEN_1P5B)
     alone, split, sequence = (
-        layer_bytes(spec, Layout(tensor=t, sequence=s), 2, transformer_engine=True).kept
+        layer_bytes(spec, Layout(tensor=t, sequence=s), 2, "transformer_engine").kept
         for t, s in ((1, False), (2, False), (2, True))
     )
     assert sequence < split < alone < 2 * sequence + 4 * 2 * spec.head_dim

@@ -1,0 +1,220 @@
+"""`rehearse`: two steps of some ranks of a job at full size, on fake CUDA tensors, beside what `plan` says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.commands.options import add_config, config_of, json_file, positive
+from nemo_oprd.commands.plan.estimate import Estimate, Lengths, RankKind, estimate
+from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster
+from nemo_oprd.commands.rehearse.agreement import disagreements
+from nemo_oprd.config.schema import Config
+from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.setup.checks import check_trains
+from nemo_oprd.setup.resolve import RunSpec, resolve
+
+# a larger difference between what was measured and what `plan` says is reported
+TOLERANCE = 0.05
+# phase of a rehearsal -> the phases of `plan` that it passes through
+PLANNED: dict[str, tuple[str, ...]] = {
+    "build": (),
+    "teacher": ("teacher", "transfer"),
+    "update": ("update", "output loss"),
+    "optimizer": ("optimizer",),
+}
+# parts of `plan` that a rehearsal does not build
+_ABSENT = ("rollout copy",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
+    parser.add_argument("--rank", type=int, metavar="R", help="only this rank (default: one of each kind)")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
+    parser.add_argument("--response-tokens", type=positive, metavar="N", help="default: rollout.max_new_tokens")
+    parser.add_argument("--json", metavar="FILE", help="also write all numbers there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints one line per finding; 1 if a rank would fail, or does not fit.
+
+    Raises:
+        ValueError: the configuration, a model or the number of ranks is wrong, or there is no compiler.
+    """
+    file = json_file(options, r'\{\s*"ranks":')
+    config = config_of(options)
+    check_trains(config)
+    run_spec = resolve(config, options.ranks)
+    prompt = options.prompt_tokens or config.data.max_prompt_tokens or 256
+    response = min(options.response_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
+    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, "local")
+    # the plan of memory is that of the longest responses
+    planned = estimate(_shortened(run_spec, response), cluster, Lengths(prompt, response))
+    ranks = [_rank(options, run_spec)] if options.rank is not None else ranks_of_interest(run_spec, planned)
+    found = {}
+    for rank in ranks:
+        print(f"rank {rank} of {options.ranks}: {role_of(run_spec, rank)}", flush=True)
+        found[rank] = rehearse_rank(options, rank, prompt, response)
+    reports = [report(rank, run_spec, planned, found[rank]) for rank in ranks]
+    between = disagreements({rank: found[rank] for rank in ranks})
+    problems = 0
+    for one in reports:
+        for line, is_problem in lines(one, GPUS[options.gpu].memory - ASSUMED.reserve):
+            problems += is_problem
+            print(line)
+    for line in between:
+        problems += 1
+        print(f"error: {line}")
+    if file is not None:
+        content = {"ranks": reports, "disagreements": between}
+        write_atomically(file, json.dumps(content, indent=1) + "\n")
+    return 1 if problems else 0
+
+
+def _rank(options: argparse.Namespace, run_spec: RunSpec) -> int:
+    if not 0 <= options.rank < options.ranks:
+        raise ValueError(f"--rank {options.rank}: expected 0..{options.ranks - 1}, as --ranks says: give one")
+    if options.rank not in run_spec.student_layout.ranks and options.rank not in run_spec.teacher_layout.ranks:
+        raise ValueError(f"--rank {options.rank} holds no model; expected a rank of student or teacher: give one")
+    return int(options.rank)
+
+
+def _shortened(run_spec: RunSpec, response: int) -> RunSpec:
+    """The run with responses of at most `response` tokens."""
+    config: Config = run_spec.config
+    return replace(run_spec, config=replace(config, rollout=replace(config.rollout, max_new_tokens=response)))
+
+
+def ranks_of_interest(run_spec: RunSpec, planned: Estimate) -> list[int]:
+    """Of each kind that `plan` tells apart, the first and the last tensor rank; the last has a response's last rows."""
+    chosen = set()
+    for kind in planned.kinds:
+        chosen.add(kind.rank)
+        layout = run_spec.student_layout if kind.student is not None else run_spec.teacher_layout
+        chosen.add(kind.rank + layout.tensor - 1)
+    return sorted(chosen)
+
+
+def role_of(run_spec: RunSpec, rank: int) -> str:
+    """Such as "student stage 0, teacher stage 0"."""
+    parts = [("student", run_spec.student_layout), ("teacher", run_spec.teacher_layout)]
+    return ", ".join(
+        f"{name} stage {layout.coordinates(rank).pipeline}" for name, layout in parts if rank in layout.ranks
+    )
+
+
+def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response: int) -> dict[str, Any]:
+    """What a process of its own saw.
+
+    Raises:
+        ValueError: the rehearsal can't be carried out here, or the configuration is wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        task = {
+            "rank": rank,
+            "ranks": options.ranks,
+            "gpu_bytes": int(GPUS[options.gpu].memory),
+            "gpus_per_node": options.gpus_per_node,
+            "config_name": options.config_name,
+            "config_dir": options.config_dir,
+            "overrides": options.overrides,
+            "prompt_tokens": prompt,
+            "response_tokens": response,
+            "result": str(result),
+        }
+        command = [sys.executable, "-m", f"{__package__}.rank"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, env=environment)
+        if not result.is_file():
+            said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing"]
+            raise RuntimeError(f"the rehearsal of rank {rank} ended with {done.returncode}: {said[-1][:300]}")
+        found: dict[str, Any] = json.loads(result.read_text())
+    if "error" in found:
+        raise ValueError(found["error"])
+    return found
+
+
+def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any]) -> dict[str, Any]:
+    """One rank's part of the JSON; bytes per phase, waits, kernels and collectives per step."""
+    kind = kind_of(run_spec, planned, rank)
+    phases: dict[str, dict[str, Any]] = {}
+    waits: Counter[tuple[str, int, str, str]] = Counter()
+    collectives: dict[str, Any] = {}
+    for name, seen in found["phases"].items():
+        phases[name] = {"measured_bytes": seen["bytes"], "planned_bytes": planned_bytes(kind, name)}
+        phases[name] |= {"kernels": seen["kernels"], "at_peak": seen["at_peak"]}
+        if name in PLANNED and name != "build":
+            for wait in seen["waits"]:
+                waits[wait["file"], wait["line"], wait["below"], wait["what"]] += wait["count"]
+            sums = collectives.setdefault(name, {})
+            for message in seen["messages"]:
+                key = f"{message['kind']} of {message['dtype']} in {len(message['ranks'])} ranks"
+                one = sums.setdefault(key, {"count": 0, "bytes": 0})
+                one["count"] += 1
+                one["bytes"] += message["bytes"]
+    mistakes = [*found["mistakes"], *([found["failure"]] if found["failure"] else [])]
+    return {
+        "rank": rank,
+        "role": role_of(run_spec, rank),
+        "phases": phases,
+        "waits": [
+            {"file": file, "line": line, "below": below, "what": what, "count": count}
+            for (file, line, below, what), count in sorted(waits.items())
+        ],
+        "mistakes": mistakes,
+        "collectives": collectives,
+        "seconds": found["seconds"],
+    }
+
+
+def kind_of(run_spec: RunSpec, planned: Estimate, rank: int) -> RankKind:
+    """The kind of a rank in the plan."""
+    stages = [
+        layout.coordinates(rank).pipeline if rank in layout.ranks else None
+        for layout in (run_spec.student_layout, run_spec.teacher_layout)
+    ]
+    return next(kind for kind in planned.kinds if [kind.student, kind.teacher] == stages)
+
+
+def planned_bytes(kind: RankKind, phase: str) -> float | None:
+    """What `plan` says of a phase, without what a rehearsal does not build; None where it is silent."""
+    if phase not in PLANNED:
+        return None
+    always = sum(size for part, size in kind.memory.always.items() if part not in _ABSENT)
+    return always + max((sum(kind.memory.phases.get(name, {}).values()) for name in PLANNED[phase]), default=0.0)
+
+
+def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
+    """(A line of the report, whether it makes the rehearsal fail)."""
+    yield f"rank {one['rank']} ({one['role']}), {one['seconds']:.0f} s:", False
+    for name, phase in one["phases"].items():
+        measured, said = phase["measured_bytes"], phase["planned_bytes"]
+        text = f"  {name:<16} {measured / 1e9:8.3f} GB"
+        if said is not None:
+            text += f"   plan {said / 1e9:8.3f} GB ({measured / said - 1:+.1%})"
+        yield f"{text}   {phase['kernels']} kernels", False
+        if measured > usable:
+            yield f"error: {name} holds {measured / 1e9:.1f} GB, but {usable / 1e9:.1f} GB can be used", True
+        if said is not None and abs(measured / said - 1) > TOLERANCE and name != "build":
+            yield f"finding: {name} holds {measured / said - 1:+.1%} of what plan says; expected {TOLERANCE:.0%}", False
+    own = [wait for wait in one["waits"] if not wait["below"] and wait["file"].startswith("nemo_oprd/")]
+    for wait in own:
+        yield f"  the host waits {wait['count']} times: {wait['file']}:{wait['line']} ({wait['what']})", False
+    others = sum(wait["count"] for wait in one["waits"]) - sum(wait["count"] for wait in own)
+    if others:
+        yield f"  the host waits {others} times in Megatron (see --json)", False
+    for mistake in one["mistakes"]:
+        yield f"error: {mistake['file']}:{mistake['line']}: {mistake['text']} [{mistake['code']}]", True

@@ -1,0 +1,29 @@
+"""One rank of a large world in one process: torch's fake process group, and what its collectives can't answer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+def join(rank: int, ranks: int, gpus_per_node: int) -> None:
+    """This process becomes rank `rank` of `ranks`. Collectives change nothing; those of objects return one's own."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(gpus_per_node))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+    def all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
+        gathered[:] = [value] * len(gathered)
+
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    dist.all_gather_object = torch.distributed.all_gather_object = all_gather_object
+    dist.broadcast_object_list = dist.barrier = nothing
+    from nemo_oprd.models.megatron import parallel
+
+    subgroups = parallel._subgroups
+    # groups for tensors in host memory are fake, too
+    parallel._subgroups = lambda ranks, backend=None: subgroups(ranks, "fake" if backend == "gloo" else backend)
+    parallel.watchdog.start = nothing  # there is no store to watch

@@ -1,0 +1,92 @@
+"""The numbers of small tensors on the device that the host itself has put there: lengths, indices, masks, counters.
+
+A rehearsal has no data, yet much of what a step reads back from the device was made on the host a moment before. Such
+tensors keep a real twin in host memory, on which small operations are carried out, too. A read of the device then
+returns the number that a run would return, and `nonzero` the right number of rows. An operation with anything that has
+no twin ends the twins of what it writes.
+
+What other ranks would send is not known. After a reduction or a broadcast the twin is what this rank gave.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+
+# Larger tensors have no twin: they hold weights, states and gradients.
+LARGEST = 1 << 17
+_NO_NUMBERS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+# after these every rank has what this rank gave, as far as it is known here
+_AGREED = ("allreduce_", "broadcast_", "allreduce_coalesced_")
+
+
+class HostValues:
+    """Twins of tensors on the device; `twin[tensor]` is real, in host memory, of equal shape and dtype."""
+
+    def __init__(self) -> None:
+        self._twins: Any = WeakTensorKeyDictionary()
+        self._of_storage: dict[int, list[WeakIdRef]] = defaultdict(list)
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The twin of a tensor; a tensor in host memory is its own one."""
+        if tensor.device.type != "cuda" and type(tensor) is torch.Tensor:
+            return tensor
+        found: torch.Tensor | None = self._twins.get(tensor)
+        return found
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Carries out an operation on the twins of its arguments, after it was carried out on fake tensors."""
+        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        mutates = func._schema.is_mutable
+        if not written or any(tensor.numel() > LARGEST for tensor in written):
+            self._end_if(mutates, written)
+            return
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        twins = {id(leaf): self.get(leaf) for leaf in leaves}
+        name = func.overloadpacket.__name__
+        is_known = name not in _NO_NUMBERS and torch.Tag.nondeterministic_seeded not in func.tags
+        if not is_known or any(twin is None or twin.numel() > LARGEST for twin in twins.values()):
+            self._end_if(mutates, written)
+            return
+
+        def on_host(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return twins[id(leaf)]
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+        with _disable_current_modes():
+            real = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+        made = [leaf for leaf in tree_leaves(real) if isinstance(leaf, torch.Tensor)]
+        for tensor, twin in zip(written, made, strict=True):
+            self.put(tensor, twin)
+
+    def put(self, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+        """Gives a tensor on the device a twin."""
+        if tensor.device.type == "cuda" and tensor.shape == twin.shape:
+            if tensor not in self._twins:
+                self._of_storage[tensor.untyped_storage()._cdata].append(WeakIdRef(tensor))
+            self._twins[tensor] = twin
+
+    def collective(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """After a collective or a message on these tensors."""
+        if name not in _AGREED and name != "send":
+            self._end_if(True, tensors)
+
+    def freed(self, storage: int) -> None:
+        """The storage with this address is gone."""
+        self._of_storage.pop(storage, None)
+
+    def _end_if(self, mutates: bool, tensors: list[torch.Tensor]) -> None:
+        """Ends the twins of tensors that were written to, and of all tensors in their memory."""
+        if not mutates:
+            return
+        for tensor in tensors:
+            for reference in self._of_storage.pop(tensor.untyped_storage()._cdata, []):
+                alive = reference()
+                if alive is not None:
+                    self._twins.pop(alive, None)

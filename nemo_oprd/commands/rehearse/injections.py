@@ -1,0 +1,61 @@
+"""Counts injected gradients on the rehearsed rank, where the sums over all ranks are not known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nemo_oprd.batch.plan import BatchPlan
+from nemo_oprd.distillation import hidden_state_loss
+from nemo_oprd.distillation import step as step_module
+from nemo_oprd.distillation.metrics.injection_counts import CaptureError
+from nemo_oprd.models.megatron.parallel import Role
+
+
+class Injections:
+    """Takes the place of `check_injections` for the layers of this rank."""
+
+    def __init__(self) -> None:
+        self.role: Role | None = None
+        self._counts: Counter[int] = Counter()
+        self._layer = 0
+
+    def install(self) -> None:
+        """Changes the modules of the student's losses."""
+        supervise, inject = hidden_state_loss.HiddenStateLoss._supervise, hidden_state_loss.inject_gradient
+
+        def of_layer(loss: Any, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._layer = layer
+            return supervise(loss, layer, *args, **kwargs)
+
+        def counted(*args: Any, on_injected: Callable[[torch.Tensor], None], **kwargs: Any) -> torch.Tensor:
+            layer = self._layer
+
+            def count(squared: torch.Tensor) -> None:
+                self._counts[layer] += 1
+                on_injected(squared)
+
+            return inject(*args, on_injected=count, **kwargs)
+
+        hidden_state_loss.HiddenStateLoss._supervise = of_layer  # type: ignore[method-assign,assignment]
+        hidden_state_loss.inject_gradient = counted
+        step_module.check_injections = self.check  # type: ignore[assignment]
+        step_module.check_output_passes = lambda *_: None  # a sum over ranks, too
+
+    def check(self, sums: Any, plan: BatchPlan, num_layers: int) -> None:
+        """Raises CaptureError unless each layer of this rank got its gradient once per microbatch with rows."""
+        assert self.role is not None
+        coords = self.role.member_coords
+        expected = sum(1 for local in plan.local_rows(coords) if len(local.table_index))
+        owned = set(self.role.layout.owned_layers(coords.pipeline, num_layers)) & set(sums)
+        found, self._counts = self._counts, Counter()
+        for layer in sorted(owned | set(found)):
+            if found[layer] != (expected if layer in owned else 0):
+                raise CaptureError(
+                    f"layer {layer} received its loss gradient {found[layer]} time(s) in this step on this rank, "
+                    f"expected {expected if layer in owned else 0}: the layer's forward was bypassed or its output was "
+                    "detached"
+                )

@@ -1,0 +1,55 @@
+"""Where in the source something happens: the innermost line of this package, and of Megatron where it calls deeper."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2]
+_OWN, _HERE = f"{PACKAGE}/", f"{Path(__file__).parent}/"
+_MEGATRON = "/megatron/core/"
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A line of this package, and the innermost line of Megatron below it.
+
+    Attributes:
+        file: relative to the package's parent, such as nemo_oprd/distillation/step.py; of Megatron where no line of
+            this package is on the stack (a backward pass).
+        function: its name.
+        below: FILE:LINE of Megatron; empty if this package calls torch itself.
+        innermost: (file, function) of the innermost line of the two.
+    """
+
+    file: str
+    line: int
+    function: str
+    below: str = ""
+    innermost: tuple[str, str] = ("", "")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this package itself calls torch there."""
+        return not self.below and self.file.startswith(f"{PACKAGE.name}/")
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" ({self.below})" if self.below else "")
+
+
+def current_place() -> Place:
+    """The place that is running now."""
+    below, innermost = "", ("torch", "")
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OWN) and not name.startswith(_HERE):
+            file, function = f"{PACKAGE.name}/{name[len(_OWN) :]}", frame.f_code.co_name
+            return Place(file, frame.f_lineno, function, below, innermost if below else (file, function))
+        if not below and _MEGATRON in name:
+            innermost = f"megatron/core/{name.rpartition(_MEGATRON)[2]}", frame.f_code.co_name
+            below = f"{innermost[0]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    file, _, line = below.partition(":")
+    return Place(file or "torch", int(line or 0), innermost[1], "", innermost)

@@ -1,0 +1,300 @@
+"""Watches every operation of a rehearsed rank: bytes in use, waits of the host, collectives, and mistakes.
+
+Tensors on "cuda" are fake: they have a shape, a dtype and a storage that is counted, and no data. Tensors in host
+memory are real, so that plans, rows and lengths are computed as in a run; only weights are never read and are fake.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nemo_oprd.commands.rehearse.host_values import LARGEST, HostValues
+from nemo_oprd.commands.rehearse.places import Place, current_place
+
+aten = torch.ops.aten
+# operations that multiply matrices -> the arguments whose dtypes must be equal; fake tensors accept any
+_PRODUCTS: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten._grouped_mm.default: (0, 1),
+}
+_READS = (aten._local_scalar_dense.default,)
+_COUNTS_ROWS = (aten.nonzero.default,)
+# what PyTorch's allocator rounds a block up to
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something that a GPU would refuse, compute otherwise or be slowed down by."""
+
+    code: str
+    place: Place
+    text: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective or a message between two ranks, in the order in which the host issues them.
+
+    `ranks`: of the group; `peer`: the rank that a message goes to or comes from, in the world; None for collectives.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    bytes: int
+    device: str
+    place: Place
+    peer: int | None = None
+
+
+@dataclass
+class Phase:
+    """What was seen in a phase."""
+
+    peak: int = 0
+    rounded_peak: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)  # where it was allocated -> bytes
+    kernels: int = 0
+    waits: Counter = field(default_factory=Counter)  # (place, what)
+    messages: list[Message] = field(default_factory=list)
+
+
+class Recorder(TorchDispatchMode):
+    """See the module's docstring. It must be entered inside of a `FakeTensorMode`.
+
+    Args:
+        invent: the value that a read of the device returns, by (place, dtype); raises UnknownValue.
+    """
+
+    def __init__(self, invent: Callable[[Place, torch.dtype], float | int | bool]) -> None:
+        super().__init__()
+        self._invent = invent
+        self.live = self.peak = self._rounded = 0
+        self.phases: dict[str, Phase] = {}
+        self.mistakes: Counter[Mistake] = Counter()
+        self._phase = self.phases.setdefault("build", Phase())
+        self._alive: dict[int, tuple[int, str]] = {}
+        self._known = HostValues()
+        self._references: dict[int, Any] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts what happens inside for the phase `name`; what is alive at its begin counts, too."""
+        before, self._phase = self._phase, self.phases.setdefault(name, Phase())
+        self._phase.peak, self._phase.rounded_peak = max(self._phase.peak, self.live), self._rounded
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def begin_step(self) -> None:
+        """Forgets what earlier steps waited for, started and sent; their peaks count."""
+        for phase in self.phases.values():
+            phase.kernels = 0
+            phase.waits.clear()
+            phase.messages.clear()
+
+    def wait(self, what: str) -> None:
+        """Notes that the host waits for the device."""
+        self._phase.waits[current_place(), what] += 1
+
+    def mistake(self, code: str, text: str) -> None:
+        """Notes a mistake at the current place."""
+        self.mistakes[Mistake(code, current_place(), text)] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if func in (aten._pin_memory.default, aten.pin_memory.default, aten.is_pinned.default):
+            return False if func is aten.is_pinned.default else args[0]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        target = kwargs.get("device")
+        on_device = target is not None and torch.device(target).type == "cuda"
+        if not on_device and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with _disable_current_modes():  # host memory: real numbers
+                return func(*args, **kwargs)
+        if func in _READS:
+            return self._read(args[0])
+        if func in _COUNTS_ROWS and args[0].device.type == "cuda":
+            self.wait(f"{func.overloadpacket.__name__}() counts on the device")
+            return self._counted(func, args[0])
+        self._check(func, args, tensors)
+        moved = self._moved(func, args, kwargs)
+        if moved is not None:
+            return moved
+        out = func(*args, **kwargs)
+        self._phase.kernels += 1
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor, func)
+        self._known.follow(func, args, kwargs, out)
+        return out
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        """A number of the device, for the host."""
+        if tensor.device.type == "cuda":
+            self.wait("item(), tolist() or a branch on a tensor")
+        twin = self._known.get(tensor)
+        if twin is None:
+            return self._invent(current_place(), tensor.dtype)
+        with _disable_current_modes():
+            return twin.item()
+
+    def _counted(self, func: Any, tensor: torch.Tensor) -> Any:
+        """Operations whose number of rows depends on data."""
+        twin = self._known.get(tensor)
+        if twin is None:
+            rows = int(self._invent(current_place(), torch.int64))
+            shape = (rows, tensor.ndim) if func is aten.nonzero.default else (rows,)
+            out = tensor.new_empty(shape, dtype=torch.int64 if func is aten.nonzero.default else tensor.dtype)
+        else:
+            with _disable_current_modes():
+                real = func(twin)
+            out = tensor.new_empty(real.shape, dtype=real.dtype)
+            self._known.put(out, real)
+        self._track(out, func)
+        return out
+
+    def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Copies between host and device; None for everything else."""
+        if func is aten._to_copy.default:
+            source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
+        elif func is aten.copy_.default:
+            source, target = args[1], args[0].device
+        else:
+            return None
+        if not isinstance(source, torch.Tensor) or source.device.type == target.type:
+            return None
+        if target.type == "cuda":
+            blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            if blocks and source.numel():
+                self.wait("copy from the host")
+            return None
+        if not isinstance(source, FakeTensor) or source.device.type != "cuda":
+            return None
+        self.wait("copy to the host")
+        return self._host_copy(func, args, kwargs) if source.numel() <= LARGEST else None
+
+    def _host_copy(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """The host's copy of a small tensor of the device, filled with one invented number if there is no twin."""
+        source = args[0] if func is aten._to_copy.default else args[1]
+        dtype = kwargs.get("dtype") or (source if func is aten._to_copy.default else args[0]).dtype
+        twin = self._known.get(source)
+        value = self._invent(current_place(), dtype) if twin is None else 0
+        with _disable_current_modes():
+            copied = torch.full(source.shape, value, dtype=dtype) if twin is None else twin.to(dtype, copy=True)
+            return args[0].copy_(copied) if func is aten.copy_.default else copied
+
+    def _check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+        """Mistakes that fake tensors let pass."""
+        if func in _PRODUCTS:
+            found = [args[i].dtype for i in _PRODUCTS[func]]
+            if len(set(found)) > 1:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
+                self.mistake("mixed-dtypes", f"{func.overloadpacket.__name__} multiplies {names}")
+        if func is aten.copy_.default or len(tensors) < 2:
+            return
+        devices = {tensor.device.type for tensor in tensors if tensor.ndim}
+        if len(devices) > 1:
+            found = " and ".join(sorted(devices))
+            self.mistake("host-tensor", f"{func.overloadpacket.__name__} takes tensors of {found}")
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Notes a collective, and carries it out on one host number, because fake tensors do not know all of them."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        group = next((found for found in map(_group, tree_leaves((args, kwargs))) if found is not None), None)
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+        on_host = group is not None and "host" in getattr(group, "group_desc", "")
+        for tensor in tensors:
+            if tensor.device.type != "cuda" and not on_host:
+                self.mistake("host-tensor-in-collective", f"{name} of a tensor in host memory, over NCCL")
+            elif not tensor.is_contiguous():
+                self.mistake("not-contiguous", f"{name} of a tensor that is not contiguous")
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+        if len(dtypes) > 1:
+            self.mistake("mixed-dtypes", f"{name} of {', '.join(sorted(dtypes))}")
+        if tensors:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            device, shapes = tensors[0].device.type, tuple(tuple(tensor.shape) for tensor in tensors)
+            peer = None
+            if name in ("send", "recv_"):
+                peer = ranks[args[2]]
+            message = Message(name, ranks, shapes, min(dtypes), size, device, current_place(), peer)
+            self._phase.messages.append(message)
+        least = max(1, min((tensor.numel() for tensor in tensors), default=1))
+        self._known.collective(name, tensors)
+        with _disable_current_modes():
+            # some collectives check that one tensor is as many times as large as another
+            small = lambda tensor: torch.zeros(tensor.numel() // least)  # noqa: E731
+            args, kwargs = tree_map_only(torch.Tensor, small, (args, kwargs))
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor | tuple | list):  # (tensors, work): the tensors are those of the arguments
+            return tree_map_only(torch.Tensor, lambda tensor: tensors[0], out)
+        return out
+
+    def _track(self, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.device.type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        rounded = -(-size // BLOCK) * BLOCK
+        self._alive[key] = (size, f"{current_place()} {func.overloadpacket.__name__}{list(tensor.shape)}")
+
+        def freed(_: Any) -> None:
+            self.live -= size
+            self._rounded -= rounded
+            self._alive.pop(key, None)
+            self._references.pop(key, None)
+            self._known.freed(key)
+
+        self._references[key] = weakref.ref(storage, freed)
+        self.live += size
+        self._rounded += rounded
+        self.peak = max(self.peak, self.live)
+        phase = self._phase
+        phase.rounded_peak = max(phase.rounded_peak, self._rounded)
+        if self.live > phase.peak:
+            # a list of all tensors is made only where the peak has grown enough to be worth it
+            is_new = self.live > 1.002 * sum(phase.at_peak.values())
+            phase.peak = self.live
+            if is_new:
+                phase.at_peak = self._by_place()
+
+    def _by_place(self) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for size, where in self._alive.values():
+            found[where] += size
+        return dict(found)
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    """The process group in a dispatched argument."""
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
+        except RuntimeError:  # options, or a reduction
+            return None
+    return None

@@ -1,0 +1,81 @@
+"""Builds `shim.cpp` once per torch and loads it; imported before torch."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("shim.cpp")
+COMPILERS = ("g++", "clang++", "c++")
+
+
+def load() -> None:
+    """Loads torch's own libraries and the shim, which registers itself; torch must not be imported yet.
+
+    Raises:
+        ValueError: there is no C++ compiler, or torch is a CUDA build.
+    """
+    torch = torch_directory()
+    library = build(torch)
+    for path in (torch / "lib" / "libc10.so", torch / "lib" / "libtorch_cpu.so", library):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def torch_directory() -> Path:
+    """Where torch is installed; ValueError unless it is a CPU build."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None, "torch is a dependency of this package"
+    directory = Path(found.origin).parent
+    if (directory / "lib" / "libtorch_cuda.so").exists():
+        version = importlib.metadata.version("torch")
+        raise ValueError(
+            f"torch {version} is built with CUDA, which has a device guard of its own and looks for a GPU in every "
+            "backward pass; expected the CPU build of torch: rehearse in the environment of the quickstart "
+            "(scripts/environment.sh)"
+        )
+    return directory
+
+
+def build(torch: Path) -> Path:
+    """The compiled shim, from the user's cache folder; it is compiled if it is not there yet.
+
+    Raises:
+        ValueError: there is no compiler, or it refuses the source.
+    """
+    version = importlib.metadata.version("torch")
+    known = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    library = cache_directory() / f"cuda_shim_{known}.so"
+    if library.exists():
+        return library
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise ValueError(
+            f"no C++ compiler ({', '.join(COMPILERS)}) is on PATH; expected one, with which the rehearsal builds its "
+            "stand-in for a CUDA device: install g++"
+        )
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE)]
+        command += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+            raise ValueError(
+                f"{compiler} can't build the stand-in for a CUDA device: {errors[0][:300]}; expected a compiler of "
+                "C++20 and torch's headers: install a newer g++"
+            )
+        made.replace(library)  # whole, also if several processes build it
+    return library
+
+
+def cache_directory() -> Path:
+    """The folder of this package in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_oprd"

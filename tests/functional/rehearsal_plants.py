@@ -1,0 +1,152 @@
+"""Rehearses a rank with one deliberate mistake: `python rehearsal_plants.py NAME`, the task of `rank.py` on stdin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from nemo_oprd.commands.rehearse import rank
+
+
+def nothing() -> None:
+    """No mistake."""
+
+
+def host_tokens() -> None:
+    """The token ids of a microbatch stay in host memory."""
+    import torch
+
+    from nemo_oprd.models.megatron import pipeline_schedule
+
+    pipeline_schedule.on_device = torch.from_numpy  # type: ignore[assignment]
+
+
+def host_sums() -> None:
+    """The sums of the metrics are in host memory when they are reduced over ranks."""
+    import torch
+
+    from nemo_oprd.distillation import step
+
+    step.device = lambda: torch.device("cpu")
+
+
+def host_budget() -> None:
+    """What the ranks agree on is in host memory."""
+    import torch
+
+    from nemo_oprd.distillation import target_budget
+
+    target_budget.device = lambda: torch.device("cpu")
+
+
+def float32_weight() -> None:
+    """One weight is float32 among bfloat16 ones."""
+    changed_models(lambda chunk: to_float32(chunk.decoder.layers[0].self_attention.linear_proj))
+
+
+def item_in_a_layer() -> None:
+    """A layer looks at a number of its output."""
+    from nemo_oprd.models.megatron import observed_layer
+
+    forward = observed_layer.ObservedLayer.forward
+
+    def looking(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(layer, *args, **kwargs)
+        assert out[0].flatten()[0].item() != 3.0
+        return out
+
+    observed_layer.ObservedLayer.forward = looking  # type: ignore[method-assign]
+
+
+def not_contiguous() -> None:
+    """The rows of the output loss are summed over tensor ranks in a transposed tensor."""
+    from nemo_oprd.distillation import output_head
+
+    dist = output_head.dist
+
+    class Transposing:
+        @staticmethod
+        def all_reduce(tensor: Any, group: Any) -> None:
+            dist.all_reduce(tensor.t(), group=group)
+
+    output_head.dist = Transposing  # type: ignore[assignment]
+
+
+def float32_targets() -> None:
+    """The teacher sends its states in float32."""
+    from nemo_oprd.distillation import capture
+
+    at_layer = capture.HiddenStateCapture.at_layer
+
+    def converted(observer: Any, layer: int, hidden: Any, **kwargs: Any) -> Any:
+        at_layer(observer, layer, hidden.float(), **kwargs)
+        return hidden
+
+    capture.HiddenStateCapture.at_layer = converted  # type: ignore[method-assign]
+
+
+def teacher_with_gradients() -> None:
+    """The teacher's forward pass keeps what a backward pass would need."""
+    import torch
+
+    from nemo_oprd.distillation import teacher
+
+    run, targets = teacher.run_schedule, teacher.Teacher.targets.__wrapped__  # type: ignore[attr-defined]
+
+    def learning(chunks: Any, *args: Any, **kwargs: Any) -> None:
+        for chunk in chunks:
+            chunk.requires_grad_(True)
+        with torch.enable_grad():
+            run(chunks, *args, **(kwargs | {"forward_only": True}))
+
+    teacher.run_schedule = learning
+    teacher.Teacher.targets = targets  # type: ignore[method-assign]
+
+
+def second_copy_of_weights() -> None:
+    """Every model keeps a copy of its weights."""
+    changed_models(lambda chunk: setattr(chunk, "kept", [p.detach().clone() for p in chunk.parameters()]))
+
+
+def missing_all_reduce() -> None:
+    """This rank leaves out the sum of the output loss's rows over the tensor ranks."""
+    from nemo_oprd.distillation import output_head
+
+    class Silent:
+        @staticmethod
+        def all_reduce(tensor: Any, group: Any) -> None: ...
+
+    output_head.dist = Silent  # type: ignore[assignment]
+
+
+def changed_models(change: Callable[[Any], None]) -> None:
+    """Changes every model chunk after it was built."""
+    from nemo_oprd.setup import models
+
+    build = models.build_chunks
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        chunks = build(*args, **kwargs)
+        for chunk in chunks:
+            change(chunk)
+        return chunks
+
+    models.build_chunks = built
+
+
+def to_float32(linear: Any) -> None:
+    import torch
+
+    linear.weight = torch.nn.Parameter(linear.weight.detach().float())
+
+
+if __name__ == "__main__":
+    run_steps = rank.run_steps
+
+    def with_mistake(*args: Any) -> None:
+        globals()[sys.argv[1]]()
+        run_steps(*args)
+
+    rank.run_steps = with_mistake
+    rank.main()
