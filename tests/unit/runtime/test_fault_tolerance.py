@@ -81,7 +81,7 @@ def test_lock_behind_a_link(tmp_path: Path) -> None:
 def test_a_checkpoint_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> None:
     """Minutes count from the last save, or from the start."""
     settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_minutes=10", "train.save_every=0"]
-    train, nothing, saved = load_config("verify", settings).train, SimpleNamespace(received=None), list[int]()
+    train, nothing, saved = load_config("verify", settings).train, Signals(), list[int]()
     now = (0.0, 599.0, 600.0, 600.0, 1199.0, 1201.0, 1201.0, 1300.0)  # a save asks, too
     module = "nemo_oprd.checkpointing.checkpointer"
     with (
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> Non
 
 def test_a_signal_before_training_stops_a_run_without_validation_sets() -> None:
     """It would otherwise train a whole step first."""
-    signals = SimpleNamespace(received=None)
+    signals = Signals()
     nothing: Any = None
     validation = Validation(nothing, nothing, nothing, nothing, nothing, nothing, 0, signals)  # type: ignore[arg-type]
     with mock.patch("nemo_oprd.evaluation.validation.agree", lambda _, flag: [flag]):
