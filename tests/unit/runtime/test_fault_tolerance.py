@@ -396,9 +396,7 @@ class TestPending:
             found.append((told, (tmp_path / "pending.safetensors").exists()))
             raise Stopped
 
-        config = load_config(
-            "verify", ["student.hf_path=a", "teacher.hf_path=b", "output=c", "train.prompts_per_step=2"]
-        )
+        settings = ["student.hf_path=a", "teacher.hf_path=b", "output=c", "train.prompts_per_step=2"]
         prompts = TrainingPrompts(list(self.REQUESTS), PromptOrder((2,)))
         engine = SimpleNamespace(generate=cancelled)
         cache = ResumeCache(tmp_path, {})
