@@ -66,7 +66,10 @@ class VllmConfig:
     By files in shared memory, a process group, or GPU memory of the same GPU; auto: what the placement allows.
     """
     check_tokens: Free[NonNegativeInt] = 1024
-    """sampled tokens per step whose log-probabilities are compared; 0: none"""
+    """most sampled tokens per step whose log-probabilities are compared; 0: none
+
+    At most 16 of a response, so 1024 tokens are of 64 responses; other responses in every step.
+    """
     start_timeout: Free[PositiveFloat] = 900.0
     """seconds until a server must be ready"""
     request_timeout: Free[PositiveFloat] = 7200.0

@@ -3,7 +3,8 @@
 Versions and checksums say that the bytes of the weights have arrived. They don't say that the engine computes with
 them: a packed copy of the head may be stale, keys of the old weights may be in a prefix cache, the temperature may be
 another one. What was sampled looks plausible in all these cases, and the losses fall. So before each update the student
-computes the log-probabilities of some of the sampled tokens, by a forward pass without gradient at full depth.
+computes the log-probabilities of some of the sampled tokens, by a forward pass without gradient at full depth. Its cost
+does not grow with the batch: a few responses are drawn, other ones in every step, and a few tokens of each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.packing import make_packs
 from nemo_oprd.batch.plan import BatchPlan
-from nemo_oprd.batch.token_table import TokenTable, make_rows
+from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.capture import HiddenStateCapture
@@ -28,6 +29,8 @@ from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_sch
 
 # first number of the key that draws the tokens, so that it never meets the key of a sampling
 _CHECK_STREAM = 3
+# at most so many responses of a step are checked, and so many tokens of each
+MOST_RESPONSES, TOKENS_OF_RESPONSE = 64, 16
 _PERCENTILE = 99
 
 
@@ -65,12 +68,12 @@ class SamplingCheck:
         """
         if not self._tokens or self._config.rollout.replay or any(r.logprobs is None for r in rollouts):
             return {}
-        sequences = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
-        table = _draw(sequences, self._tokens, (self._config.seed, _CHECK_STREAM, step))
-        trainer = student_logprobs(student, sequences, table, self._config, self._vocab_limit)
-        engine = np.concatenate([np.asarray(rollout.logprobs) for rollout in rollouts])
-        starts = np.cumsum([0, *(len(rollout.response_ids) for rollout in rollouts)])
-        return compare(engine[starts[table.response] + table.token], trainer, table, BOUNDS[self._config.precision])
+        table = _draw(rollouts, self._tokens, self._config.seed, step)
+        if not len(table):
+            return {}
+        trainer = student_logprobs(student, rollouts, table, self._config, self._vocab_limit)
+        engine = table.engine_logprobs(rollouts).astype(np.float64)
+        return compare(engine, trainer, table, BOUNDS[self._config.precision])
 
 
 def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: Bounds) -> dict[str, float]:
@@ -112,20 +115,32 @@ def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: 
     return found
 
 
-def _draw(rollouts: list[Rollout], count: int, key: tuple[int, ...]) -> TokenTable:
-    """At most `count` response tokens, as many of each response as of any other, anywhere in it."""
-    table = make_rows(
-        rollouts,
-        positions="all",
-        k=1,
-        position="predicting",
-        aggregation="token_mean",
-        requested_by="rollout.vllm.check_tokens",
-    )
-    order = np.lexsort((np.random.default_rng(key).random(len(table)), table.response))
-    number = np.arange(len(table)) - np.searchsorted(table.response, table.response[order])  # within its response
-    drawn = np.sort(order[np.argsort(number, kind="stable")[:count]])
-    return table.select(drawn)
+def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTable:
+    """At most `count` response tokens: `TOKENS_OF_RESPONSE` of a response, anywhere in it, of `MOST_RESPONSES` at most.
+
+    The responses take turns: those of one step are spread over the batch, and with batches of one size every response
+    that has tokens has its turn within responses / (responses of a step) steps, whatever the first one.
+    """
+    # a token is predicted by the one before it
+    first = [0 if len(rollout.prompt_ids) else 1 for rollout in rollouts]
+    candidates = [i for i, rollout in enumerate(rollouts) if len(rollout.response_ids) > first[i]]
+    most = min(MOST_RESPONSES, -(-count // TOKENS_OF_RESPONSE))
+    turns = max(1, -(-len(candidates) // most))
+    chosen = candidates[step % turns :: turns]
+    tokens = []
+    for number, i in enumerate(chosen):
+        share = count * (number + 1) // len(chosen) - count * number // len(chosen)
+        available = len(rollouts[i].response_ids) - first[i]
+        draw = np.random.default_rng((seed, _CHECK_STREAM, step, i))
+        drawn = draw.choice(available, min(share, TOKENS_OF_RESPONSE, available), replace=False, shuffle=False)
+        tokens.append(np.sort(drawn) + first[i])
+    response = np.repeat(np.array(chosen, np.int64), [len(each) for each in tokens])
+    token = np.concatenate([*tokens, np.zeros(0, np.int64)])
+    prompts, lengths = ([len(getattr(r, name)) for r in rollouts] for name in ("prompt_ids", "response_ids"))
+    position = np.array(prompts, np.int64)[response] + token - 1
+    from_end = np.array(lengths, np.int64)[response] - 1 - token
+    weight = np.full(len(token), 1 / max(1, len(token)))
+    return TokenTable(response, position, position, token, token, from_end, weight, sum(map(bool, map(len, tokens))))
 
 
 @torch.no_grad()

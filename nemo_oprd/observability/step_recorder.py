@@ -1,4 +1,4 @@
-"""Records each training step: its metrics, its progress line, and rollouts in files."""
+"""Records each training step: its metrics, its progress line, and rollouts in files, which are written aside."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.student import Update
 from nemo_oprd.observability.loss_spikes import TERMS, LossSpikeDetector
 from nemo_oprd.observability.metrics_log import MetricsLog
+from nemo_oprd.observability.rollout_files import RolloutFile, RolloutFiles
 from nemo_oprd.observability.token_files import remove_token_files, token_file
 from nemo_oprd.observability.token_records import token_records
-from nemo_oprd.rollout.replay import write_json_lines, write_rollouts
+from nemo_oprd.rollout.replay import write_json_lines
 from nemo_oprd.rollout.teacher_inputs import alignment_metrics
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class StepRecorder:
     def __init__(self, config: Config, routing: Routing, log: MetricsLog, tokenizer: Tokenizer | None) -> None:
         self._config, self._log, self._tokenizer, self._routing = config, log, tokenizer, routing
         self._directory = Path(config.output) / "rollouts"
+        self._files = RolloutFiles(None if tokenizer is None else tokenizer.decode)
         weights = dict(zip(TERMS, (config.loss.representation.weight, config.loss.output.weight), strict=True))
         past = {  # losses of the steps in which the loss had a weight
             name: [value for done, value in log.history(name).items() if done and weight_at(weight, done - 1) > 0]
@@ -54,7 +56,7 @@ class StepRecorder:
         seconds: dict[str, float],
         additional: dict[str, float],
     ) -> None:
-        """Records step `done`, from 1.
+        """Records step `done`, from 1. Raises OSError if the rollouts of an earlier step could not be written.
 
         Args:
             updates: (metrics, update) of each update on the rollouts, in order; both None on ranks outside the student.
@@ -82,15 +84,21 @@ class StepRecorder:
         self._log.progress(done, named)
         if dist.get_rank() != 0:
             return
+        files = []
         if self._config.rollout.save and self._config.rollout.replay is None:
-            write_rollouts(self._directory / f"step_{done:07d}.jsonl", self._with_text(rollouts))
+            files.append(RolloutFile(self._directory / f"step_{done:07d}.jsonl", rollouts))
         if update is not None and update.nonfinite_reason:
             logger.warning(f"step {done}: this update was skipped: {update.nonfinite_reason}")
         if metrics is not None:
-            self._keep_spikes(done, rollouts, metrics)
+            files += self._spike_file(done, rollouts, metrics)
             if metrics.tokens is not None:
                 records = token_records(done, rollouts, metrics.tokens, self._tokenizer)
                 write_json_lines(token_file(self._directory, done), records)
+        self._files.write(files)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Waits for the files that are being written. `failed`: another error is on its way, an error is a warning."""
+        self._files.finish(failed=failed)
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], metrics: StepMetrics) -> dict[str, float]:
         taught_by = self._routing.teachers_of(rollout.data_source for rollout in rollouts)
@@ -104,22 +112,16 @@ class StepRecorder:
                     named[f"teachers/{teacher.label}/{name}"] = per_teacher[number]
         return named
 
-    def _keep_spikes(self, done: int, rollouts: list[Rollout], metrics: StepMetrics) -> None:
-        """Writes the rollouts of a step with a loss spike, those with the largest contribution first."""
+    def _spike_file(self, done: int, rollouts: list[Rollout], metrics: StepMetrics) -> list[RolloutFile]:
+        """The rollouts of a step with a loss spike, those with the largest contribution first; none without a spike."""
         spike = self._spikes.check(metrics)
         if spike is None:
-            return
+            return []
         losses = metrics.loss_per_response
         order = sorted(range(len(rollouts)), key=lambda i: (losses[i] == losses[i], -abs(losses[i])))  # NaN first
         file = self._directory / f"spike_{done:07d}.jsonl"
-        write_rollouts(file, self._with_text([rollouts[i] for i in order]), loss_share=[losses[i] for i in order])
         logger.warning(f"step {done}: {spike}; its rollouts are in {file}")
-
-    def _with_text(self, rollouts: list[Rollout]) -> list[Rollout]:
-        if self._tokenizer is None:
-            return rollouts
-        decode = self._tokenizer.decode
-        return [Rollout(**{**vars(rollout), "response": decode(rollout.response_ids)}) for rollout in rollouts]
+        return [RolloutFile(file, [rollouts[i] for i in order], {"loss_share": [losses[i] for i in order]})]
 
 
 def merge_updates(updates: list[tuple[StepMetrics | None, Update | None]]) -> tuple[StepMetrics | None, Update | None]:

@@ -1,81 +1,168 @@
 """The rollouts of the current step on disk, so that an interrupted step does not have to sample them again.
 
-Sampling is the longest part of a step. The rollouts are therefore written before they are used. A run that resumes from
-its last checkpoint uses them, if they were sampled from that checkpoint's weights for the same prompts.
+Sampling is the longest part of a step. The rollouts are therefore written as soon as they are there. A run that resumes
+from its last checkpoint uses them, if they were sampled from that checkpoint's weights for the same prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 
-from nemo_oprd.batch.types import Rollout
-from nemo_oprd.models.megatron.parallel import first_ranks
+from nemo_oprd.batch.types import TOKEN_FIELDS, Rollout
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
+from nemo_oprd.runtime.aside import Aside
+from nemo_oprd.runtime.files import replacing
+
+
+def _size(kind: str) -> int:
+    return int(kind[1:]) // 8
+
+
+# the arrays of a rollout and the type of their concatenation, by safetensors' names; a mask's bits are packed
+_STORED = {name: {np.int32: "I32", np.float32: "F32", np.bool_: "U8"}[dtype] for name, dtype in TOKEN_FIELDS.items()}
+_STORED["expert_routes"] = "I16"
+_STORED = dict(sorted(_STORED.items(), key=lambda item: -_size(item[1])))  # so that every field is aligned
+# fields that come from the prompt file, which may have changed
+_OF_REQUEST = ("prompt", "data_source", "answer")
+# what earlier versions wrote
+_STALE = ("pending.jsonl", "pending.json")
 
 
 class ResumeCache:
-    """`pending.jsonl` holds the rollouts; `pending.json` holds their step, their requests and how they were sampled.
+    """`pending.safetensors` holds the rollouts of one step, and says of which step and how they were sampled.
 
     A step that a signal cancelled has rollouts of some requests only.
 
     The step identifies the weights that sampled the rollouts: those after that many steps. Rollouts of another step
-    than the checkpoint's are not used. Every step overwrites both files, so a run that resumes from an earlier
-    checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
+    than the checkpoint's are not used. Every step removes the file before it writes its own, so a run that resumes from
+    an earlier checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
+
+    The file is written aside and appears whole, flushed to the disk. An error of the disk is raised by the next call.
     """
 
     def __init__(self, directory: Path, weights: dict[str, str]) -> None:
         """`weights` identifies the initial weights and the precision; it is compared when rollouts are read."""
-        self.rollouts, self.about = directory / "pending.jsonl", directory / "pending.json"
-        self.weights = weights
+        self.path, self.weights = directory / "pending.safetensors", weights
+        self._aside = Aside("the rollouts for a resume")
 
     def put(self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
-        """Writes rollouts, by the index of their request, in place of the previous step's, on the world's first rank.
+        """Keeps rollouts, by the index of their request, in place of the previous step's, on the world's first rank.
 
-        Some of the step's `count` rollouts may be missing.
+        Some of the step's `count` rollouts may be missing. Returns before they are on the disk, see `finish`.
         """
         if dist.get_rank() != 0:
             return
-        # the description is removed first and written last, so it never describes the rollouts of another step
-        self.about.unlink(missing_ok=True)
-        write_rollouts(self.rollouts, list(rollouts.values()))
-        about = {**self._about(step, sampling, count), "requests": list(rollouts)}
-        write_atomically(self.about, json.dumps(about) + "\n")
+        self._aside.finish()
+        for path in (self.path, *(self.path.with_name(name) for name in _STALE)):
+            path.unlink(missing_ok=True)
+        about, kept = {**self._about(step, sampling, count), "requests": list(rollouts)}, [*rollouts.values()]
+        self._aside.start(lambda: _write(self.path, about, kept))
+
+    def check(self) -> None:
+        """Raises OSError if rollouts could not be written; does not wait."""
+        self._aside.check()
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Waits until the rollouts are on the disk. `failed`: another error is on its way, an error is a warning."""
+        (self._aside.abandon if failed else self._aside.finish)()
 
     def take(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         """The rollouts on disk by the index of their request, if they are of this step; the same on every rank."""
-        return first_ranks(self._read(step, requests, sampling) if dist.get_rank() == 0 else {})
+        return first_ranks_rollouts(self._read(step, requests, sampling) if dist.get_rank() == 0 else {})
 
     def _read(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         try:
-            about = json.loads(self.about.read_text())
-        except (FileNotFoundError, ValueError):
+            about, rollouts = _load(self.path)
+            indices = about.pop("requests")
+            if about != json.loads(json.dumps(self._about(step, sampling, len(requests)))):
+                return {}
+            kept = [requests[i] for i in indices]
+            if any(r.prompt_ids.tolist() != told.prompt_ids for r, told in zip(rollouts, kept, strict=True)):
+                return {}
+        # absent, or damaged, for instance by a loss of power, or of another kind: the step samples again
+        except (FileNotFoundError, SafetensorError, ValueError, TypeError, LookupError, AttributeError):
             return {}
-        if not isinstance(about, dict):
-            return {}
-        indices = about.pop("requests", list(range(len(requests))))  # earlier versions kept complete steps only
-        if about != json.loads(json.dumps(self._about(step, sampling, len(requests)))):
-            return {}
-        try:
-            rollouts = read_rollouts(self.rollouts, 1 << 62)
-        except ValueError:  # the file was damaged, for instance by a loss of power: the step samples again
-            return {}
-        kept = [requests[i] for i in indices]
-        if [rollout.prompt_ids.tolist() for rollout in rollouts] != [request.prompt_ids for request in kept]:
-            return {}
-        # these fields come from the prompt file, which may have changed
+        told_anew = ({name: getattr(told, name) for name in _OF_REQUEST} for told in kept)
         return {
-            i: dataclasses.replace(rollout, prompt=told.prompt, data_source=told.data_source, answer=told.answer)
-            for i, rollout, told in zip(indices, rollouts, kept, strict=True)
+            i: dataclasses.replace(rollout, **told)
+            for i, rollout, told in zip(indices, rollouts, told_anew, strict=True)
         }
 
     def _about(self, step: int, sampling: SamplingParams, count: int) -> dict[str, Any]:
-        # a switch that is off is left out: files of versions that did not have it fit
-        how = {name: value for name, value in dataclasses.asdict(sampling).items() if value is not False}
-        return {"step": step, "responses": count, "sampling": how, **self.weights}
+        return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}
+
+
+def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
+    """Writes a safetensors file: the arrays of all rollouts, field by field, without a copy of all of them."""
+    arrays = {name: [getattr(rollout, name) for rollout in rollouts] for name in _STORED}
+    shapes = {name: [None if one is None else one.shape for one in of] for name, of in arrays.items()}
+    plain = [_plain(rollout) for rollout in rollouts]
+    told = json.dumps({"about": about, "shapes": shapes, "rollouts": plain})
+    header, end = {}, 0
+    for name, kind in _STORED.items():
+        size, start = sum(map(len, _bytes(arrays[name]))), end
+        end += size
+        header[name] = {"dtype": kind, "shape": [size // _size(kind)], "data_offsets": [start, end]}
+    checksum = _checksum(told, (data for of in arrays.values() for data in _bytes(of)))
+    text = json.dumps({"__metadata__": {"told": told, "checksum": checksum}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial, partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for of in arrays.values():
+            for data in _bytes(of):
+                file.write(data)
+
+
+def _load(path: Path) -> tuple[dict[str, Any], list[Rollout]]:
+    """(What `_write` was told, the rollouts without the fields of their requests); raises as `ResumeCache._read`."""
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+        flat = {name: file.get_tensor(name) for name in _STORED}
+    if metadata["checksum"] != _checksum(metadata["told"], _bytes(flat.values())):
+        raise ValueError(f"{path} is damaged")
+    told = json.loads(metadata["told"])
+    fields: list[dict[str, Any]] = told["rollouts"]
+    for name, values in flat.items():
+        start = 0
+        for number, shape in enumerate(told["shapes"][name]):
+            if shape is None:
+                continue
+            bits = TOKEN_FIELDS.get(name) is np.bool_
+            count = -(-shape[0] // 8) if bits else int(np.prod(shape))
+            part = values[start : start + count]
+            fields[number][name] = np.unpackbits(part, count=shape[0]) if bits else part.reshape(shape)
+            start += count
+    return told["about"], [Rollout(**each) for each in fields]
+
+
+def _plain(rollout: Rollout) -> dict[str, Any]:
+    """The fields that are no arrays and not the request's."""
+    left_out = {*_STORED, *_OF_REQUEST}
+    return {name: value for name, value in vars(rollout).items() if name not in left_out and value is not None}
+
+
+def _bytes(arrays: Iterable[np.ndarray | None]) -> Iterator[memoryview]:
+    """The stored bytes of arrays: views of them, except for masks, whose bits are packed."""
+    for array in arrays:
+        if array is not None and array.size:
+            stored = np.packbits(array) if array.dtype == np.bool_ else np.ascontiguousarray(array)
+            yield stored.data.cast("B")
+
+
+def _checksum(told: str, data: Iterable[memoryview]) -> str:
+    found = zlib.crc32(told.encode())
+    for each in data:
+        found = zlib.crc32(each, found)
+    return f"{found:08x}"

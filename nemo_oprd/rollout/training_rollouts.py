@@ -84,6 +84,7 @@ class RolloutSampler:
         sampling = training_sampling(self.config, step)
         if not self.prompts.requests:
             return self.engine.generate(requests, sampling)
+        self.cache.check()
         cached = self.cache.take(step, requests, sampling) if step == self.first_step else {}
         if cached:
             number = f"the {len(cached)}" if len(cached) == len(requests) else f"{len(cached)} of {len(requests)}"
@@ -95,6 +96,7 @@ class RolloutSampler:
         except GenerationCancelled as cancelled:
             if cancelled.completed:
                 self.cache.put(step, cancelled.completed, sampling, len(requests))
+                self.cache.finish()  # before the message says that they are kept
             self.stop(step, len(cancelled.completed), len(requests))
         self.cache.put(step, dict(enumerate(rollouts)), sampling, len(requests))
         return rollouts

@@ -39,7 +39,7 @@ from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
-from nemo_oprd.runtime.signals import Signals
+from nemo_oprd.runtime.signals import Signals, Stopped
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
@@ -126,13 +126,30 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
             lock.undo()
         raise
     try:
-        with signals:
+        with signals, _written_aside(run):
             yield run
     finally:
         engine.close()
         run.log.close()
         if lock is not None:
             lock.release()
+
+
+@contextmanager
+def _written_aside(run: TrainingRun) -> Iterator[None]:
+    """At the end, or at a stop, waits for the files that are written aside, and raises what went wrong with them."""
+    failed = True
+    try:
+        yield
+        failed = False
+    except Stopped:
+        failed = False
+        raise
+    finally:
+        try:
+            run.sampler.cache.finish(failed=failed)
+        finally:
+            run.recorder.finish(failed=failed)
 
 
 def _make_engine(plan: RunPlan, data: TrainingData) -> RolloutEngine:

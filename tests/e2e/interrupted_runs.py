@@ -32,6 +32,14 @@ def _late_after_the_first(signals: Signals) -> Signals:
     return enter(signals)
 
 
+def wait_until_kept(run: Path) -> None:
+    """Waits for the rollouts of the step at work, which are written aside."""
+    deadline = time.monotonic() + 60
+    while not (run / "rollouts" / "pending.safetensors").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Driver:
     """The scenarios; each returns what its test looks at."""
 
@@ -100,6 +108,7 @@ class Driver:
         holder = self.start("locked", "rollouts kept", 3)
         holder.wait_for_target()
         directory = self.bench.directory / "locked"
+        wait_until_kept(directory)
 
         def files() -> dict[str, Any]:
             return {str(f): (f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(directory.rglob("*"))}
@@ -146,6 +155,7 @@ class Driver:
         """
         attempt = self.start("kept", "rollouts kept", 2)
         attempt.wait_for_target()
+        wait_until_kept(self.bench.directory / "kept")
         attempt.kill()
         prompts = self.bench.directory / "toy" / "prompts" / "tune.jsonl"
         changes = {"same": (), "temperature": ("rollout.temperature=0.9",), "prompts": (f"data.train={prompts}",)}

@@ -23,6 +23,7 @@ import vllm_environment
 
 from benchmarks.forked_run import differences
 from nemo_oprd.commands.toy.pair import Recipe, build_pair
+from nemo_oprd.rollout import resume_cache
 
 ROOT = Path(__file__).parent.parent.parent
 # the scenarios share two cores
@@ -198,7 +199,8 @@ def a_job_that_is_asked_to_stop_while_it_samples(site: Site) -> None:
     job = site.submit(*settings, python=_held_python(site, batch=5))
     site.wait_until(lambda: all((site.directory / f"held-{rank}").exists() for rank in range(2)), job)
     assert "while sampling step 2 of 3, with 4 of 12 responses complete and kept" in site.ask_to_stop(job)
-    kept = _responses(site.output / "rollouts" / "pending.jsonl")
+    _, kept_rollouts = resume_cache._load(site.output / "rollouts" / "pending.safetensors")
+    kept = [(rollout.prompt_ids.tolist(), rollout.response_ids.tolist()) for rollout in kept_rollouts]
     site.completes(job)
     log = site.log.read_text()
     assert log.count("after 1 of 3 steps") == 1

@@ -10,15 +10,13 @@ def student_logprobs(overrides: list[str], count: int, vocab_limit: int | None) 
     import cases
     import torch.distributed as dist
 
-    from nemo_oprd.batch.types import Rollout
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.distillation import sampling_check
 
     distiller, rollouts = cases.models_and_rollouts(overrides)
-    whole = [Rollout(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
-    table = sampling_check._draw(whole, count, (0, 3, 1))
+    table = sampling_check._draw(rollouts, count, 0, 1)
     config = load_config("verify", overrides)
-    found = sampling_check.student_logprobs(distiller.student, whole, table, config, vocab_limit)
+    found = sampling_check.student_logprobs(distiller.student, rollouts, table, config, vocab_limit)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found.tobytes())
     assert set(everyone) == {found.tobytes()}
@@ -31,14 +29,15 @@ def check(overrides: list[str], change: dict[str, float]) -> tuple[dict[str, flo
 
     import cases
 
+    from nemo_oprd.batch.token_table import make_rows
     from nemo_oprd.batch.types import Rollout
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.distillation import sampling_check
 
     distiller, rollouts = cases.models_and_rollouts(overrides)
     config = load_config("verify", overrides)
-    sampled = [Rollout(r.prompt_ids, r.response_ids, finish_reason="stop") for r in rollouts if r.response_ids]
-    table = sampling_check._draw(sampled, sum(len(r.response_ids) for r in sampled), (0,))
+    sampled = [Rollout(r.prompt_ids, r.response_ids, finish_reason="stop") for r in rollouts if len(r.response_ids)]
+    table = make_rows(sampled, positions="all", k=1, position="predicting", aggregation="token_mean")
     settings = load_config("verify", [*overrides, *(f"{key}={value}" for key, value in change.items())])
     values = sampling_check.student_logprobs(distiller.student, sampled, table, settings, None)
     parts = [values[table.response == i].tolist() for i in range(len(sampled))]

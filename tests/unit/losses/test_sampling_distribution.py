@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nemo_oprd.batch.token_table import TokenTable
+from nemo_oprd.batch.token_table import TokenTable, make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.sampling_check import BOUNDS, Bounds, _draw, compare
 from nemo_oprd.losses import top_p as sampling_distribution
@@ -106,7 +108,8 @@ def test_no_rows(top_p: float) -> None:
 
 def table(lengths: list[int]) -> TokenTable:
     """All tokens of responses of these lengths."""
-    return _draw([Rollout([1], list(range(length))) for length in lengths], sum(lengths), (0,))
+    rollouts = [Rollout([1], list(range(length))) for length in lengths]
+    return make_rows(rollouts, positions="all", k=1, position="predicting", aggregation="token_mean")
 
 
 class TestCompare:
@@ -172,29 +175,66 @@ class TestCompare:
         assert self.metrics(change, Bounds(9, 9, 0.5))["rollout/logprob_gap_max"] == pytest.approx(1.0)
 
 
-class TestDraw:
-    ROLLOUTS = tuple(Rollout([1, 2], list(range(length))) for length in (30, 2, 0, 9, 30))
+class Long:
+    """A response of which nothing but the length may be asked."""
 
-    def drawn(self, count: int, step: int = 0) -> TokenTable:
-        return _draw(list(self.ROLLOUTS), count, (0, 3, step))
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def responses(*lengths: int, prompt: int = 2) -> list[Any]:
+    return [SimpleNamespace(prompt_ids=range(prompt), response_ids=Long(length)) for length in lengths]
+
+
+class TestDraw:
+    def test_at_most_64_responses_and_16_tokens_whatever_their_lengths(self) -> None:
+        """Only these responses are computed, up to their last drawn token."""
+        table = _draw(responses(*[10**6] * 1024), 1024, 0, 5)
+        counts = np.bincount(table.response, minlength=1024)
+        assert sorted(counts.tolist()) == [0] * 960 + [16] * 64
+        assert np.diff(np.flatnonzero(counts)).tolist() == [16] * 63  # spread over the batch
+        needed = table.needed_tokens(1024)
+        assert sum(map(bool, needed)) == 64 and max(needed) < 10**6 + 2
+        # the state before the token predicts it
+        assert (table.position == 2 + table.token - 1).all() and (table.token < 10**6).all()
 
     @pytest.mark.parametrize(
-        ("count", "expected"),
-        [(4, [1, 1, 0, 1, 1]), (8, [2, 2, 0, 2, 2]), (20, [6, 2, 0, 6, 6]), (71, [30, 2, 0, 9, 30])],
+        ("count", "lengths", "expected"),
+        [
+            (1024, (30, 2, 0, 9, 30), [16, 2, 0, 9, 16]),
+            (64, (30, 20, 0, 90, 30), [16, 16, 0, 16, 16]),
+            (40, (30, 30, 0, 30), [13, 13, 0, 14]),
+            (5, (30, 30, 30), [5, 0, 0]),
+            (16, (0, 0), [0, 0]),
+        ],
     )
-    def test_as_many_of_each_response(self, count: int, expected: list[int]) -> None:
-        assert np.bincount(self.drawn(count).response, minlength=5).tolist() == expected
+    def test_the_number_of_tokens(self, count: int, lengths: tuple[int, ...], expected: list[int]) -> None:
+        table = _draw(responses(*lengths), count, 0, 0)
+        assert np.bincount(table.response, minlength=len(lengths)).tolist() == expected
+        pairs = [*zip(table.response.tolist(), table.token.tolist(), strict=True)]
+        assert all(one < other for one, other in pairwise(pairs))
 
-    def test_at_most_count_and_no_token_twice(self) -> None:
-        for count in (1, 5, 17, 71, 1000):
-            chosen = self.drawn(count)
-            pairs = [*zip(chosen.response.tolist(), chosen.token.tolist(), strict=True)]
-            assert len(pairs) == min(count, 71)
-            assert all(one < other for one, other in pairwise(pairs))
-            # the state before the token predicts it
-            assert (chosen.position == 2 + chosen.token - 1).all()
+    @pytest.mark.parametrize(("responses_", "count"), [(1024, 1024), (65, 1024), (100, 100), (7, 16), (64, 1024)])
+    def test_every_response_has_its_turn(self, responses_: int, count: int) -> None:
+        """Within responses / (responses of a step) steps, whatever the first one."""
+        of_step = min(64, -(-count // 16))
+        turns = -(-responses_ // of_step)
+        for start in (0, 3):
+            seen = [_draw(responses(*[40] * responses_), count, 0, start + step).response for step in range(turns)]
+            assert sorted({*np.concatenate(seen).tolist()}) == [*range(responses_)]
+            assert max(len(np.unique(each)) for each in seen) <= of_step
 
-    def test_equal_keys_draw_equal_tokens_anywhere(self) -> None:
-        steps = [self.drawn(8, step).token.tolist() for step in range(40)]
-        assert steps == [self.drawn(8, step).token.tolist() for step in range(40)]
-        assert {token for tokens in steps for token in tokens} == set(range(30))
+    def test_seed_and_step_draw_the_tokens_anywhere(self) -> None:
+        def tokens(seed: int, step: int) -> list[int]:
+            return _draw(responses(30, 30), 8, seed, step).token.tolist()
+
+        steps = [tokens(0, step) for step in range(80)]
+        assert steps == [tokens(0, step) for step in range(80)] != [tokens(1, step) for step in range(80)]
+        assert {token for drawn in steps for token in drawn} == set(range(30))
+
+    def test_a_first_token_without_a_prompt_is_not_drawn(self) -> None:
+        assert _draw(responses(5, prompt=0), 16, 0, 0).token.tolist() == [1, 2, 3, 4]
+        assert len(_draw(responses(1, prompt=0), 16, 0, 0)) == 0

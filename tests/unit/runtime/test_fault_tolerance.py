@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.checkpointing.checkpointer import Checkpointer, EvaluationOutcome, skipped_in_a_row
@@ -287,8 +290,14 @@ class TestPending:
         with mock.patch.object(dist, "broadcast_object_list"):
             return ResumeCache(tmp_path, kept.weights).take(kept.step, kept.requests, kept.sampling)
 
+    def put(self, tmp_path: Path, rollouts: dict[int, Rollout] | None = None, step: int = 3) -> ResumeCache:
+        pending = ResumeCache(tmp_path, {"student": "a"})
+        pending.put(step, dict(enumerate(self.ROLLOUTS)) if rollouts is None else rollouts, self.SAMPLING, 2)
+        pending.finish()
+        return pending
+
     def test_only_the_same_step_of_the_same_run(self, tmp_path: Path, alone: None) -> None:
-        ResumeCache(tmp_path, {"student": "a"}).put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
+        self.put(tmp_path)
         assert self.take(tmp_path) == dict(enumerate(self.ROLLOUTS))
         renamed = [replace(request, data_source="new") for request in self.REQUESTS]
         taken = self.take(tmp_path, requests=renamed)
@@ -300,31 +309,73 @@ class TestPending:
         assert self.take(tmp_path, weights={"student": "b"}) == {}
 
     def test_some_of_a_step(self, tmp_path: Path, alone: None) -> None:
-        """Those that were complete when a signal came; and files of an earlier version, which held whole steps."""
-        pending = ResumeCache(tmp_path, {"student": "a"})
-        pending.put(3, {1: self.ROLLOUTS[1]}, self.SAMPLING, 2)
+        """Those that were complete when a signal came."""
+        self.put(tmp_path, {1: self.ROLLOUTS[1]})
         assert self.take(tmp_path) == {1: self.ROLLOUTS[1]}
         assert self.take(tmp_path, requests=[Request([1, 2]), Request([9])]) == {}
-        pending.put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
-        about = json.loads(pending.about.read_text())
-        del about["requests"]
-        pending.about.write_text(json.dumps(about))
-        assert self.take(tmp_path) == dict(enumerate(self.ROLLOUTS))
 
-    def test_what_is_damaged_or_half_written_is_sampled_anew(self, tmp_path: Path, alone: None) -> None:
+    def test_every_field_comes_back_bit_for_bit(self, tmp_path: Path, alone: None) -> None:
+        draw = np.random.default_rng(0)
+
+        def rollout(ids: list[int], length: int, **fields: Any) -> Rollout:
+            logprobs = -draw.exponential(size=length).astype(np.float32)
+            routes = draw.integers(0, 9, (len(ids) + length, 3, 2)).astype(np.int16)
+            mask = draw.random(length) < 0.5
+            response = draw.integers(0, 2**31, length)
+            return Rollout(ids, response, mask, logprobs=logprobs, expert_routes=routes, weight_version=3, **fields)
+
+        full = rollout([1, 2], 21, answer="4", teacher_prompt_ids=[7], teacher_response_ids=[], teacher_index=[-1] * 21)
+        put = {0: full, 1: replace(rollout([5], 0, prompt="p"), response_mask=None, finish_reason="length")}
+        found = self.take(tmp_path) if self.put(tmp_path, put) else {}
+        assert found == put
+        for i in put:
+            assert np.array_equal(found[i].expert_routes, put[i].expert_routes)
+            assert found[i].expert_routes.dtype == np.int16
+        with safe_open(tmp_path / "pending.safetensors", framework="numpy") as file:  # a file that others read, too
+            assert file.get_tensor("response_ids").tolist() == put[0].response_ids.tolist()
+
+    @pytest.mark.parametrize("at", [0.1, 0.5, 0.97, 0.999])
+    def test_what_is_damaged_is_sampled_anew(self, tmp_path: Path, alone: None, at: float) -> None:
+        path = self.put(tmp_path).path
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(at * len(whole))])
         assert self.take(tmp_path) == {}
-        pending = ResumeCache(tmp_path, {"student": "a"})
-        pending.put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
-        pending.rollouts.write_text('{"prompt_ids": [1, 2], "resp')
+        place = int(at * len(whole))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         assert self.take(tmp_path) == {}
-        pending.about.write_text("{")
+        path.write_bytes(whole)
+        assert len(self.take(tmp_path)) == 2
+
+    def test_what_is_foreign_or_of_earlier_versions_is_sampled_anew(self, tmp_path: Path, alone: None) -> None:
         assert self.take(tmp_path) == {}
-        # killed between the two files of the next step
-        pending.put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
-        killed = mock.patch("nemo_oprd.rollout.resume_cache.write_atomically", side_effect=InterruptedError)
-        with killed, pytest.raises(InterruptedError):
+        save_file({"response_ids": torch.zeros(3)}, tmp_path / "pending.safetensors")
+        assert self.take(tmp_path) == {}
+        for name in ("pending.jsonl", "pending.json"):
+            (tmp_path / name).write_text("{}")
+        self.put(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["pending.safetensors"]
+
+    def test_the_previous_step_goes_before_the_next_is_written(self, tmp_path: Path, alone: None) -> None:
+        """A run that is killed in between finds neither."""
+        pending, release = self.put(tmp_path), threading.Event()
+        held = mock.patch("nemo_oprd.rollout.resume_cache._write", side_effect=lambda *_: release.wait(60))
+        with held:
             pending.put(4, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
-        assert self.take(tmp_path) == {}
+            try:
+                assert self.take(tmp_path) == {} and not [*tmp_path.iterdir()]
+                pending.check()  # does not wait
+            finally:
+                release.set()
+            pending.finish()
+
+    def test_a_full_disk_is_told_at_the_next_call(self, tmp_path: Path, alone: None) -> None:
+        pending = ResumeCache(tmp_path, {"student": "a"})
+        (tmp_path / ".partial_pending.safetensors").symlink_to("/dev/full")
+        pending.put(3, dict(enumerate(self.ROLLOUTS)), self.SAMPLING, 2)
+        with pytest.raises(OSError, match="No space left") as raised:
+            pending.finish()
+        assert raised.value.filename == str(pending.path) and not [*tmp_path.iterdir()]
+        pending.finish()  # told once
 
 
 @pytest.mark.parametrize("elements", [10, 100_000])
