@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nemo_oprd_buckets import Bucket, Digest, address_towards, open_group, receive
+from nemo_oprd_buckets import Bucket, Digest, open_group, receive
 from nemo_oprd_files import open_bucket
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -75,8 +75,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
             info, timeout = init_info, datetime.timedelta(seconds=init_info.timeout_s)
             store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
-            listen = address_towards(info.host)
-            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s, listen)
+            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s)
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
