@@ -115,7 +115,9 @@ def test_a_lease_ends(visitor: Visitor) -> None:
 
 
 def test_a_call_of_no_run_takes_no_lease(visitor: Visitor) -> None:
+    """Neither does one that keeps a lease, if there is none: another client of a run may have given it back."""
     assert visitor.knock("/pause")[0] == 0
+    assert visitor.knock(RENEW, "second") == (200, "")
     assert visitor.knock("/pause", "first")[0] == 0
 
 
