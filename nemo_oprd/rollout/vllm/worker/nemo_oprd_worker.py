@@ -93,7 +93,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `UpdateInfo`."""
         if update_info.path:
-            self._load(Bucket.of(update_info.entries, map_bucket(update_info.path, update_info.bytes)))
+            try:
+                data = map_bucket(update_info.path, update_info.bytes)
+            except ValueError:
+                # All workers refuse, and the last one says so: vLLM reads their answers up to the first failure, and
+                # would take what is left of them for answers to the next call.
+                if self.parallel_config.rank + 1 < self.parallel_config.world_size:
+                    return
+                raise
+            self._load(Bucket.of(update_info.entries, data))
         elif update_info.handles:
             # vLLM keeps the tensors of a layer until all of them have come; the trainer uses the memory again before
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
