@@ -36,7 +36,13 @@ class VllmConfig:
     endpoints: Free[list[str]] = field(default_factory=list)
     """addresses of servers that somebody else runs
 
-    Without any, the run starts `replicas` servers of `tensor` workers each.
+    Without any, the run starts `replicas` servers of `tensor` workers each. `http://HOST:PORT`, `https://HOST:PORT`
+    or `unix:///PATH`.
+    """
+    token_file: Free[FilePath | None] = None
+    """file of mode 0600 with the token of the servers at `endpoints` (docs/security.md)
+
+    `nemo-oprd serve --token-file FILE` makes one. Its first line is sent.
     """
     placement: Free[Literal["colocated", "dedicated"]] = "colocated"
     """servers on the student's machines and GPUs, or on the last ranks of the job

@@ -17,9 +17,9 @@ from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import FAMILIES, ModelSpec
-from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python
+from nemo_oprd.rollout.vllm.endpoint import check_endpoints
+from nemo_oprd.rollout.vllm.launch import check_flags, check_head_size, check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
-from nemo_oprd.rollout.vllm.server import check_url
 
 if TYPE_CHECKING:
     from nemo_oprd.rollout.engine import RolloutEngine
@@ -126,8 +126,8 @@ def _build_in_process(
 
 def _check_vllm(rollout: RolloutConfig, spec: ModelSpec) -> None:
     check_model(rollout.vllm.tensor, spec)
-    for url in rollout.vllm.endpoints:
-        check_url(url)
+    check_flags(rollout.vllm)
+    check_endpoints(rollout.vllm.endpoints, rollout.vllm.token_file)
     if not rollout.vllm.endpoints:
         find_python(rollout.vllm)
 

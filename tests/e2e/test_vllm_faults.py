@@ -6,6 +6,7 @@ minute. A fault that leaves the server unusable comes last.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -14,10 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import vllm_environment
@@ -27,6 +28,7 @@ from nemo_oprd.commands.toy.pair import Recipe, build_pair
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 300
+API_KEY = "an-api-key-of-vLLM-in-the-environment"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing())),
@@ -56,11 +58,15 @@ def tie(model: Path) -> None:
 class Site:
     directory: Path
     endpoint: str = ""
-    other_ids: str = ""
+    other_ids: str = ""  # listens on a Unix socket
 
     @property
     def pair(self) -> Path:
         return self.directory / "pair"
+
+    def at(self, url: str) -> list[str]:
+        """Overrides of a run on a server."""
+        return [f"rollout.vllm.endpoints=[{url}]", f"rollout.vllm.token_file={self.directory / 'token'}"]
 
     def overrides(self, pair: Path, *more: str) -> list[str]:
         """A run of two steps on four prompts of 40 tokens, so that the second step finds them in a prefix cache."""
@@ -93,7 +99,7 @@ class Site:
 
     def at_endpoint(self, fault: str, url: str = "", pair: Path | None = None) -> str:
         """The one line with which a run on an endpoint ends."""
-        code, said = self.run(fault, f"rollout.vllm.endpoints=[{url or self.endpoint}]", pair=pair)
+        code, said = self.run(fault, *self.at(url or self.endpoint), pair=pair)
         lines = [line for line in said.splitlines() if line.startswith("error: ")]
         assert code == 2 and len(lines) == 1, said[-3000:]
         return lines[0]
@@ -108,21 +114,40 @@ def start_server(site: Site, name: str, *more: str) -> tuple[subprocess.Popen, s
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    at, listen = site.directory / f"{name}.socket", ["--port", str(port)]
+    if name == "other_ids":
+        listen = ["--uds", str(at)]
     log = (site.directory / f"{name}.log").open("w")
-    command = [sys.executable, "-m", "nemo_oprd", "serve", "--port", str(port), *site.overrides(site.pair, *more)]
-    process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, start_new_session=True)
-    return process, f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "nemo_oprd", "serve", *listen, "--token-file", str(site.directory / "token")]
+    command += site.overrides(site.pair, *more)
+    given = environment() | {"VLLM_API_KEY": API_KEY}
+    process = subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True)
+    return process, f"unix://{at}" if name == "other_ids" else f"http://127.0.0.1:{port}"
 
 
 def wait_until_healthy(process: subprocess.Popen, url: str, log: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=10):
-                return
-        except OSError:
-            time.sleep(0.5)
+        if status(url, "/health") == 200:
+            return
+        time.sleep(0.5)
+
+
+def status(url: str, path: str, method: str = "GET", **headers: str) -> int:
+    """Of a call to a server; 0 while nobody answers."""
+    at = urlsplit(url)
+    caller = http.client.HTTPConnection(at.hostname or "localhost", at.port, timeout=10)
+    try:
+        if at.scheme == "unix":
+            caller.sock = socket.socket(socket.AF_UNIX)
+            caller.sock.connect(at.path)
+        caller.request(method, path, body=None if method == "GET" else b"{}", headers=headers)
+        return caller.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        caller.close()
 
 
 @pytest.fixture(scope="module")
@@ -155,29 +180,49 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 process.wait()
 
 
+@pytest.mark.parametrize("name", ["endpoint", "other_ids"])
+def test_nobody_calls_a_server_without_its_token(name: str, site: Site) -> None:
+    """Also not with vLLM's own key, which the server was started with; only whether it is well is for everybody."""
+    url, token = getattr(site, name), (site.directory / "token").read_text().strip()
+    calls = (
+        "/update_weights",
+        "/collective_rpc",
+        "/pause",
+        "/sleep",
+        "/inference/v1/generate",
+        "/update_weight_version",
+    )
+    for given in ({}, {"Authorization": f"Bearer {API_KEY}"}, {"Authorization": f"Bearer {token[::-1]}"}):
+        assert {status(url, path, "POST", **given) for path in calls} == {401}
+        assert {status(url, path, **given) for path in ("/metrics", "/v1/models", "/openapi.json")} == {401}
+    assert status(url, "/v1/models", Authorization=f"Bearer {token}") == 200
+    said = (site.directory / f"{name}.log").read_text()
+    assert token not in said and API_KEY not in said
+
+
 def test_a_run_without_a_fault_uses_the_endpoint_and_leaves_it(site: Site) -> None:
     """Twice: the second run finds the server as the first one left it."""
     for _ in range(2):
-        code, said = site.run("none", f"rollout.vllm.endpoints=[{site.endpoint}]")
+        code, said = site.run("none", *site.at(site.endpoint))
         assert code == 0, said[-3000:]
 
 
 def test_evaluate_and_fit_bridge_sample_with_the_same_engine(site: Site) -> None:
     """The student is evaluated alone, then beside the teacher for a bridge; both have the endpoint's responses."""
-    endpoint = f"rollout.vllm.endpoints=[{site.endpoint}]"
+    endpoint = site.at(site.endpoint)
     validation = f"data.validation={{heldout: {site.pair / 'prompts' / 'heldout.jsonl'}}}"
     evaluated, fitted = site.directory / "evaluated", site.directory / "fitted"
-    site.command("evaluate", f"output={evaluated}", endpoint, validation, "evaluation.limit=8")
+    site.command("evaluate", f"output={evaluated}", *endpoint, validation, "evaluation.limit=8")
     metrics = json.loads((evaluated / "evaluation.json").read_text())
     in_process = site.directory / "evaluated_in_process"
     site.command("evaluate", f"output={in_process}", "rollout.engine=megatron", validation, "evaluation.temperature=0")
     kept = [json.loads(line) for line in (evaluated / "generations" / "heldout.jsonl").open()]
     assert len(kept) > 8 and all(len(line["logprobs"]) == len(line["response_ids"]) for line in kept)
     greedily = site.directory / "evaluated_greedily"
-    site.command("evaluate", f"output={greedily}", endpoint, validation, "evaluation.temperature=0")
+    site.command("evaluate", f"output={greedily}", *endpoint, validation, "evaluation.temperature=0")
     greedy = [json.loads((output / "evaluation.json").read_text()) for output in (greedily, in_process)]
     assert metrics["val/heldout/avg_len"] > 0 and greedy[0] == greedy[1]
-    site.command("fit-bridge", f"output={fitted}", endpoint, "bridge.prompts=16", "bridge.rank=2")
+    site.command("fit-bridge", f"output={fitted}", *endpoint, "bridge.prompts=16", "bridge.rank=2")
     rollouts = [json.loads(line) for file in (fitted / "rollouts").glob("*.jsonl") for line in file.open()]
     assert len(rollouts) == 16 and all(len(r["logprobs"]) == len(r["response_ids"]) for r in rollouts)
 

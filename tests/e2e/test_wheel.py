@@ -19,7 +19,9 @@ GOLDEN = ROOT / "tests" / "golden"
 PROGRAMS = {
     "nemo_oprd/evaluation/grading/math_verify_child.py",  # grades answers, in a process that may be killed
     "nemo_oprd/rollout/vllm/guard.py",  # ends servers when a run dies
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_buckets.py",  # these three run in vLLM's environment
+    "nemo_oprd/rollout/vllm/worker/nemo_oprd_buckets.py",  # these run in vLLM's environment
+    "nemo_oprd/rollout/vllm/worker/nemo_oprd_door.py",
+    "nemo_oprd/rollout/vllm/worker/nemo_oprd_files.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_serve.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_worker.py",
 }

@@ -60,7 +60,7 @@ def test_responses_depend_on_weights_and_key_alone(
     assert [metrics["rollout/server_deaths"] for metrics in found["metrics"]] == [0, 0, 0]
     asked = requests(found["root"])
     assert len(asked) == 3 * COUNT
-    servers = Counter(line["port"] for line in asked)
+    servers = Counter(line["server"] for line in asked)
     assert len(servers) == expected_servers
 
 
@@ -241,7 +241,7 @@ def test_what_is_refused(run: Any, faults: dict[str, Any], message: str) -> None
     """At once, and with the server alive: trying again would not help."""
     found = run("load 1, generate", "rollout.max_batch=1", faults=faults)
     assert message in refused(found)
-    assert "vLLM server 0 (http://127.0.0.1:" in refused(found)
+    assert refused(found).startswith("vLLM server 0")
     assert (found["sampled"], found["said"]) == ([], [])
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,56 @@ def requests(root: str | Path) -> list[dict[str, Any]]:
     return [line for line in lines(root) if line["call"] == "/inference/v1/generate"]
 
 
+def settings_of(root: str | Path) -> list[str]:
+    """Overrides of a configuration whose servers are the stand-ins of a bench."""
+    settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={root}/run", "rollout.engine=vllm"]
+    return [*settings, f"rollout.vllm.python={root}/python", "rollout.vllm.start_timeout=30"]
+
+
+def flags_of(root: Path) -> list[str]:
+    """The arguments with which a run starts the stand-ins of a bench."""
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.rollout.vllm.launch import server_arguments
+
+    return server_arguments(load_config("verify", settings_of(root)), read_model_spec(root), root, 300, cuda=False)
+
+
+def free_port() -> int:
+    """A port of loopback on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(root: Path, *, unix: bool) -> Iterator[dict[str, str]]:
+    """A stand-in as `nemo-oprd serve` starts it: "root", "url", "token_file" of an endpoint."""
+    from nemo_oprd.rollout.vllm.server import server_command, server_environment
+    from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE
+
+    token_file, at, port = root / "token", root / "socket", free_port()
+    token_file.touch(0o600)
+    token_file.write_text("a-token-of-one-user_" + "0123456789" * 2 + "\n")
+    listen = ["--uds", str(at)] if unix else ["--host", "127.0.0.1", "--port", str(port)]
+    command = server_command(root / "python", flags_of(root), [*listen, "--middleware", "nemo_oprd_door.Door"])
+    environment = server_environment(None) | {TOKEN_FILE: str(token_file)}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            with suppress(OSError), socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as caller:
+                caller.connect(str(at) if unix else ("127.0.0.1", port))
+                break
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        url = f"unix://{at}" if unix else f"http://127.0.0.1:{port}"
+        yield {"root": str(root), "url": url, "token_file": str(token_file)}
+    finally:
+        process.kill()
+        process.wait()
+
+
 @contextmanager
 def engine(root: str, overrides: list[str], students: int | None, vocab_limit: int | None) -> Iterator[Any]:
     """An engine on the world's first `students` ranks; None: on all.
@@ -108,9 +161,10 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     from nemo_oprd.rollout.vllm import engine as module
 
     init_distributed()
-    settings = ["student.hf_path=a", "teacher.hf_path=b", f"output={root}/run", "rollout.engine=vllm"]
-    settings += [f"rollout.vllm.python={root}/python", "rollout.vllm.start_timeout=30", *overrides]
-    config, ranks = load_config("verify", settings), Layout(data=students or dist.get_world_size())
+    config, ranks = (
+        load_config("verify", [*settings_of(root), *overrides]),
+        Layout(data=students or dist.get_world_size()),
+    )
     whole = transport.buckets
     with (
         mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
@@ -126,7 +180,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
             dist.barrier()
         assert folder is None or not folder.path.exists()
         alive = [line["pid"] for line in lines(root) if guard.group_members(line["group"])]
-        assert not alive
+        assert not alive or config.rollout.vllm.endpoints
 
 
 def run(
@@ -210,8 +264,8 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             made.update_weights(lambda step=step: weights(step).items(), step)
         elif kind == "kill":
             for server in made._mine.servers.values():
-                port = server.base_url.rpartition(":")[2]
-                os.kill(next(line["pid"] for line in lines(root) if line["port"] == port), signal.SIGKILL)
+                at = str(server.socket)
+                os.kill(next(line["pid"] for line in lines(root) if line["server"] == at), signal.SIGKILL)
         elif kind == "cancel":
             try:
                 made.generate(asked, sampling, enough, None, keep)

@@ -4,6 +4,8 @@ What it "samples" is a function of the digest of the weights, the seed and the p
 responses on any server. It refuses calls in an order that vLLM would refuse, and computes the digest of the weights by
 its definition, with code of its own.
 
+It listens where vLLM would, and has the server's own middleware at its door and its own check of files.
+
 `STAND_IN` in the environment is a directory. `faults.json` there says what the servers do wrong, each server appends
 its requests to `requests.jsonl`, and faults that happen `times` times leave a file for each time.
 """
@@ -11,19 +13,28 @@ its requests to `requests.jsonl`, and faults that happen `times` times leave a f
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
+import importlib
 import json
 import math
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+try:
+    from nemo_oprd_files import open_bucket  # of the server's own folder
+except ImportError:  # this module is also imported by tests, for what it samples
+    open_bucket = None  # type: ignore[assignment]
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2}
 HERE = Path(os.environ.get("STAND_IN", "."))
@@ -78,7 +89,8 @@ class Model:
         kind = "probe" if "seed" not in sampling and sampling else path.split("?")[0]
         with self.lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
-            line = {"pid": os.getpid(), "group": os.getpgid(0), "port": self.options.port, "call": kind, "path": path}
+            server = self.options.uds or self.options.port
+            line = {"pid": os.getpid(), "group": os.getpgid(0), "server": server, "call": kind, "path": path}
             line |= {"prompt": body.get("token_ids"), **sampling}
             with (HERE / "requests.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -119,7 +131,11 @@ class Model:
         """One bucket in a file."""
         info = body["update_info"]
         self.require(self.updating, "no update has begun")
-        data = Path(info["path"]).read_bytes()
+        try:
+            with open(open_bucket(info["path"], info["bytes"]), "rb") as file:
+                data = file.read()
+        except ValueError as error:
+            raise Refusal(str(error)) from None
         self.require(len(data) == info["bytes"], "a file of another size")
         for entry in info["entries"]:
             size = math.prod(entry["shape"]) * ITEM_SIZES[entry["dtype"]]
@@ -136,7 +152,7 @@ class Model:
         return {"digest": digest[::-1] if "digest" in self.faults else digest, "tensors": len(self.tensors)}
 
     def nemo_oprd_give_up(self) -> None:
-        self.updating = False
+        self.updating = self.joined = False
 
     def nemo_oprd_describe(self) -> dict[str, Any]:
         model = json.loads((Path(self.options.model) / "config.json").read_text())
@@ -195,18 +211,37 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     model: Model
 
+    door: Any = None
+
     def do_GET(self) -> None:
-        self._send(200, None)
+        self._call(lambda: (200, b""))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        try:
-            self._send(200, self.model.answer(self.path, body))
-        except Refusal as refusal:
-            self._send(400, {"error": str(refusal)})
 
-    def _send(self, status: int, answer: Any) -> None:
-        content = b"" if answer is None else json.dumps(answer).encode()
+        def answer() -> tuple[int, bytes]:
+            try:
+                found = self.model.answer(self.path, body)
+            except Refusal as refusal:
+                return 400, json.dumps({"error": str(refusal)}).encode()
+            return 200, b"" if found is None else json.dumps(found).encode()
+
+        self._call(answer)
+
+    do_PUT = do_DELETE = do_OPTIONS = do_POST
+
+    def _call(self, answer: Callable[[], tuple[int, bytes]]) -> None:
+        """Sends what `answer` returns, unless the door does not let the request in."""
+        if self.door is not None:
+            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
+            scope = {"type": "http", "method": self.command, "path": self.path.split("?")[0], "headers": headers}
+            sent: list[dict[str, Any]] = []
+            asyncio.run(self.door(scope, sent))
+            if sent:
+                return self._send(sent[0]["status"], sent[1]["body"])
+        return self._send(*answer())
+
+    def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -216,10 +251,39 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+class UnixServer(ThreadingHTTPServer):
+    """Listens on a Unix socket."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        self.socket.bind(self.server_address)
+
+
+def at_the_door(middleware: str) -> Any:
+    """Of ASGI middleware `MODULE.CLASS`: a coroutine function of (request, list for its answer)."""
+    module, _, name = middleware.rpartition(".")
+
+    async def lets_in(*_: Any) -> None:
+        """What is behind the door answers in another way."""
+
+    door = getattr(importlib.import_module(module), name)(lets_in)
+
+    async def call(scope: dict[str, Any], sent: list[dict[str, Any]]) -> None:
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await door(scope, None, send)
+
+    return call
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("host", "port", "model", "dtype", "tensor-parallel-size", "additional-config", "logprobs-mode"):
+    for name in ("model", "dtype", "tensor-parallel-size", "additional-config", "logprobs-mode"):
         parser.add_argument(f"--{name}", required=True)
+    for name in ("host", "port", "uds", "middleware"):
+        parser.add_argument(f"--{name}")
     options, _ = parser.parse_known_args()
     faults = json.loads((HERE / "faults.json").read_text())
     if "start" in faults and happens("start", faults["start"]):
@@ -228,7 +292,16 @@ def main() -> None:
         print("and something after it")
         sys.exit(1)
     Handler.model = Model(options, faults)
-    server = ThreadingHTTPServer((options.host, int(options.port)), Handler)
+    if options.middleware:
+        Handler.door = staticmethod(at_the_door(options.middleware))
+    if options.uds:
+        Handler.disable_nagle_algorithm = False
+        server = UnixServer(options.uds, Handler, bind_and_activate=False)  # type: ignore[arg-type]
+    else:
+        server = ThreadingHTTPServer((options.host, int(options.port)), Handler, bind_and_activate=False)
+    server.request_queue_size = 128  # a connection to a Unix socket with a full queue is refused
+    server.server_bind()
+    server.server_activate()
     server.daemon_threads = True
     server.serve_forever()
 

@@ -10,11 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
 
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import LEASE, LEASE_S, RELEASE, RENEW
 
 T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
@@ -32,17 +35,26 @@ class Client:
     """A connection pool to the servers of one controller, with its event loop in a thread."""
 
     def __init__(self) -> None:
+        self._http: dict[Path | None, Any] = {}  # by the Unix socket; None: over TCP
+        self._renewals: dict[int, asyncio.Task[None]] = {}  # by the number of a server that this run leases
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every response under way has a connection
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
-        self._http: Any = self.run(self._open())
 
-    async def _open(self) -> Any:
-        # a connection for each call: an idle one could be closed by the server just as it is used again
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx2.AsyncClient(limits=limits, trust_env=False)  # a proxy of the environment is for the outside
+    def _http_of(self, server: Server) -> Any:
+        """What makes the HTTP calls to a server."""
+        if server.socket not in self._http:
+            # a connection for each call: an idle one could be closed by the server just as it is used again
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+            transport = None
+            if server.socket is not None:
+                uds = str(server.socket)
+                transport = httpx2.AsyncHTTPTransport(uds=uds, limits=limits, verify=False, trust_env=False)
+            # a proxy of the environment is for the outside
+            self._http[server.socket] = httpx2.AsyncClient(limits=limits, transport=transport, trust_env=False)
+        return self._http[server.socket]
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs `work` in the event loop's thread."""
@@ -58,10 +70,36 @@ class Client:
 
     def close(self) -> None:
         """Closes all connections and ends the thread."""
-        self.run(self._http.aclose())
+        self.run(self._close())
         self.call(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _close(self) -> None:
+        for renewal in self._renewals.values():
+            renewal.cancel()
+        await asyncio.gather(
+            *self._renewals.values(), *(http.aclose() for http in self._http.values()), return_exceptions=True
+        )
+
+    def release(self, servers: list[Server]) -> None:
+        """Gives the leases of servers back, for the next run."""
+
+        async def give_back(server: Server) -> None:
+            with suppress(ServerDied, ServerRefused):
+                await self.post(server, RELEASE, timeout=HEALTH_EVERY_S)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(give_back(server) for server in servers if LEASE in server.headers))
+
+        self.run(all_of_them())
+
+    async def _renew(self, server: Server) -> None:
+        """Keeps the lease of a server while this run has nothing to ask of it."""
+        while True:
+            await asyncio.sleep(LEASE_S / 6)
+            with suppress(ServerDied, ServerRefused):  # whoever needs the server finds that out
+                await self.post(server, RENEW, timeout=CALL_TIMEOUT_S)
 
     async def post(
         self,
@@ -78,8 +116,11 @@ class Client:
             ServerDied: no answer, or not in time, or an answer of a server that is ending.
             ServerRefused: the server is well and refuses.
         """
+        if LEASE in server.headers and server.number not in self._renewals:
+            self._renewals[server.number] = asyncio.create_task(self._renew(server))
         try:
-            answer = await self._http.post(server.base_url + path, json={} if body is None else body, timeout=timeout)
+            http, url, sent = self._http_of(server), server.base_url + path, {} if body is None else body
+            answer = await http.post(url, json=sent, headers=server.headers, timeout=timeout)
         except httpx2.TimeoutException as error:
             raise ServerDied(f"{server.name} did not answer {path} within {timeout:.0f} s") from error
         except httpx2.TransportError as error:
@@ -131,7 +172,7 @@ class Client:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
-                answer = await self._http.get(server.base_url + "/health", timeout=left)
+                answer = await self._http_of(server).get(server.base_url + "/health", timeout=left)
                 return answer.status_code == 200
             except httpx2.ConnectError:
                 return False

@@ -31,13 +31,29 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class OthersServer(Server):
-    """A server that the controller has started; `log` is its log, if it is on this machine."""
+    """A server that the controller has started, or has an address of.
 
-    log: str | None = None
+    Attributes:
+        label: its name for messages.
+        log: its log, if it is on this machine.
+    """
+
+    label: str = ""
+    log: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Paths come as text."""
+        self.socket = None if self.socket is None else Path(self.socket)
+        self.log = None if self.log is None else Path(self.log)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.label
 
     def last_words(self) -> str:
         """The last line of its log that names an error."""
-        return "" if self.log is None else last_words(Path(self.log))
+        return "" if self.log is None else last_words(self.log)
 
 
 class ClientMain:

@@ -99,9 +99,9 @@ class Job:
 
 def _address(server: Server) -> dict[str, Any]:
     """What the client process has to know of a server: fields of `client_main.OthersServer`."""
-    log = str(server.log) if isinstance(server, LocalServer) else None
-    names = ("number", "in_flight", "base_url")
-    return {name: getattr(server, name) for name in names} | {"log": log}
+    paths = {"socket": server.socket, "log": server.log if isinstance(server, LocalServer) else None}
+    names = {name: getattr(server, name) for name in ("number", "in_flight", "base_url", "headers")}
+    return names | {"label": server.name} | {name: None if path is None else str(path) for name, path in paths.items()}
 
 
 class ClientProcess:

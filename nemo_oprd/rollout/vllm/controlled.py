@@ -54,12 +54,13 @@ class Controlled:
                 self.client.run(self.client.post_watched(self.servers[number], path))
 
     def close(self) -> None:
-        """Ends the servers of this run and removes what they left in shared memory."""
+        """Ends the servers of this run, gives endpoints back, and removes what servers left in shared memory."""
         if self.sampler is not None:
             self.sampler.close()
         for server in self.servers.values():
             server.close()
         if self.client is not None:
+            self.client.release(list(self.servers.values()))
             self.client.close()
         if self.folder is not None:
             self.folder.close()

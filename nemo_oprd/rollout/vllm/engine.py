@@ -1,11 +1,11 @@
 """The rollout engine of `rollout.engine=vllm`: servers on the machines of the job, or endpoints.
 
-One rank per machine, the controller, starts the servers of its machine and talks to them over loopback. The other ranks
-wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one queue, so
-a fast server samples more of them. A client process of the controller asks the servers and reads their answers; at the
-end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when nothing is left to claim;
-the server is restarted, gets the current weights again, and the next round samples what is missing. A client process
-that dies ends the round, too, and the next one has another client process.
+One rank per machine, the controller, starts the servers of its machine and talks to them over Unix sockets. The other
+ranks wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one
+queue, so a fast server samples more of them. A client process of the controller asks the servers and reads their
+answers; at the end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when nothing
+is left to claim; the server is restarted, gets the current weights again, and the next round samples what is missing.
+A client process that dies ends the round, too, and the next one has another client process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.vllm.client_process import Job, Round, RoundSummary
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
+from nemo_oprd.rollout.vllm.endpoint import Endpoint, caller
 from nemo_oprd.rollout.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
-from nemo_oprd.rollout.vllm.server import Endpoint, LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
@@ -103,7 +104,8 @@ class VllmEngine:
         """A server of this rank, not yet started."""
         common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
-            return Endpoint(*common, generation=1, base_url=place.url.rstrip("/"))
+            headers = caller(str(self._settings.token_file), self._config.output)
+            return Endpoint(*common, generation=1, url=place.url, headers=headers)
         assert self._mine.folder is not None
         return LocalServer(
             *common,

@@ -31,9 +31,12 @@ SHARED_NAMES = "NEMO_OPRD_SHARED_NAMES"
 
 
 def start(command: list[str], directory: Path, **process: Any) -> subprocess.Popen:
-    """Starts a guard of this process that runs `command` and removes `directory`; `process`: see `Popen`."""
+    """Starts a guard of this process that runs `command` and removes `directory`; `process`: see `Popen`.
+
+    What the command makes, such as sockets and temporary files, is for this user alone.
+    """
     guarded = [sys.executable, __file__, "--remove", str(directory), "--", *command]
-    return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, **process)
+    return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, umask=0o077, **process)
 
 
 def group_members(group: int) -> list[int]:

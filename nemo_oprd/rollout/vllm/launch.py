@@ -18,6 +18,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BATCHED_TOKENS = 4096
 # of `precision`, as vLLM names them
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_NOT_FLAGS = ("--host", "--port", "--uds", "--grpc-port", "--api-key", "--middleware", "--root-path")
 SETUP = "run `bash scripts/setup_vllm.sh`, or set rollout.vllm.python"
 
 
@@ -32,6 +33,17 @@ def find_python(settings: VllmConfig) -> Path:
             f"vLLM: {SETUP}"
         )
     return python
+
+
+def check_flags(settings: VllmConfig) -> None:
+    """Raises ValueError if `rollout.vllm.flags` would let others in, or would show a secret to them."""
+    for flag in map(str, settings.flags):
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in _NOT_FLAGS:
+            raise ValueError(
+                f"rollout.vllm.flags holds {name}, but a run alone says where its servers listen and who may call "
+                "them; expected other arguments of vLLM: remove it (docs/security.md)"
+            )
 
 
 def check_model(tensor: int, spec: ModelSpec) -> None:
@@ -66,7 +78,7 @@ def check_head_size(spec: ModelSpec) -> None:
 
 
 def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:
-    """The arguments of a server, without host and port. Responses have seeds of their own, besides the server's.
+    """The arguments of a server, without where it listens. Responses have seeds of their own, besides the server's.
 
     Args:
         directory: where the model's config.json is; weights are not read from it.

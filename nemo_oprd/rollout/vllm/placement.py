@@ -18,7 +18,7 @@ class Place:
     Attributes:
         number: index among the servers of the run.
         controller: the rank that starts the server, talks to it and gives it weights. It is on the server's machine,
-            so that a server listens on loopback only; endpoints are the first rank's.
+            so that a Unix socket connects them; endpoints are the first rank's.
         workers: processes that hold a shard of the model: `rollout.vllm.tensor`.
         transport: `file`, `group` or `ipc`.
         devices: CUDA devices of its machine; None without CUDA.
@@ -101,7 +101,7 @@ def _rank_groups(config: VllmConfig, machines: Sequence[str], students: range, c
 
 
 def _endpoint(config: VllmConfig, number: int, url: str) -> Place:
-    is_local = urlsplit(url).hostname in LOOPBACK
+    is_local = urlsplit(url).scheme == "unix" or urlsplit(url).hostname in LOOPBACK
     transport = _transport(config, number, has_weights=is_local, ipc=False, cuda=False)
     return Place(number, 0, config.tensor, transport, url=url)
 

@@ -1,18 +1,17 @@
-"""One vLLM server: a process on this machine that is started and restarted here, or an endpoint that others run."""
+"""One vLLM server, and one that this process starts and restarts on its machine; see also endpoint.py."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from nemo_oprd.rollout.vllm import guard
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER
 from nemo_oprd.runtime.messages import ON_STDOUT
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,8 @@ class Server:
         pushed: the version of the weights that it has; None before the first ones.
         in_flight: requests that it may work on at the same time.
         max_restarts: how often it may die.
+        socket: of a server that listens on a Unix socket, its path; `base_url` then names no port.
+        headers: of every call but those that ask whether the server is well; they hold secrets.
     """
 
     number: int
@@ -54,12 +55,14 @@ class Server:
     max_restarts: int = 0
     generation: int = 0
     pushed: str | None = None
-    base_url: str = ""
+    base_url: str = "http://localhost"
+    socket: Path | None = None
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
         """For messages."""
-        return f"vLLM server {self.number} ({self.base_url})"
+        return f"vLLM server {self.number}"
 
     def check_alive(self) -> None:
         """Raises ServerDied if it is known to have ended."""
@@ -85,17 +88,6 @@ class Server:
 
 
 @dataclass
-class Endpoint(Server):
-    """A server that somebody else runs; it is never restarted, but waited for."""
-
-    def restart(self, why: str) -> None:
-        """Counts a death; whoever uses the server next waits until it is there again."""
-        self.check_deaths(why)
-        logger.warning(f"{self.name} is waited for: {why}", extra=ON_STDOUT)
-        self.generation += 1
-
-
-@dataclass
 class LocalServer(Server):
     """A server in a process group of its own on this machine.
 
@@ -104,7 +96,8 @@ class LocalServer(Server):
         flags: see `server_arguments`.
         devices: CUDA devices that it sees; None: without CUDA.
         log: what it prints is appended to this file.
-        directory: a directory of this process that the guard removes when this process ends.
+        directory: a directory of this process, which this user alone can enter, for the server's sockets; the guard
+            removes it when this process ends. Its path is short: that of a socket has at most 107 bytes.
     """
 
     python: Path = Path()
@@ -120,16 +113,17 @@ class LocalServer(Server):
         """Starts the process; it answers half a minute to minutes later."""
         self.generation += 1
         self.pushed = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.base_url = f"http://127.0.0.1:{port}"
+        self.socket = self.directory / f"server_{self.number}_{self.generation}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        command = server_command(self.python, self.flags, "127.0.0.1", port)
+        command = server_command(self.python, self.flags, ["--uds", str(self.socket)])
         with self.log.open("ab") as log:
             log.write(f"\n--- start {self.generation}: {' '.join(command)}\n".encode())
             log.flush()
-            environment = server_environment(self.devices) | {guard.SHARED_NAMES: self._shared_names}
+            environment = server_environment(self.devices) | {
+                guard.SHARED_NAMES: self._shared_names,
+                FOLDER: str(self.directory),
+                "VLLM_RPC_BASE_PATH": str(self.directory),  # of the sockets between the server's own processes
+            }
             self._process = guard.start(command, self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     @property
@@ -177,6 +171,8 @@ class LocalServer(Server):
         # the guard may have been killed
         guard.clean_up(process.pid, self._shared_memory, str(self.directory), self._shared_names)
         self._shared_memory = set()
+        if self.socket is not None:
+            self.socket.unlink(missing_ok=True)
 
     def last_words(self) -> str:
         """The last line of the log that names an error, or the last line."""
@@ -197,9 +193,9 @@ def last_words(log: Path) -> str:
     return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
 
 
-def server_command(python: Path, flags: list[str], host: str, port: int) -> list[str]:
-    """What starts a server; `flags`: `server_arguments`."""
-    return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, "--host", host, "--port", str(port)]
+def server_command(python: Path, flags: list[str], listen: list[str]) -> list[str]:
+    """What starts a server; `flags`: `server_arguments`, `listen`: where, and who stands at the door."""
+    return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, *listen]
 
 
 def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
@@ -208,13 +204,18 @@ def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
     threads = os.environ.get("NEMO_OPRD_VLLM_THREADS", "1")
     kept |= {
         "PYTHONPATH": str(WORKER_FOLDER),
-        "VLLM_SERVER_DEV_MODE": "1",  # weight updates, pause and collective calls; the server listens on loopback only
+        "VLLM_SERVER_DEV_MODE": "1",  # weight updates, pause and collective calls
+        # the processes of a server are on one machine, so what they open for each other needs no other address
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_PLUGINS": "",  # a plugin of another package in the same environment must not change what is sampled
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    kept |= {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name not in kept}
+    # vLLM's own key guards sampling alone, and would refuse the calls of a run, which has another one or none
+    theirs = {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name != "VLLM_API_KEY"}
+    kept = theirs | kept
     if devices is None:
         kept.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         kept.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -223,12 +224,3 @@ def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         kept.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `KnownIds` has the interface of the first runner
     return kept
-
-
-def check_url(url: str) -> None:
-    """Raises ValueError unless `url` is the address of a server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(
-            f"rollout.vllm.endpoints: {url!r} is not the address of a server; expected e.g. http://127.0.0.1:8000"
-        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -56,11 +57,15 @@ def buckets(
 
 
 class SharedFolder:
-    """A folder of this process in shared memory for buckets; a server's guard removes it if this process is killed."""
+    """A folder of this process in shared memory for buckets and for the sockets of its servers.
+
+    No other user can enter it. A server's guard removes it if this process is killed.
+    """
 
     def __init__(self) -> None:
-        self.path = Path("/dev/shm") / f"nemo_oprd_{socket.gethostname()}_{uuid.uuid4().hex[:12]}"
-        self.path.mkdir(mode=0o700)
+        host = re.sub(r"[^\w.-]", "_", socket.gethostname())[:16]  # the path of a socket has at most 107 bytes
+        self.path = Path("/dev/shm") / f"nemo_oprd_{host}_{uuid.uuid4().hex[:12]}"
+        self.path.mkdir(mode=0o700)  # fails where somebody has put anything of that name
         self._count = 0
         self._guard: subprocess.Popen | None = None
 

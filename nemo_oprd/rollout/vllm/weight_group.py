@@ -8,10 +8,11 @@ process group on top of it. Whenever a server was restarted, all servers and the
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
+import secrets
 import socket
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks
-from nemo_oprd.rollout.vllm.placement import LOOPBACK, Place
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, open_group, send
+from nemo_oprd.rollout.vllm.placement import Place
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, address_towards, open_group, send
 
 # between two buckets a worker loads the last one, and the trainer gathers the next one
 TIMEOUT_S = 600.0
@@ -55,7 +56,9 @@ class WeightGroup:
 
     def __init__(self, places: list[Place], device: torch.device) -> None:
         self._workers = {place.number: place.workers for place in places if place.transport == "group"}
-        self._urls = [place.url for place in places if place.transport == "group" and place.url is not None]
+        urls = [urlsplit(place.url) for place in places if place.transport == "group" and place.url is not None]
+        self._hosts = [url.hostname for url in urls if url.hostname is not None]
+        self._host = ""
         self._device = device if device.type == "cuda" else torch.device("cpu")
         self._key: tuple = ()
         self._store: Any = None
@@ -68,21 +71,25 @@ class WeightGroup:
         """
         if not self._workers:
             return None
-        known = {number: generation for part in everyones(generations) for number, generation in part.items()}
+        everyone = everyones((generations, address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))))
+        known = {number: generation for part, _ in everyone for number, generation in part.items()}
         key = tuple((number, known[number]) for number in self._workers)
         is_needed = dist.get_rank() == 0 and (self._group is None or self._key != key)
-        return first_ranks(self._rendezvous(key) if is_needed else None)
+        hosts = [*self._hosts, *(address for _, address in everyone)]
+        return first_ranks(self._rendezvous(key, hosts) if is_needed else None)
 
-    def _rendezvous(self, key: tuple) -> Rendezvous:
+    def _rendezvous(self, key: tuple, hosts: list[str]) -> Rendezvous:
         if self._store is None:
-            self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+            self._host = own_address(hosts)
+            self._store = open_store(self._host)
         first_ranks, size = {}, 1
         for number, workers in self._workers.items():
             first_ranks[number] = size
             size += workers
-        host, prefix = _own_address(self._urls), f"weights/{time.time_ns()}"
+        # whoever reaches the store can still list its keys; see docs/security.md
+        prefix = f"weights/{secrets.token_hex(16)}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        return Rendezvous(key, host, self._store.port, prefix, size, backend, first_ranks)
+        return Rendezvous(key, self._host, self._store.port, prefix, size, backend, first_ranks)
 
     def open(self, meeting: Rendezvous) -> Future | None:
         """Begins to open the group; the others must join meanwhile. None on ranks that are not in it."""
@@ -93,7 +100,9 @@ class WeightGroup:
 
         def run() -> None:
             try:
-                group = open_group(self._store, meeting.prefix, 0, meeting.size, meeting.backend, TIMEOUT_S)
+                group = open_group(
+                    self._store, meeting.prefix, 0, meeting.size, meeting.backend, TIMEOUT_S, meeting.host
+                )
                 future.set_result(group)
             except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)
@@ -127,15 +136,29 @@ class WeightGroup:
         return dict.fromkeys(self._workers, f"the process group of the weights {how}: {reason}")
 
 
-def _own_address(urls: list[str]) -> str:
-    """The address at which all workers reach this process: the job's MASTER_ADDR, unless that is a loopback address.
+def own_address(hosts: list[str]) -> str:
+    """The one address of this machine at which all `hosts` reach it: a loopback address if they are all this machine.
 
-    torchrun sets such a one on a single machine, from which an endpoint may be elsewhere.
+    OSError if a host has no address.
     """
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    remote = [host for url in urls if (host := str(urlsplit(url).hostname)) not in LOOPBACK]
-    if address not in LOOPBACK or not remote:
-        return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((remote[0], 9))  # sends nothing
-        return str(probe.getsockname()[0])
+    for host in hosts:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        address = address_towards(host)
+        if address != found and not ipaddress.ip_address(address).is_loopback:
+            return address
+    return "127.0.0.1"
+
+
+def open_store(address: str) -> Any:
+    """A key-value store that listens at `address` and nowhere else, at a port of its own."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=128) as listening:
+        port = listening.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+            master_listen_fd=listening.detach(),
+        )

@@ -260,7 +260,7 @@ class TestLocalServer:
     def test_close(self, bench: Bench, server: LocalServer) -> None:
         server.close()
         bench.check_nothing_is_left(removed=False)
-        with pytest.raises(ServerDied, match=r"server 0 \(http://127.0.0.1:\d+\) has ended"):
+        with pytest.raises(ServerDied, match="server 0 has ended"):
             server.check_alive()
 
     def test_guard_and_server_are_killed(self, bench: Bench, server: LocalServer) -> None:

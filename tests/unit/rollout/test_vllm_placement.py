@@ -99,7 +99,7 @@ def test_dedicated(machines: str, students: range, cuda: bool, settings: dict, e
 
 def test_endpoints() -> None:
     """The first rank talks to all of them; where the host is this machine, files in shared memory reach them."""
-    urls = ["http://127.0.0.1:1", "http://localhost:2/", "http://[::1]:3", "http://node7:4", "https://10.0.0.9"]
+    urls = ["http://127.0.0.1:1", "unix:///a/socket", "http://[::1]:3", "http://node7:4", "https://10.0.0.9"]
     places = placed("ab", range(2), endpoints=urls, tensor=2)
     assert [place.transport for place in places] == ["file"] * 3 + ["group"] * 2
     assert [place.url for place in places] == urls

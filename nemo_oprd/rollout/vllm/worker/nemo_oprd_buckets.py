@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -121,14 +122,27 @@ def _sums(words: torch.Tensor) -> tuple[int, int]:
     return int(plain), int(weighted)
 
 
-def open_group(store: Any, prefix: str, rank: int, size: int, backend: str, timeout_s: float) -> Any:
-    """The process group of the weights; every member calls this. Independent of the default group of the process."""
+def open_group(store: Any, prefix: str, rank: int, size: int, backend: str, timeout_s: float, listen: str) -> Any:
+    """The process group of the weights; every member calls this. Independent of the default group of the process.
+
+    `listen`: the address at which this member listens over gloo, and no other; over NCCL see NCCL_SOCKET_IFNAME.
+    """
     timeout, store = datetime.timedelta(seconds=timeout_s), dist.PrefixStore(prefix, store)
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices, gloo._timeout = [dist.ProcessGroupGloo.create_device(hostname=listen)], timeout
+        return dist.ProcessGroupGloo(store, rank, size, gloo)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which `host` is reached; nothing is sent. OSError if there is no such host."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
 
 
 def send(group: Any, bucket: Bucket | None, device: torch.device) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import base64
 import datetime
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from nemo_oprd_buckets import Bucket, Digest, open_group, receive
+from nemo_oprd_buckets import Bucket, Digest, address_towards, open_group, receive
+from nemo_oprd_files import open_bucket
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -73,7 +75,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
             info, timeout = init_info, datetime.timedelta(seconds=init_info.timeout_s)
             store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
-            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s)
+            listen = address_towards(info.host)
+            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s, listen)
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
@@ -91,8 +94,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `UpdateInfo`."""
         if update_info.path:
-            data = torch.from_file(update_info.path, size=update_info.bytes, dtype=torch.uint8)
-            self._load(Bucket.of(update_info.entries, data))
+            self._load(Bucket.of(update_info.entries, map_bucket(update_info.path, update_info.bytes)))
         elif update_info.handles:
             # vLLM keeps the tensors of a layer until all of them have come; the trainer uses the memory again before
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
@@ -123,6 +125,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Leaves the process group."""
         self.group = None
+
+
+def map_bucket(path: str, size: int) -> torch.Tensor:
+    """The bytes of a file in the run's folder, uint8 [size], mapped; ValueError if it is another file."""
+    file = open_bucket(path, size)
+    try:
+        return torch.from_file(f"/proc/self/fd/{file}", size=size, dtype=torch.uint8)
+    finally:
+        os.close(file)
 
 
 def pack_tied_heads(model: Any) -> None:

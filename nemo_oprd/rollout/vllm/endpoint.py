@@ -1,0 +1,83 @@
+"""A vLLM server that somebody else runs (`rollout.vllm.endpoints`): its address, its token, and the run's lease."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nemo_oprd.rollout.vllm.server import Server
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import LEASE, RUN, read_tokens
+from nemo_oprd.runtime.messages import ON_STDOUT
+
+logger = logging.getLogger(__name__)
+
+UNIX = "unix://"
+
+
+@dataclass
+class Endpoint(Server):
+    """A server that somebody else runs; it is never restarted, but waited for.
+
+    Attributes:
+        url: as `rollout.vllm.endpoints` names it.
+    """
+
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        """The address."""
+        if self.url.startswith(UNIX):
+            self.socket = Path(self.url.removeprefix(UNIX))
+        else:
+            self.base_url = self.url.rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{super().name} ({self.url})"
+
+    def restart(self, why: str) -> None:
+        """Counts a death; whoever uses the server next waits until it is there again."""
+        self.check_deaths(why)
+        logger.warning(f"{self.name} is waited for: {why}", extra=ON_STDOUT)
+        self.generation += 1
+
+
+def caller(token_file: str, output: str) -> dict[str, str]:
+    """The headers by which an endpoint knows this run: the token, a lease of its own, and what others are told of it.
+
+    Raises:
+        ValueError: `token_file` holds no token.
+    """
+    return {
+        "authorization": f"Bearer {read_tokens(token_file)[0]}",
+        LEASE: secrets.token_hex(16),
+        RUN: ascii(f"{Path(output).name} (process {os.getpid()} on {socket.gethostname()})")[1:-1],
+    }
+
+
+def check_endpoints(urls: list[str], token_file: str | None) -> None:
+    """Raises ValueError unless `urls` are addresses of servers, and `token_file` is that of their token."""
+    for url in urls:
+        parts = urlsplit(url)
+        is_socket = url.startswith(f"{UNIX}/")
+        if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError(
+                f"rollout.vllm.endpoints: {url!r} is not the address of a server; expected e.g. http://127.0.0.1:8000 "
+                "or unix:///PATH"
+            )
+    if urls and token_file is None:
+        raise ValueError(
+            f"rollout.vllm.endpoints={urls} without rollout.vllm.token_file; expected the file with the servers' "
+            "token: set it to the FILE of `nemo-oprd serve --token-file FILE`"
+        )
+    if urls:
+        try:
+            read_tokens(str(token_file))
+        except ValueError as error:
+            raise ValueError(f"rollout.vllm.token_file={error}") from None

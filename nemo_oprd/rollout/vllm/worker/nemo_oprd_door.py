@@ -1,0 +1,114 @@
+"""Who may call a server that others can reach: those who know a token, and of runs the one that leases the server.
+
+`Door` is ASGI middleware that a server loads by `--middleware nemo_oprd_door.Door`. It stands before every call but
+GET /health; vLLM's own `--api-key` leaves the calls open that change weights. A call that is not a GET also needs the
+lease: the first run that makes one gets it, keeps it by calling, and loses it LEASE_S seconds after its last call, or
+by a call of RELEASE. The trainer and the server both import this module, so it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import stat
+import time
+from typing import Any
+
+# environment of a server: the file with its tokens
+TOKEN_FILE = "NEMO_OPRD_TOKEN_FILE"  # the name of a variable, no secret
+# headers of a call: a secret of the run, and what others are told of it
+LEASE, RUN = "x-nemo-oprd-lease", "x-nemo-oprd-run"
+LEASE_S = 120.0
+# calls that the door answers by itself: to keep the lease, and to give it back
+RENEW, RELEASE = "/nemo_oprd/renew", "/nemo_oprd/release"
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{32,}")
+_MOST_BYTES = 1 << 16
+
+
+def read_tokens(path: str) -> list[str]:
+    """The tokens in a file, one per line. A server accepts all of them, a client sends the first.
+
+    Raises:
+        ValueError: the file is missing, not of this user, open to others, a link, or holds something else. What it
+            holds is not part of the message.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(file)
+            text = os.read(file, _MOST_BYTES).decode(errors="replace") if stat.S_ISREG(found.st_mode) else ""
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ValueError(_wrong(path, f"can't be read ({error.strerror})")) from None
+    if found.st_uid != os.geteuid():
+        raise ValueError(_wrong(path, f"belongs to user {found.st_uid}, this process to {os.geteuid()}"))
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise ValueError(_wrong(path, f"has mode {stat.S_IMODE(found.st_mode):04o}, which lets others in"))
+    tokens = text.split()
+    if not tokens or not all(map(_TOKEN.fullmatch, tokens)):
+        raise ValueError(_wrong(path, "holds no token, or something else"))
+    return tokens
+
+
+def _wrong(path: str, what: str) -> str:
+    return (
+        f"{path} {what}; expected a file of this user with mode 0600 and lines of at least 32 letters, digits, - and "
+        "_: `nemo-oprd serve --token-file FILE` makes one"
+    )
+
+
+class Door:
+    """See the module's docstring; `app` is the server behind the door.
+
+    Raises:
+        ValueError: the file of TOKEN_FILE is not one of tokens.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._tokens = [token.encode() for token in read_tokens(os.environ[TOKEN_FILE])]
+        self._lease, self._run, self._since, self._ends = b"", "", "", 0.0
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Lets a request in, or answers it."""
+        answer = None if scope["type"] == "lifespan" else self._answer(scope)
+        if answer is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            status, text = answer
+            headers = [(b"content-type", b"text/plain; charset=utf-8")]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": text.encode()})
+
+    def _answer(self, scope: dict[str, Any]) -> tuple[int, str] | None:
+        """(Status, text) of a request that is not let in; None if it is."""
+        path, reads = scope["path"], scope.get("method") in ("GET", "HEAD")
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if path == "/health" and reads:
+            return None
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if not sum(hmac.compare_digest(given, token) for token in self._tokens):  # all of them, in constant time
+            return 401, "the call has no token, or another one; expected a token of the server's file: name that file"
+        return None if reads else self._check_lease(path, headers)
+
+    def _check_lease(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
+        lease, now = headers.get(LEASE.encode(), b""), time.monotonic()
+        if now > self._ends:
+            self._lease = b""
+        if self._lease and not hmac.compare_digest(lease, self._lease):
+            return 423, (
+                f"since {self._since} it is leased by {self._run}; expected a server that no other run uses: wait for "
+                f"the end of that run (if it is dead, {self._ends - now:.0f} s), or start another server"
+            )
+        if lease and not self._lease:
+            self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            said = headers.get(RUN.encode(), b"").decode(errors="replace")[:200]
+            self._run = "".join(letter for letter in said if letter.isprintable()) or "a run"
+        self._lease, self._ends = lease, now + LEASE_S
+        if path == RELEASE:
+            self._lease = b""
+        return (200, "") if path in (RENEW, RELEASE) else None
