@@ -56,7 +56,7 @@ from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.vllm.client_process import ClientProcess, Job, Round, RoundSummary
 from nemo_oprd.rollout.vllm.engine import _rollout
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
-from nemo_oprd.rollout.vllm.server import Endpoint
+from nemo_oprd.rollout.vllm.server import Server
 from nemo_oprd.rollout.vllm.tasks import Task
 
 SIZES = ("64x1024", "256x4096", "1024x4096", "1024x16384")
@@ -128,8 +128,8 @@ def sample(count: int, tokens: int) -> tuple[dict[int, Response], dict[str, floa
     task = Task([Request([7] * PROMPT)] * count, sampling_of(tokens), 1 << 20, (1,), VOCABULARY, 600.0)
     order, result = iter(range(count)), Round()
     process = ClientProcess()
-    with payload_server(tokens, VERSION, OTHER_CORES) as (url, answer_bytes):
-        server = Endpoint(0, IN_FLIGHT, generation=1, base_url=url, pushed=VERSION)
+    with payload_server(tokens, VERSION, OTHER_CORES) as (path, answer_bytes):
+        server = Server(0, IN_FLIGHT, pushed=VERSION, socket=path)
         job = Job(task, VERSION, STEP, lambda: next(order, None), IN_FLIGHT)
         # one response first, so that the process has started
         process.start(Job(task, VERSION, STEP, iter([0, None]).__next__, 1), [server], Round()).result()
