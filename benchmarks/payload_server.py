@@ -36,7 +36,7 @@ def answer_bytes(tokens: int, version: str, seed: int) -> bytes:
         content.append(token | {"top_logprobs": [token]})
     choice = {"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": ids, "routed_experts": None}
     choice |= {"sampling_mask": None, "weight_versions": [{"version": version, "start": 0, "end": tokens}]}
-    usage = {"prompt_tokens": 128, "total_tokens": 128 + tokens, "completion_tokens": tokens}
+    usage: dict[str, Any] = {"prompt_tokens": 128, "total_tokens": 128 + tokens, "completion_tokens": tokens}
     usage |= {"prompt_tokens_details": None, "completion_tokens_details": None}
     answer: dict[str, Any] = {"request_id": "generate-tokens-" + 32 * "0", "model": "model", "created": 1_790_000_000}
     answer |= {"usage": usage, "prompt_logprobs": None, "prompt_token_id_logprobs": None, "prompt_token_ids": None}
