@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,26 +112,35 @@ def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
     return np.concatenate([[len(prompt) - 1], at[:-1]]) if shift and len(at) else at
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The supervised tokens of one response, of its `candidates`; columns of a `TokenTable`, int64 [rows]."""
+class _Supervised(NamedTuple):
+    """The rows of one response; int64 arrays [rows] as of `TokenTable`, `number` is `from_start`."""
 
     token: np.ndarray
-    from_start: np.ndarray
+    number: np.ndarray
     teacher_position: np.ndarray
-    candidates: int
+    total: int  # tokens that can be supervised
 
 
-def _choose(rollout: Rollout, shift: int, positions: str, k: int) -> _Chosen:
-    """See `make_rows`. No view of an array of all tokens is returned: a batch may have millions more than rows."""
+def _supervised(rollout: Rollout, positions: str, k: int, shift: int) -> _Supervised:
+    """The rows of a response for `positions` and `k` of `make_rows`.
+
+    The cost grows with the number of rows only, unless a mask or an index of the teacher's leaves tokens out.
+    """
+    prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
+    if rollout.response_mask is None and rollout.teacher_index is None and len(prompt) >= shift:
+        number = _numbers(len(rollout.response_ids), positions, k)
+        return _Supervised(number, number, len(prompt) - shift + number, len(rollout.response_ids))
     at = teacher_positions(rollout, shift)
-    candidates = np.flatnonzero(rollout.mask & (at >= 0))
-    first, end = 0, len(candidates)
-    if positions != "all":
-        first, end = (max(0, end - k), end) if positions == "last_k" else (0, min(k, end))
-    from_start = np.arange(first, end)
-    token = candidates[from_start]
-    return _Chosen(token, from_start, at[token], len(candidates))
+    masked_in = np.flatnonzero(rollout.mask & (at >= 0))
+    number = _numbers(len(masked_in), positions, k)
+    token = masked_in[number]
+    return _Supervised(token, number, at[token], len(masked_in))
+
+
+def _numbers(total: int, positions: str, k: int) -> np.ndarray:
+    """int64: all numbers below `total`, or the last or first k of them."""
+    first = max(0, total - k) if positions == "last_k" else 0
+    return np.arange(first, min(k, total) if positions == "first_k" else total)
 
 
 def make_rows(
@@ -161,8 +171,8 @@ def make_rows(
                 f"response {i} has an empty prompt: {requested_by} needs a token before the response; expected "
                 "at least one prompt token: add one, such as the tokenizer's beginning-of-sequence token"
             )
-    chosen = [_choose(rollout, shift, positions, k) for rollout in rollouts]
-    counts = np.array([len(each.token) for each in chosen], dtype=np.int64)
+    chosen = [_supervised(rollout, positions, k, shift) for rollout in rollouts]
+    counts = np.array([len(one.token) for one in chosen], dtype=np.int64)
     if counts.sum() == 0:
         raise ValueError(
             f"none of the {len(rollouts)} responses has a supervised token (mask 1); "
@@ -170,14 +180,14 @@ def make_rows(
         )
     active = int((counts > 0).sum())
     response = np.repeat(np.arange(len(rollouts)), counts)
-    token, from_start, teacher_position = (
-        np.concatenate([getattr(each, name) for each in chosen]) for name in ("token", "from_start", "teacher_position")
-    )
+    token = np.concatenate([one.token for one in chosen])
     starts = np.array([len(rollout.prompt_ids) for rollout in rollouts], dtype=np.int64)
     if aggregation == "sequence_mean":
         weight = 1.0 / (active * counts[response].astype(np.float64))
     else:
         weight = np.full(len(token), 1.0 / len(token))
-    from_end = np.array([each.candidates for each in chosen], dtype=np.int64)[response] - 1 - from_start
+    from_start = np.concatenate([one.number for one in chosen])
+    from_end = np.array([one.total for one in chosen], dtype=np.int64)[response] - 1 - from_start
+    teacher_position = np.concatenate([one.teacher_position for one in chosen])
     position_in_student = starts[response] + token - shift
     return TokenTable(response, position_in_student, teacher_position, token, from_start, from_end, weight, active)

@@ -115,6 +115,6 @@ def test_a_spike_keeps_its_rollouts_also_right_after_a_resume(pools: Pools, tmp_
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(lines(tmp_path)[11]["loss/total"])
     replayed = next(o for o in BASE if o.startswith("rollout.replay=")).split("=")[1]
-    assert kept[0]["response_ids"] == read_rollouts(replayed, 61)[2].response_ids
+    assert kept[0]["response_ids"] == read_rollouts(replayed, 61)[2].response_ids.tolist()
     assert [path.name for path in (tmp_path / "rollouts").glob("spike_*")] == [file.name]
     assert read_rollouts(file, 61)  # replays

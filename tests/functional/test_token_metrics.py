@@ -95,7 +95,7 @@ def test_values_are_those_of_plain_models(pools: Pools, tmp_path: Path, layout: 
     assert [line["number"] for line in lines] == list(range(len(rollouts)))
     assert sum(value is not None for line in lines for value in line["cosine"]) > 10
     for line, rollout in zip(lines, rollouts, strict=True):
-        assert line["step"] == 1 and line["token_ids"] == rollout.response_ids
+        assert line["step"] == 1 and line["token_ids"] == rollout.response_ids.tolist()
         check(line, ("rep_loss", "cosine", "kl", "log_ratio"))
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +33,20 @@ from nemo_oprd.checkpointing.directory import commit_checkpoint, partial_directo
 from nemo_oprd.checkpointing.training_state import check_resume_signature, resume_signature
 from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.evaluation.validation import Validation
 from nemo_oprd.observability.loss_spikes import LossSpikeDetector
 from nemo_oprd.observability.metrics_log import MetricsLog
-from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout import resume_cache
+from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
+from nemo_oprd.rollout.training_rollouts import RolloutSampler, TrainingPrompts
 from nemo_oprd.runtime import watchdog
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped
+from nemo_oprd.setup.training import _written_aside
 
 NO_OUTPUT = ModelNeeds(None, teacher_states=False, teacher_logprobs=False)
 
@@ -376,6 +381,54 @@ class TestPending:
             pending.finish()
         assert raised.value.filename == str(pending.path) and not [*tmp_path.iterdir()]
         pending.finish()  # told once
+
+    def test_a_stop_waits_until_the_completed_ones_are_kept(self, tmp_path: Path, alone: None) -> None:
+        write, found = resume_cache._write, []
+
+        def slowly(*arguments: Any) -> None:
+            time.sleep(0.5)
+            write(*arguments)
+
+        def cancelled(*_: Any) -> list[Rollout]:
+            raise GenerationCancelled({1: self.ROLLOUTS[1]})
+
+        def stop(*told: int) -> Any:
+            found.append((told, (tmp_path / "pending.safetensors").exists()))
+            raise Stopped
+
+        settings = ["student.hf_path=a", "teacher.hf_path=b", "output=c", "train.prompts_per_step=2"]
+        prompts = TrainingPrompts(list(self.REQUESTS), PromptOrder((2,)))
+        engine = SimpleNamespace(generate=cancelled)
+        cache = ResumeCache(tmp_path, {})
+        config = load_config("verify", settings)
+        sampler = RolloutSampler(config, None, engine, prompts, [], cache, 9, lambda: True, stop)  # type: ignore[arg-type]
+        with mock.patch.object(resume_cache, "_write", slowly), pytest.raises(Stopped):
+            sampler.rollouts(3)
+        assert found == [((3, 1, 2), True)]
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "failed"), [(None, False), (Stopped("asked"), False), (RuntimeError("a fault"), True)]
+)
+def test_the_end_of_a_run_waits_for_what_is_written_aside(ends_with: Exception | None, failed: bool) -> None:
+    """An error of the disk is raised, unless another error is on its way, and never keeps the other files waiting."""
+    waited = []
+
+    def finish(name: str, error: Exception | None = None) -> Any:
+        def wait(*, failed: bool) -> None:
+            waited.append((name, failed))
+            if error is not None and not failed:
+                raise error
+
+        return SimpleNamespace(finish=wait)
+
+    cache = finish("cache", OSError(errno.ENOSPC, "No space left"))
+    run: Any = SimpleNamespace(sampler=SimpleNamespace(cache=cache), recorder=finish("files"))
+    raised = pytest.raises(RuntimeError if failed else OSError, match="a fault" if failed else "No space")
+    with raised, _written_aside(run):
+        if ends_with is not None:
+            raise ends_with
+    assert waited == [("cache", failed), ("files", failed)]
 
 
 @pytest.mark.parametrize("elements", [10, 100_000])
