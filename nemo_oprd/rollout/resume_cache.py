@@ -18,8 +18,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from nemo_oprd.batch.types import TOKEN_FIELDS, Rollout
-from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 from nemo_oprd.runtime.aside import Aside
 from nemo_oprd.runtime.files import replacing
 
@@ -78,7 +78,7 @@ class ResumeCache:
 
     def take(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         """The rollouts on disk by the index of their request, if they are of this step; the same on every rank."""
-        return first_ranks(self._read(step, requests, sampling) if dist.get_rank() == 0 else {})
+        return first_ranks_rollouts(self._read(step, requests, sampling) if dist.get_rank() == 0 else {})
 
     def _read(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         try:

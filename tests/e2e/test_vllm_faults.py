@@ -256,6 +256,13 @@ def test_a_server_for_a_tokenizer_of_another_size_is_refused(site: Site) -> None
     assert "known_ids=" in line and "num_hidden_layers" not in line
 
 
+def test_a_file_that_is_not_of_the_run_is_refused_by_the_server(site: Site) -> None:
+    """It lives on, as the next test shows."""
+    assert "refuses /update_weights with status 500" in site.at_endpoint("file_elsewhere")
+    said = (site.directory / "endpoint.log").read_text()
+    assert "/etc/passwd is elsewhere; expected a file of weights in the run's own folder" in said
+
+
 def test_a_server_that_somebody_else_updates_is_found_by_the_version(site: Site) -> None:
     line = site.at_endpoint("somebody_else_updates")
     assert "from the weights theirs (tokens 0 to" in line and "does somebody else use or update this server?" in line

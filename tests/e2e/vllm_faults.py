@@ -83,6 +83,16 @@ def wrong_shape() -> None:
     _change_in_transit(turn)
 
 
+def file_elsewhere() -> None:
+    """A server is told to load a file that is not in a run's folder."""
+    update = UpdateCalls.update
+
+    async def changed(calls: UpdateCalls, to: server.Server, info: dict[str, Any]) -> None:
+        await update(calls, to, {**info, "path": "/etc/passwd"})
+
+    UpdateCalls.update = changed  # type: ignore[method-assign]
+
+
 def somebody_else_updates() -> None:
     """Another user of the server gives its weights another version after every update."""
     finish = UpdateCalls.finish
@@ -102,7 +112,7 @@ FAULTS = {
     fault.__name__: fault
     for fault in (
         another_temperature, stale_prefix_cache, stale_head, missing_tensor, exchanged_tensors, wrong_shape,
-        somebody_else_updates, none,
+        file_elsewhere, somebody_else_updates, none,
     )
 }  # fmt: skip
 

@@ -15,8 +15,10 @@ import numpy as np
 import torch.distributed as dist
 from object_bytes import object_bytes
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.models.megatron.parallel import init_distributed
 from nemo_oprd.rollout.exchange import Exchange
+from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 
 
 def item(key: int, tokens: int) -> dict[str, np.ndarray]:
@@ -38,9 +40,10 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
     )
 
 
-def shared_files() -> list[str]:
-    """Names of files in shared memory that exchanges have left."""
-    return [path.name for path in Path("/dev/shm").glob("nemo_oprd_shared_*")]
+def left_in(folder: str) -> list[str]:
+    """Names of files that exchanges have left, when all ranks are done with them."""
+    dist.barrier()
+    return [path.name for path in Path(folder).iterdir()]
 
 
 @contextmanager
@@ -49,7 +52,7 @@ def on_machine(name: str) -> Iterator[None]:
         yield
 
 
-def share(machines: str, parts: list[dict[int, int]], preferred: tuple[int, ...] = (), calls: int = 2) -> list[Any]:
+def share(folder: str, machines: str, parts: list[dict[int, int]], preferred: tuple[int, ...] = ()) -> list[Any]:
     """Rank r, on machine `machines[r]`, shares items of so many tokens by their keys, `parts[r]`.
 
     Returns [the keys found, whether they are right on every rank, the leaders, files left, bytes sent as objects].
@@ -59,20 +62,20 @@ def share(machines: str, parts: list[dict[int, int]], preferred: tuple[int, ...]
     own = {key: item(key, tokens) for key, tokens in parts[rank].items()}
     wanted = {key: tokens for part in parts for key, tokens in part.items()}
     with on_machine(machines[rank]):
-        exchange = Exchange(preferred)
+        exchange = Exchange(preferred, Path(folder))
         with object_bytes() as sent:
-            kept = [exchange.share(own) for _ in range(calls)]
+            kept = [exchange.share(own) for _ in range(2)]
     right = all(
         found.keys() == wanted.keys() and all(same(found[key], item(key, tokens)) for key, tokens in wanted.items())
         for found in kept
     )
     fixed = not any(array.flags.writeable for found in kept for columns in found.values() for array in columns.values())
-    files, everybody = shared_files(), [None] * dist.get_world_size()
+    files, everybody = left_in(folder), [None] * dist.get_world_size()
     dist.all_gather_object(everybody, right and (fixed or len(parts) == 1))
     return [sorted(kept[0]), all(everybody), exchange._leaders, files, sent[0]]
 
 
-def without_room(machines: str, small: int) -> str:
+def without_room(folder: str, machines: str, small: int) -> str:
     """The shared memory of rank `small` has no room; the message, which all ranks agree about."""
     init_distributed()
     rank = dist.get_rank()
@@ -82,7 +85,7 @@ def without_room(machines: str, small: int) -> str:
 
     found = ""
     with on_machine(machines[rank]):
-        exchange = Exchange()
+        exchange = Exchange(folder=Path(folder))
         try:
             with mock.patch.object(os, "posix_fallocate", full if rank == small else os.posix_fallocate):
                 exchange.share({rank: item(rank, 1000)})
@@ -92,16 +95,16 @@ def without_room(machines: str, small: int) -> str:
     assert sorted(again) == list(range(dist.get_world_size()))
     everybody = [""] * dist.get_world_size()
     dist.all_gather_object(everybody, found)
-    assert set(everybody) == {found} and not shared_files()
+    assert set(everybody) == {found} and not left_in(folder)
     return found
 
 
-def not_shared(machines: str) -> str:
+def not_shared(folder: str, machines: str) -> str:
     """The last rank can't open the file of its machine; the message."""
     init_distributed()
     rank = dist.get_rank()
     with on_machine(machines[rank]):
-        exchange = Exchange()
+        exchange = Exchange(folder=Path(folder))
         if rank == dist.get_world_size() - 1:
             opens = Path.open
             elsewhere = mock.patch.object(Path, "open", lambda path, *a, **k: opens(Path(f"{path}_no"), *a, **k))
@@ -111,9 +114,28 @@ def not_shared(machines: str) -> str:
             with elsewhere:
                 exchange.share({rank: item(rank, 10)})
         except ValueError as error:
-            assert not shared_files()
+            assert not left_in(folder)
             return str(error)
     return ""
+
+
+def rollouts_of_first_rank(machines: str) -> list[Any]:
+    """[Whether every rank has what the first rank gave, bytes sent as objects] for short and for long responses."""
+    init_distributed()
+    rank, found = dist.get_rank(), []
+    for tokens in (5, 5000):
+        full = {"response_mask": [i % 2 == 0 for i in range(tokens)], "logprobs": [-0.5] * tokens}
+        one = Rollout(
+            [1, 2], [*range(tokens)], **full, prompt="a", weight_version=3, expert_routes=item(2, tokens)["routes"]
+        )
+        given = {7: one, 2: Rollout([4], [5], finish_reason="stop", teacher_prompt_ids=[1])}
+        with on_machine(machines[rank]), object_bytes() as sent:
+            got = first_ranks_rollouts(given if rank == 0 else {9: given[2]})
+        right = got == given and list(got) == [7, 2] and (got[7].expert_routes == one.expert_routes).all()
+        everybody = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, bool(right and got[2].expert_routes is None))
+        found.append([all(everybody), sent[0]])
+    return found
 
 
 def seconds(tokens: int, responses: int) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pool import Pools
 
@@ -20,10 +22,15 @@ from pool import Pools
     ids=["one rank", "one machine", "one part", "nothing", "a leader that is not first", "no controller", "three"],
 )
 def test_every_rank_gets_every_item_as_it_was(
-    pools: Pools, machines: str, parts: list[dict[int, int]], preferred: tuple[int, ...], leaders: list[int]
+    pools: Pools,
+    tmp_path: Path,
+    machines: str,
+    parts: list[dict[int, int]],
+    preferred: tuple[int, ...],
+    leaders: list[int],
 ) -> None:
     """And nothing keeps a name in shared memory."""
-    arguments = {"machines": machines, "parts": parts, "preferred": preferred}
+    arguments = {"folder": str(tmp_path), "machines": machines, "parts": parts, "preferred": preferred}
     keys, right, found, files, _ = pools[len(machines)].run("exchange_cases:share", **arguments)
     assert keys == sorted(key for part in parts for key in part)
     assert right
@@ -31,21 +38,30 @@ def test_every_rank_gets_every_item_as_it_was(
     assert files == []
 
 
-def test_no_object_collective_carries_tokens(pools: Pools) -> None:
+def test_no_object_collective_carries_tokens(pools: Pools, tmp_path: Path) -> None:
     """What is pickled grows with the digits of sizes, and not with the tokens or the responses."""
     few = [{1: 10, 2: 10}, {4: 10}]
     many = [dict.fromkeys(range(1, 300, 2), 1000), dict.fromkeys(range(2, 300, 2), 1000)]
-    sent = [pools[2].run("exchange_cases:share", machines="ab", parts=parts)[-1] for parts in (few, many)]
+    arguments = {"folder": str(tmp_path), "machines": "ab"}
+    sent = [pools[2].run("exchange_cases:share", **arguments, parts=parts)[-1] for parts in (few, many)]
     assert 0 < sent[1] < sent[0] + 400
 
 
 @pytest.mark.parametrize(("machines", "small"), [("ab", 1), ("aabb", 2)])
-def test_a_machine_whose_shared_memory_is_too_small(pools: Pools, machines: str, small: int) -> None:
-    message = pools[len(machines)].run("exchange_cases:without_room", machines=machines, small=small)
+def test_a_machine_whose_shared_memory_is_too_small(pools: Pools, tmp_path: Path, machines: str, small: int) -> None:
+    arguments = {"folder": str(tmp_path), "machines": machines, "small": small}
+    message = pools[len(machines)].run("exchange_cases:without_room", **arguments)
     assert "bytes of sampled responses don't fit into shared memory (No space left on device)" in message
     assert "enlarge /dev/shm (docker --shm-size)" in message and "\n" not in message
 
 
-def test_ranks_that_share_no_memory_are_told_apart(pools: Pools) -> None:
-    message = pools[2].run("exchange_cases:not_shared", machines="aa")
-    assert "rank 1 can't open /dev/shm/nemo_oprd_shared_" in message and "of the same machine" in message
+def test_ranks_that_share_no_memory_are_told_apart(pools: Pools, tmp_path: Path) -> None:
+    message = pools[2].run("exchange_cases:not_shared", folder=str(tmp_path), machines="aa")
+    assert f"rank 1 can't open {tmp_path}/nemo_oprd_shared_" in message and "of the same machine" in message
+
+
+@pytest.mark.parametrize("machines", ["a", "ab"])
+def test_rollouts_that_the_first_rank_has_read(pools: Pools, machines: str) -> None:
+    (right, few), (still, many) = pools[len(machines)].run("exchange_cases:rollouts_of_first_rank", machines=machines)
+    assert right and still
+    assert many < few + 100

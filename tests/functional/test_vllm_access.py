@@ -233,6 +233,13 @@ def test_a_server_opens_files_of_the_runs_folder_only(servers: Servers, path: st
     servers.client.run(post(servers.server, "/update_weights", {"update_info": info}, timeout=20))
 
 
+def test_the_weights_group_meets_on_loopback_by_a_secret(pools: Pools) -> None:
+    """Where all of its members are on one machine; the secret is another one for every group."""
+    first, second = (pools[2].run("vllm_engine_cases:weights_meet") for _ in range(2))
+    assert first["host"] == second["host"] == "127.0.0.1" and first["size"] == 3
+    assert re.fullmatch("weights/[0-9a-f]{32}", first["prefix"]) and first["prefix"] != second["prefix"]
+
+
 class TestEndpoint:
     """A run on a server of `serve`."""
 

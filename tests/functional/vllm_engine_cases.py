@@ -183,6 +183,22 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
         assert not alive or config.rollout.vllm.endpoints
 
 
+def weights_meet() -> dict[str, Any]:
+    """Where the group of a server meets, which the last rank has started."""
+    import torch.distributed as dist
+
+    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.rollout.vllm.placement import Place
+    from nemo_oprd.rollout.vllm.weight_group import WeightGroup
+
+    init_distributed()
+    controller = dist.get_world_size() - 1
+    group = WeightGroup([Place(0, controller, 2, "group")], torch.device("cpu"))
+    meeting = group.meet({0: 1} if dist.get_rank() == controller else {})
+    assert meeting is not None
+    return meeting.init_info(0)
+
+
 def run(
     root: str,
     overrides: list[str],

@@ -21,6 +21,7 @@ from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, RolloutEngine
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 from nemo_oprd.rollout.training_rollouts import training_requests, training_sampling
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.setup.data import read_prompts, recorded_rollouts
@@ -155,9 +156,9 @@ def _batch_size(config: Config) -> int:
 
 def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
     """The rollouts of these requests that an earlier start kept in `file`, or None; the same on every rank."""
-    kept = None
+    kept: list[Rollout] = []
     if dist.get_rank() == 0 and file.is_file():
         rollouts = read_rollouts(file, vocab_size)
         if [r.prompt_ids.tolist() for r in rollouts] == [request.prompt_ids for request in requests]:
             kept = rollouts
-    return first_ranks(kept)
+    return [*first_ranks_rollouts(dict(enumerate(kept))).values()] or None

@@ -25,6 +25,8 @@ HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
 # for calls that only start, pause or ask something
 CALL_TIMEOUT_S = 120.0
+# a server that does not hear that a run is over notices it by itself
+RELEASE_TIMEOUT_S = 10.0
 
 
 class ConnectionBroken(ServerDied):
@@ -87,7 +89,7 @@ class Client:
 
         async def give_back(server: Server) -> None:
             with suppress(ServerDied, ServerRefused):
-                await self.post(server, RELEASE, timeout=HEALTH_EVERY_S)
+                await self.post(server, RELEASE, timeout=RELEASE_TIMEOUT_S)
 
         async def all_of_them() -> None:
             await asyncio.gather(*(give_back(server) for server in servers if LEASE in server.headers))

@@ -82,7 +82,6 @@ class UpdateCalls:
                     f"vllm.start_timeout: raise that if the server needs longer{server.last_words()}"
                 )
             await asyncio.sleep(READY_EVERY_S)
-        server.check_alive()  # somebody else's server may have taken the port
         for found in await self._ask_workers(server, "nemo_oprd_describe"):
             self.describe(found, server.name)
         # an endpoint may have been left in the middle of an update, and paused

@@ -100,9 +100,7 @@ class WeightGroup:
 
         def run() -> None:
             try:
-                group = open_group(
-                    self._store, meeting.prefix, 0, meeting.size, meeting.backend, TIMEOUT_S, meeting.host
-                )
+                group = open_group(self._store, meeting.prefix, 0, meeting.size, meeting.backend, TIMEOUT_S)
                 future.set_result(group)
             except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)

@@ -71,14 +71,14 @@ def test_an_interrupted_step_keeps_its_routes(tmp_path: Path, monkeypatch: pytes
     cache = ResumeCache(tmp_path, {})
     cache.put(3, {0: rollout}, sampling, 1)
     cache.finish()
-    with mock.patch.object(resume_cache, "first_ranks", lambda value: value):
+    with mock.patch.object(resume_cache, "first_ranks_rollouts", lambda rollouts: rollouts):
         taken = cache.take(3, [Request([1, 2])], sampling)
         assert cache.take(3, [Request([1, 2])], without) == {}
     assert np.array_equal(taken[0].expert_routes, GOOD)  # type: ignore[arg-type]
     # a run that replays routes does not take rollouts of a run that has recorded none
     cache.put(3, {0: replace(rollout, expert_routes=None)}, without, 1)
     cache.finish()
-    with mock.patch.object(resume_cache, "first_ranks", lambda value: value):
+    with mock.patch.object(resume_cache, "first_ranks_rollouts", lambda rollouts: rollouts):
         assert cache.take(3, [Request([1, 2])], sampling) == {}
         assert len(cache.take(3, [Request([1, 2])], without)) == 1
 

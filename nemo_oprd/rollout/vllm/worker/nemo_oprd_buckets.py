@@ -122,16 +122,11 @@ def _sums(words: torch.Tensor) -> tuple[int, int]:
     return int(plain), int(weighted)
 
 
-def open_group(store: Any, prefix: str, rank: int, size: int, backend: str, timeout_s: float, listen: str) -> Any:
-    """The process group of the weights; every member calls this. Independent of the default group of the process.
-
-    `listen`: the address at which this member listens over gloo, and no other; over NCCL see NCCL_SOCKET_IFNAME.
-    """
-    timeout, store = datetime.timedelta(seconds=timeout_s), dist.PrefixStore(prefix, store)
+def open_group(store: Any, prefix: str, rank: int, size: int, backend: str, timeout_s: float) -> Any:
+    """The process group of the weights; every member calls this. Independent of the default group of the process."""
+    timeout, host, store = datetime.timedelta(seconds=timeout_s), store.host, dist.PrefixStore(prefix, store)
     if backend == "gloo":
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices, gloo._timeout = [dist.ProcessGroupGloo.create_device(hostname=listen)], timeout
-        return dist.ProcessGroupGloo(store, rank, size, gloo)
+        return dist.ProcessGroupGloo(store, rank, size, gloo_options(host, timeout))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -143,6 +138,14 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
+
+
+def gloo_options(host: str, timeout: datetime.timedelta) -> Any:
+    """Of a gloo group whose store is at `host`: this member listens at the one address from which it reaches that."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
+    options._timeout = timeout
+    return options
 
 
 def send(group: Any, bucket: Bucket | None, device: torch.device) -> None:

@@ -104,6 +104,8 @@ class Door:
                 f"since {self._since} it is leased by {self._run}; expected a server that no other run uses: wait for "
                 f"the end of that run (if it is dead, {self._ends - now:.0f} s), or start another server"
             )
+        if path == RENEW and not self._lease:  # of a run that has given it back meanwhile
+            return 200, ""
         if lease and not self._lease:
             self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             said = headers.get(RUN.encode(), b"").decode(errors="replace")[:200]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nemo_oprd_buckets import Bucket, Digest, address_towards, open_group, receive
+from nemo_oprd_buckets import Bucket, Digest, open_group, receive
 from nemo_oprd_files import open_bucket
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -75,8 +75,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
             info, timeout = init_info, datetime.timedelta(seconds=init_info.timeout_s)
             store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
-            listen = address_towards(info.host)
-            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s, listen)
+            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s)
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
@@ -94,7 +93,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `UpdateInfo`."""
         if update_info.path:
-            self._load(Bucket.of(update_info.entries, map_bucket(update_info.path, update_info.bytes)))
+            try:
+                data = map_bucket(update_info.path, update_info.bytes)
+            except ValueError:
+                # All workers refuse, and the last one says so: vLLM reads their answers up to the first failure, and
+                # would take what is left of them for answers to the next call.
+                if self.parallel_config.rank + 1 < self.parallel_config.world_size:
+                    return
+                raise
+            self._load(Bucket.of(update_info.entries, data))
         elif update_info.handles:
             # vLLM keeps the tensors of a layer until all of them have come; the trainer uses the memory again before
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
