@@ -11,9 +11,11 @@ import asyncio
 import json
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ def answer_bytes(tokens: int, version: str, seed: int) -> bytes:
         content.append(token | {"top_logprobs": [token]})
     choice = {"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": ids, "routed_experts": None}
     choice |= {"sampling_mask": None, "weight_versions": [{"version": version, "start": 0, "end": tokens}]}
-    usage = {"prompt_tokens": 128, "total_tokens": 128 + tokens, "completion_tokens": tokens}
+    usage: dict[str, Any] = {"prompt_tokens": 128, "total_tokens": 128 + tokens, "completion_tokens": tokens}
     usage |= {"prompt_tokens_details": None, "completion_tokens_details": None}
     answer: dict[str, Any] = {"request_id": "generate-tokens-" + 32 * "0", "model": "model", "created": 1_790_000_000}
     answer |= {"usage": usage, "prompt_logprobs": None, "prompt_token_id_logprobs": None, "prompt_token_ids": None}
@@ -66,8 +68,8 @@ class _Connection(asyncio.Protocol):
         self._transport.write(answer)
 
 
-def _serve(tokens: int, version: str, told: Connection, cores: list[int]) -> None:
-    """What the process runs; sends the port through `told`."""
+def _serve(tokens: int, version: str, path: Path, told: Connection, cores: list[int]) -> None:
+    """What the process runs; sends the bytes of an answer through `told` when it listens."""
     os.sched_setaffinity(0, cores)
     answers = [answer_bytes(tokens, version, seed) for seed in range(_ANSWERS)]
 
@@ -77,23 +79,25 @@ def _serve(tokens: int, version: str, told: Connection, cores: list[int]) -> Non
 
     async def run() -> None:
         loop, next_answer = asyncio.get_running_loop(), turns()
-        server = await loop.create_server(lambda: _Connection(next_answer), "127.0.0.1", 0, backlog=4096)
-        told.send((server.sockets[0].getsockname()[1], len(answers[0])))
+        server = await loop.create_unix_server(lambda: _Connection(next_answer), path, backlog=4096)
+        told.send(len(answers[0]))
         await server.serve_forever()
 
     asyncio.run(run())
 
 
 @contextmanager
-def payload_server(tokens: int, version: str, cores: list[int]) -> Iterator[tuple[str, int]]:
-    """(Address of a server that answers with `tokens` tokens of the weights `version`, bytes of an answer)."""
-    here, there = multiprocessing.Pipe()
-    context, arguments = multiprocessing.get_context("fork"), (tokens, version, there, cores)
-    process = context.Process(target=_serve, args=arguments, daemon=True)
-    process.start()
-    try:
-        port, length = here.recv()
-        yield f"http://127.0.0.1:{port}", length
-    finally:
-        process.kill()
-        process.join()
+def payload_server(tokens: int, version: str, cores: list[int]) -> Iterator[tuple[Path, int]]:
+    """(Unix socket of a server that answers with `tokens` tokens of the weights `version`, bytes of an answer)."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "server"
+        arguments = tokens, version, path, there, cores
+        process = multiprocessing.get_context("fork").Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        there.close()
+        try:
+            yield path, here.recv()
+        finally:
+            process.kill()
+            process.join()

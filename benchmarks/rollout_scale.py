@@ -10,7 +10,7 @@ resumes, draws the tokens of the sampling check, and plans the update (the last 
 TP2 + SP, PP2, the rest data parallel). No model computes.
 
 Seconds are CPU seconds of the rank's main thread, and in the exchange of all its threads, because elapsed ones depend
-on what else runs; `*_elapsed_seconds` are beside them. Both are those of the quickest of three passes. `aside_seconds`
+on what else runs; `*_elapsed_seconds` are beside them; both the least of three passes. `aside_seconds`
 are the CPU seconds of the thread that writes the kept responses meanwhile, `parse_seconds` those of the client process,
 which works while the servers sample. `host_bytes_per_rank` is the largest growth of the rank's
 resident memory, shared pages counted whole, less 8 bytes per token of the batch for the tokens themselves;
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.payload_server import VOCABULARY, payload_server
+from benchmarks.rollout_table import HEAD, line
 from nemo_oprd.batch.plan import StepPlan
-from nemo_oprd.batch.token_table import make_rows
+from nemo_oprd.batch.token_table import TokenTable, make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation import sampling_check
 from nemo_oprd.layout import Layout
@@ -54,7 +56,7 @@ from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.vllm.client_process import ClientProcess, Job, Round, RoundSummary
 from nemo_oprd.rollout.vllm.engine import _rollout
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
-from nemo_oprd.rollout.vllm.server import Endpoint
+from nemo_oprd.rollout.vllm.server import Server
 from nemo_oprd.rollout.vllm.tasks import Task
 
 SIZES = ("64x1024", "256x4096", "1024x4096", "1024x16384")
@@ -87,18 +89,13 @@ class Case:
         return range(0, self.ranks, self.ranks // self.controllers)
 
 
-@dataclass
 class Phases:
-    """CPU seconds and elapsed ones by phase, and the largest growth of the resident memory."""
+    """CPU seconds and elapsed ones by phase, those of other threads, and the largest growth of the resident memory."""
 
-    cpu: dict[str, float] = field(default_factory=dict)
-    elapsed: dict[str, float] = field(default_factory=dict)
-    aside: float = 0.0  # CPU seconds of other threads
-    bytes: int = 0
-    _resident: int = 0
-
-    def begin(self) -> None:
-        """From here on the memory of this process is watched."""
+    def __init__(self) -> None:
+        self.cpu: dict[str, float] = {}
+        self.elapsed: dict[str, float] = {}
+        self.aside, self.bytes = 0.0, 0
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
         self._resident = status_bytes("VmRSS")
@@ -110,9 +107,9 @@ class Phases:
         self.cpu[name], self.elapsed[name] = clock() - cpu, time.perf_counter() - elapsed
         return result
 
-    def end(self) -> None:
-        """Notes the peak."""
-        self.bytes = status_bytes("VmHWM") - self._resident
+    def end(self, aside: float) -> None:
+        """Notes the peak; `aside`: the CPU seconds of other threads."""
+        self.aside, self.bytes = aside, status_bytes("VmHWM") - self._resident
 
 
 def status_bytes(key: str, process: int | str = "self") -> int:
@@ -128,11 +125,11 @@ def cpu_seconds(process: int) -> float:
 
 def sample(count: int, tokens: int) -> tuple[dict[int, Response], dict[str, float]]:
     """One controller's responses, as its client process hands them over, and what that cost."""
-    task = Task([Request(np.full(PROMPT, 7))] * count, sampling_of(tokens), 1 << 20, (1,), VOCABULARY, 600.0)
+    task = Task([Request([7] * PROMPT)] * count, sampling_of(tokens), 1 << 20, (1,), VOCABULARY, 600.0)
     order, result = iter(range(count)), Round()
     process = ClientProcess()
-    with payload_server(tokens, VERSION, OTHER_CORES) as (url, answer_bytes):
-        server = Endpoint(0, IN_FLIGHT, generation=1, base_url=url, pushed=VERSION)
+    with payload_server(tokens, VERSION, OTHER_CORES) as (path, answer_bytes):
+        server = Server(0, IN_FLIGHT, pushed=VERSION, socket=path)
         job = Job(task, VERSION, STEP, lambda: next(order, None), IN_FLIGHT)
         # one response first, so that the process has started
         process.start(Job(task, VERSION, STEP, iter([0, None]).__next__, 1), [server], Round()).result()
@@ -153,36 +150,50 @@ def sampling_of(tokens: int) -> SamplingParams:
     return SamplingParams(1.0, 1.0, tokens, (0, 1, STEP))
 
 
+@dataclass(frozen=True)
+class MeasuredRank:
+    """What the measured rank has in a step: the requests, its own responses, and where all responses go."""
+
+    case: Case
+    requests: list[Request]
+    sampled: dict[int, Response]
+    exchange: Exchange
+    cache: ResumeCache
+    lengths: LengthEstimate
+
+    def step(self) -> tuple[Phases, TokenTable]:
+        """From the last response to the first microbatch: (what it cost, the tokens that the check has drawn)."""
+        phases, sampling = Phases(), sampling_of(self.case.tokens)
+        rollouts: list[Rollout] = phases.run("gather", self.gather, clock=time.process_time)
+        keep, before = dict(enumerate(rollouts)), time.process_time() - time.thread_time()
+        phases.run("cache", lambda: self.cache.put(STEP, keep, sampling, len(keep)))
+        drawn = phases.run("check", lambda: sampling_check._draw(rollouts, CHECK_TOKENS, 0, STEP))
+        phases.run("plan", lambda: plan(rollouts, self.case.ranks))
+        self.cache.finish()
+        phases.end(aside=time.process_time() - time.thread_time() - before)
+        return phases, drawn
+
+    def gather(self) -> list[Rollout]:
+        """As `VllmEngine.generate` does after its last round."""
+        RoundSummary.joined(everyones(RoundSummary.of(Round(self.sampled), False)))
+        shared = self.exchange.share({i: response.columns() for i, response in self.sampled.items()})
+        found = {i: _rollout(self.requests[i], Response.of(columns)) for i, columns in shared.items()}
+        self.lengths.learn(self.requests, {i: len(rollout.response_ids) for i, rollout in found.items()})
+        return [found[i] for i in range(len(self.requests))]
+
+
 def measure(case: Case, sampled: dict[int, Response], folder: Path) -> dict[str, Any]:
     """What the measured rank does; the numbers of its row."""
-    requests = [Request(np.full(PROMPT, 7)) for _ in range(case.responses)]
-    exchange, cache, lengths = Exchange(case.leaders), ResumeCache(folder, {}), LengthEstimate()
-    passes = []
+    requests = [Request([7] * PROMPT) for _ in range(case.responses)]
+    cache, passes = ResumeCache(folder, {}), []
+    rank = MeasuredRank(case, requests, sampled, Exchange(case.leaders), cache, LengthEstimate())
     for _ in range(PASSES):
-        phases = Phases()
         dist.barrier()
-        phases.begin()
-
-        def gather() -> list[Rollout]:
-            RoundSummary.joined(everyones(RoundSummary.of(Round(sampled), False)))
-            shared = exchange.share({i: response.columns() for i, response in sampled.items()})
-            found = {i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}
-            lengths.learn(requests, {i: len(rollout.response_ids) for i, rollout in found.items()})
-            return [found[i] for i in range(case.responses)]
-
-        rollouts = phases.run("gather", gather, clock=time.process_time)
-        keep, aside = dict(enumerate(rollouts)), time.process_time()
-        phases.run("cache", lambda: cache.put(STEP, keep, sampling_of(case.tokens), case.responses))
-        drawn = phases.run("check", lambda: sampling_check._draw(rollouts, CHECK_TOKENS, 0, STEP))
-        phases.run("plan", lambda: plan(rollouts, case.ranks))
-        cache.finish()
-        phases.end()
-        phases.aside = time.process_time() - aside - sum(phases.cpu[name] for name in ("cache", "check", "plan"))
+        phases, drawn = rank.step()
         passes.append(phases)
-        del rollouts, keep
-    best, most = min(passes, key=lambda phases: sum(phases.cpu.values())), max(phases.bytes for phases in passes)
+    best = min(passes, key=lambda phases: sum(phases.cpu.values()))
     return {
-        "host_bytes_per_rank": most - 8 * case.responses * case.tokens,
+        "host_bytes_per_rank": max(phases.bytes for phases in passes) - 8 * case.responses * case.tokens,
         "device_bytes_per_rank": 0,
         "rank0_seconds": sum(best.cpu.values()),
         "check_seconds": best.cpu["check"],
@@ -190,10 +201,11 @@ def measure(case: Case, sampled: dict[int, Response], folder: Path) -> dict[str,
         "cache_seconds": best.cpu["cache"],
         "plan_seconds": best.cpu["plan"],
         "aside_seconds": best.aside,
-        "rank0_elapsed_seconds": sum(best.elapsed.values()),
-        "gather_elapsed_seconds": best.elapsed["gather"],
+        "rank0_elapsed_seconds": min(sum(phases.elapsed.values()) for phases in passes),
+        "gather_elapsed_seconds": min(phases.elapsed["gather"] for phases in passes),
         "check_tokens": len(drawn),
         "check_forwarded_tokens": sum(drawn.needed_tokens(case.responses)),
+        "measured": True,
     }
 
 
@@ -261,23 +273,6 @@ def world(case: Case, sampled: dict[int, Response]) -> dict[str, Any]:
     return names | found
 
 
-def exponents(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """(Exponent in tokens, exponent in ranks) of the power law that fits the rank's seconds best."""
-    logs = np.log([[row["responses"] * row["tokens"], row["ranks"], row["rank0_seconds"]] for row in rows])
-    design = np.column_stack([logs[:, :2], np.ones(len(logs))])
-    of_tokens, of_ranks, _ = np.linalg.lstsq(design, logs[:, 2], rcond=None)[0]
-    return float(of_tokens), float(of_ranks)
-
-
-def line(row: dict[str, Any]) -> str:
-    """A line of the table."""
-    cells = [f"{row['responses']:,} x {row['tokens']:,}", str(row["ranks"]), str(row["controllers"])]
-    cells += [f"{row[name]:.2f}" for name in ("gather_seconds", "cache_seconds", "check_seconds", "plan_seconds")]
-    cells += [f"{row['rank0_seconds']:.2f} ({row['rank0_elapsed_seconds']:.2f})", f"{row['parse_seconds']:.1f}"]
-    cells += [f"{row['host_bytes_per_rank'] / 1e6:,.0f}", f"{row['device_bytes_per_rank'] / 1e6:,.0f}"]
-    return "| " + " | ".join(cells) + " |"
-
-
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -286,8 +281,10 @@ def main() -> None:
     parser.add_argument("--controllers", nargs="+", type=int, default=CONTROLLERS, help="machines with servers")
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
-    heads = ["responses x tokens", "ranks", "controllers", "exchange", "keep", "check", "plan", "together (elapsed)"]
-    print("| " + " | ".join([*heads, "client process", "host MB", "device MB"]) + " |\n" + "|---" * 11 + "|")
+    for ranks, controllers in itertools.product(options.ranks, options.controllers):
+        if ranks % 4 or ranks % controllers:
+            parser.error(f"--ranks {ranks} with --controllers {controllers}: expected a multiple of 4 and of these")
+    print(HEAD)
     rows = []
     for responses, tokens in (map(int, size.split("x")) for size in options.sizes):
         for controllers in options.controllers:
@@ -299,9 +296,6 @@ def main() -> None:
                 print(line(rows[-1]), flush=True)
             del sampled
             gc.unfreeze()
-    if len(rows) > 3:
-        of_tokens, of_ranks = exponents(rows)
-        print(f"\nseconds ~ tokens^{of_tokens:.2f} * ranks^{of_ranks:.2f}")
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
 
