@@ -10,12 +10,11 @@ resumes, draws the tokens of the sampling check, and plans the update (the last 
 TP2 + SP, PP2, the rest data parallel). No model computes.
 
 Seconds are CPU seconds of the rank's main thread, and in the exchange of all its threads, because elapsed ones depend
-on what else runs; `*_elapsed_seconds` are beside them; both the least of three passes. `aside_seconds`
-are the CPU seconds of the thread that writes the kept responses meanwhile, `parse_seconds` those of the client process,
-which works while the servers sample. `host_bytes_per_rank` is the largest growth of the rank's
-resident memory, shared pages counted whole, less 8 bytes per token of the batch for the tokens themselves;
-`client_bytes` is the same of the client process, of which each controller has one. Nothing is on a device: the
-exchange is over gloo.
+on what else runs; `*_elapsed_seconds` are beside them; both are the least of three passes. `aside_seconds` are the CPU
+seconds of the thread that writes the kept responses meanwhile, `parse_seconds` those of the client process, which works
+while the servers sample. `host_bytes_per_rank` is the largest growth of the rank's resident memory, shared pages
+counted whole, less 8 bytes per token of the batch for the tokens themselves; `client_bytes` is the growth of the client
+process, of which each controller has one. Nothing is on a device: the exchange is over gloo.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_COLUMNS = "responses x tokens, ranks, controllers, exchange, keep, check, plan, together (elapsed)".split(", ")
+_COLUMNS = ["responses x tokens", "ranks", "controllers", "exchange", "keep", "check", "plan", "together (elapsed)"]
 _COLUMNS += ["reading answers", "host MB", "device MB"]
 HEAD = "| " + " | ".join(_COLUMNS) + " |\n" + "|---" * len(_COLUMNS) + "|"
 

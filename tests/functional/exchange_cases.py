@@ -16,7 +16,7 @@ import torch.distributed as dist
 from object_bytes import object_bytes
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.models.megatron.parallel import everyones, first_ranks, init_distributed
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 
@@ -117,6 +117,26 @@ def not_shared(folder: str, machines: str) -> str:
             assert not left_in(folder)
             return str(error)
     return ""
+
+
+def backends_over_nccl() -> list[str]:
+    """Over which backends objects and items travel if the world's is NCCL."""
+    init_distributed()
+    rank, used, backend_of = dist.get_rank(), set(), dist.get_backend
+
+    def noting(call: Any) -> Any:
+        def noted(*arguments: Any, group: Any = None, **more: Any) -> Any:
+            used.add("nccl" if group in (None, dist.group.WORLD) else backend_of(group))
+            return call(*arguments, group=group, **more)
+
+        return noted
+
+    calls = {name: noting(getattr(dist, name)) for name in ("all_gather_object", "broadcast_object_list", "barrier")}
+    with mock.patch.multiple(dist, get_backend=lambda group=None: "nccl", **calls):
+        assert everyones(rank) == [*range(dist.get_world_size())]
+        assert first_ranks(rank) == 0
+        assert len(Exchange().share({rank: item(rank, 3)})) == dist.get_world_size()
+    return sorted(used)
 
 
 def rollouts_of_first_rank(machines: str) -> list[Any]:

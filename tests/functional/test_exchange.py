@@ -65,3 +65,8 @@ def test_rollouts_that_the_first_rank_has_read(pools: Pools, machines: str) -> N
     (right, few), (still, many) = pools[len(machines)].run("exchange_cases:rollouts_of_first_rank", machines=machines)
     assert right and still
     assert many < few + 100
+
+
+def test_objects_stay_in_host_memory_over_nccl(pools: Pools) -> None:
+    """With a group that only says that it is NCCL."""
+    assert pools[2].run("exchange_cases:backends_over_nccl") == ["gloo"]

@@ -154,7 +154,7 @@ def test_the_run_itself_gets_everything(servers: Servers) -> None:
     assert servers.status("GET", "/metrics", **bearer)[0] == 200
 
 
-def test_a_server_of_a_run_opens_no_port(servers: Servers) -> None:
+def test_a_server_of_a_run_answers_on_no_port(servers: Servers) -> None:
     """Its socket and the folder of it are its user's alone."""
     (process,) = {line["pid"] for line in lines(servers.bench) if line["server"] == str(servers.server.socket)}
     own = {os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir()}
