@@ -15,8 +15,8 @@ def join(rank: int, ranks: int, gpus_per_node: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(gpus_per_node))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
-    def all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
-        gathered[:] = [value] * len(gathered)
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
     nothing: Any = lambda *_, **__: None  # noqa: E731
     dist.all_gather_object = torch.distributed.all_gather_object = all_gather_object

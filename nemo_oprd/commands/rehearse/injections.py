@@ -41,7 +41,7 @@ class Injections:
             return inject(*args, on_injected=count, **kwargs)
 
         hidden_state_loss.HiddenStateLoss._supervise = of_layer  # type: ignore[method-assign,assignment]
-        hidden_state_loss.inject_gradient = counted
+        hidden_state_loss.inject_gradient = counted  # type: ignore[assignment]
         step_module.check_injections = self.check  # type: ignore[assignment]
         step_module.check_output_passes = lambda *_: None  # a sum over ranks, too
 

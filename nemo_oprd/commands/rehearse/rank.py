@@ -107,10 +107,13 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
 
 def longest_responses(config: Any, prompt: int, response: int) -> list[Any]:
     """The rollouts of a step, all as long as they may be."""
+    import numpy as np
+
     from nemo_oprd.batch.types import Rollout
 
     count = config.train.prompts_per_step * config.rollout.per_prompt
-    one = Rollout([1] * prompt, [2] * response, finish_reason="length", logprobs=[-1.0] * response)
+    ids, logprobs = np.ones(prompt + response, np.int32), np.full(response, -1.0, np.float32)
+    one = Rollout(ids[:prompt], ids[prompt:], finish_reason="length", logprobs=logprobs)
     return [one] * count
 
 

@@ -213,8 +213,8 @@ class Recorder(TorchDispatchMode):
             return
         devices = {tensor.device.type for tensor in tensors if tensor.ndim}
         if len(devices) > 1:
-            found = " and ".join(sorted(devices))
-            self.mistake("host-tensor", f"{func.overloadpacket.__name__} takes tensors of {found}")
+            named = " and ".join(sorted(devices))
+            self.mistake("host-tensor", f"{func.overloadpacket.__name__} takes tensors of {named}")
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Notes a collective, and carries it out on one host number, because fake tensors do not know all of them."""
