@@ -32,6 +32,8 @@ PROMPTS = [[5, 6, length] for length in (3, 10, 4, 9, 9, 2, 6, 13, 5)]
 
 def make_bench(root: Path, **faults: Any) -> Path:
     """A directory with a model's config.json, faults, and an interpreter whose `vllm` is the stand-in."""
+    from nemo_oprd.rollout.vllm import server
+
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(MODEL))
     (root / "faults.json").write_text(json.dumps(faults))
@@ -41,7 +43,10 @@ def make_bench(root: Path, **faults: Any) -> Path:
         f"import runpy\nrunpy.run_path({vllm_stand_in.__file__!r}, run_name='__main__')\n"
     )
     python = root / "python"
-    python.write_text(f'#!/bin/sh\nSTAND_IN={root} PYTHONPATH={root}/path exec {sys.executable} -S "$@"\n')
+    # what servers with the fault "group" import
+    site = f"{Path(torch.__file__).parents[1]}:{server.WORKER_FOLDER}"
+    variables = f"STAND_IN={root} PYTHONPATH={root}/path STAND_IN_SITE={site}"
+    python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} -S "$@"\n')
     python.chmod(0o700)
     return root
 
