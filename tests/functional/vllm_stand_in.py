@@ -84,6 +84,7 @@ class Model:
         with self.lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
             line = {"pid": os.getpid(), "group": os.getpgid(0), "port": self.options.port, "call": kind, "path": path}
+            line["time"] = time.time()
             line |= {"prompt": body.get("token_ids"), **sampling}
             with (HERE / "requests.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -103,8 +104,8 @@ class Model:
         call = path.split("?")[0]
         if call == "/inference/v1/generate":
             return self.generate(body)
-        if call == "/update_weights":
-            return self.update_weights(body)
+        if call in ("/init_weight_transfer_engine", "/update_weights"):  # whose workers note calls of their own
+            return getattr(self, call[1:])(body)
         if call in ("/sleep", "/wake_up"):
             return self.sleep(path)
         if call == "/collective_rpc":
@@ -135,7 +136,8 @@ class Model:
         self.joined = True
 
     def start_weight_update(self, body: dict[str, Any]) -> None:
-        self.require(self.joined and self.paused and not self.updating, "not joined, not paused, or begun before")
+        joined = self.joined or "group" in self.faults  # a group is joined after this call
+        self.require(joined and self.paused and not self.updating, "not joined, not paused, or begun before")
         self.updating, self.tensors = True, {}
 
     def each_worker(self, call: Callable[[int], None]) -> None:

@@ -139,7 +139,7 @@ class WeightGroup:
             self._end(group, f"the process group of the weights broke: {error}")
 
     def report(self, server: int | None, why: str) -> None:
-        """Says that the transfer is over because of a server; the first reason stays. Any rank and thread calls this."""
+        """Says on any rank, in any thread, that the transfer is over because of a server; the first reason stays."""
         with suppress(RuntimeError):  # the job's store ends with the first rank
             self._job.compare_set(self._key, "", json.dumps([server, why]))
 
@@ -157,8 +157,9 @@ class WeightGroup:
         """Ends the transfer for the members, and says which server has ended it, if that was one."""
         group.end(why)
         assert self._meeting is not None
-        by, said = group.over() or (0, why)
-        server = max((n for n, first in self._meeting.first_ranks.items() if first <= by), default=None)
+        by, said = group.over() or (None, why)
+        owners = [n for n, first in self._meeting.first_ranks.items() if by is not None and first <= by]
+        server = max(owners, default=None)
         why = " ".join(said.split())[:500]
         if server is None:
             self.report(None, why)

@@ -221,13 +221,14 @@ class WeightPush:
             self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
         return failures.shared(), version, ended
 
-    @staticmethod
-    def _judge(ended: Ended | None, failures: Failures) -> None:
+    def _judge(self, ended: Ended | None, failures: Failures) -> None:
         """Which servers of this rank that left the group refused something; the others left because it was over."""
         for number, said in failures.left.items():
-            if ended is None or ended.server == number:
-                why = "" if ended is None or ended.why in said else f": {ended.why}"
-                failures.refused.append(f"{said}{why}")
+            if ended is None:
+                failures.refused.append(said)
+            elif ended.server == number:  # perhaps one worker refused, and another one answered for the server
+                name = self._mine.servers[number].name
+                failures.refused.append(said if ended.why in said else f"{name} refuses the weights: {ended.why}")
 
     def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
         """Calls `call` for servers of this rank at the same time, and notes which of them failed."""

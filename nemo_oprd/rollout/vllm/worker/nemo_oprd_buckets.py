@@ -138,11 +138,14 @@ def send(group: Any, bucket: Bucket | None) -> None:
 
 def receive_all(group: Any, load: Callable[[Bucket], None]) -> None:
     """Loads every bucket that the first member sends, up to its end. What goes wrong ends the transfer for all."""
+    loading = False
     try:
         while (bucket := _receive(group)) is not None:
+            loading = True
             load(bucket)
+            loading = False
     except BaseException as error:
-        group.end(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        group.end(f"{type(error).__name__}: {' '.join(str(error).split())}", own=loading)
         raise
 
 

@@ -92,16 +92,19 @@ class Group:
         self._work = None
         return tensor
 
-    def end(self, why: str) -> None:
-        """Ends the transfer for all members, and leaves. The first one who says why is heard."""
+    def end(self, why: str, *, own: bool = False) -> None:
+        """Ends the transfer for all members, and leaves. The first one who says why is heard.
+
+        `own`: the reason is this member's, and not that the group or another member failed.
+        """
         with suppress(RuntimeError):  # the store ends with the trainer
-            self._store.compare_set("over", "", json.dumps([self._rank, why[:2000]]))
+            self._store.compare_set("over", "", json.dumps([self._rank if own else None, why[:2000]]))
         group, work, self._group, self._work = self._group, self._work, None, None
         if group is not None:
             threading.Thread(target=_drop, args=(group, work), name="weight-group-end", daemon=True).start()
 
-    def over(self) -> tuple[int, str] | None:
-        """(Rank of the member who ended the transfer, why); None if nobody did."""
+    def over(self) -> tuple[int | None, str] | None:
+        """(Rank of the member for whose own reason the transfer is over, or None; why); None if it is not over."""
         if not self._store.check(["over"]):
             return None
         rank, why = json.loads(self._store.get("over"))
