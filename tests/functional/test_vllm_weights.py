@@ -53,7 +53,6 @@ class TestGroup:
         assert found["said"] == [] and starts(found) == 2
         refused_at = max(line["time"] for line in lines(found["root"]) if line["call"] == "bucket 1")
         assert found["ended_at"] - refused_at < 5
-        print("refusal:", found["ended_at"] - refused_at, "s")
 
     def test_a_dead_worker_is_not_waited_for(self, run: Any) -> None:
         """Its server alone is restarted; the other one joins again."""
