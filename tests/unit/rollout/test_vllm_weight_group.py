@@ -60,6 +60,11 @@ def bucket() -> Bucket:
     return made.trimmed()
 
 
+def send_until_it_ends(group: Group) -> None:
+    for _ in range(100):
+        send(group, bucket())
+
+
 @pytest.mark.parametrize("absent", ["hanging", "killed"], indirect=True)
 def test_a_member_that_takes_part_in_nothing(store: Any, absent: subprocess.Popen, request: Any) -> None:
     """The first rank gives up within its deadline, and the third one leaves because it says so."""
@@ -75,8 +80,7 @@ def test_a_member_that_takes_part_in_nothing(store: Any, absent: subprocess.Pope
         began = time.monotonic()
         receiving = pool.submit(receive_all, third, lambda _: None)
         with pytest.raises(RuntimeError) as gave_up:
-            for _ in range(3):
-                send(first, bucket())
+            send_until_it_ends(first)
         first.end(str(gave_up.value))
         assert time.monotonic() - began < 8
         with pytest.raises(RuntimeError):
@@ -97,8 +101,7 @@ def test_the_reason_of_the_member_who_refused_is_heard(store: Any) -> None:
             opened.result(60)
         receiving = [pool.submit(receive_all, groups[1], refuse), pool.submit(receive_all, groups[2], lambda _: None)]
         with pytest.raises(RuntimeError):
-            for _ in range(100):
-                send(groups[0], bucket())
+            send_until_it_ends(groups[0])
         groups[0].end("it broke")
         with pytest.raises(ValueError, match="another shape"):
             receiving[0].result(10)
