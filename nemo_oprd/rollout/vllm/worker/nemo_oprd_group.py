@@ -51,7 +51,8 @@ class Group:
         timeout_s: float,
         ended_elsewhere: Callable[[], None] | None = None,
     ) -> None:
-        self._store, self._rank, self._size = dist.PrefixStore(prefix, store), rank, size
+        self._store: Any = dist.PrefixStore(prefix, store)
+        self._rank, self._size = rank, size
         self._backend, self.device, self._timeout_s = backend, device, timeout_s
         self._ended_elsewhere = ended_elsewhere
         self._group: Any = None
