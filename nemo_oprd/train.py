@@ -54,7 +54,8 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
     with start_training(spec or preflight(config, world_size(), "train")) as run:
         distiller, student, engine, timer = run.distiller, run.distiller.student, run.engine, PhaseTimer()
         logger.info(check_gradients(distiller, accumulate_gradients))
-        engine.update_weights(student.hf_weights, run.first_step)
+        updates_per_step = config.train.updates_per_rollout
+        engine.update_weights(student.hf_weights, run.first_step * updates_per_step)
         run.validation.before_training(student)
         for step in range(run.first_step, config.train.steps):
             with timer("generate"):
@@ -65,14 +66,14 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
                 with timer("gradient_noise"):
                     measured |= measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)
             updates, kept = [], KeptResults()  # targets and log-probabilities that later updates use again
-            for number in range(1, config.train.updates_per_rollout + 1):
+            for number in range(1, updates_per_step + 1):
                 batch = distiller.batch(rollouts, distiller.objective_of(step))
-                keep = number < config.train.updates_per_rollout
+                keep = number < updates_per_step
                 metrics, kept = accumulate_gradients(distiller, batch, timer, kept, keep=keep)
                 with timer("update"):
                     updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
             with timer("sync"):
-                engine.update_weights(student.hf_weights, step + 1)
+                engine.update_weights(student.hf_weights, (step + 1) * updates_per_step)
             run.recorder.record(step + 1, rollouts, updates, timer.take(), measured)
             evaluation = run.validation.after_step(step + 1)
             run.checkpointer.after_step(step + 1, [update for _, update in updates], evaluation)

@@ -93,6 +93,8 @@ class RolloutEngine(Protocol):
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
+        *,
+        last: bool = False,
     ) -> list[Rollout]:
         """One rollout per request, in order, the same on every rank.
 
@@ -102,6 +104,7 @@ class RolloutEngine(Protocol):
             keep: called with responses as soon as they are complete, by the index of their request, so that they
                 outlive this process. It is called on the one rank that has them, perhaps from another thread, and not
                 for `done` unless the engine samples these again. What it raises ends the call.
+            last: whether the weights are replaced before anything else is sampled, so that they need not be kept.
 
         Raises:
             GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.

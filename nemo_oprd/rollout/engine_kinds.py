@@ -152,10 +152,10 @@ def _ranks_beside_servers(rollout: RolloutConfig, ranks: int) -> int:
 def _vllm_servers(rollout: RolloutConfig, ranks: int) -> Groups:
     vllm = rollout.vllm
     if vllm.endpoints:
-        return Groups(len(vllm.endpoints), vllm.tensor, "elsewhere", vllm.gpu_memory_utilization)
+        return Groups(len(vllm.endpoints), vllm.tensor, "elsewhere", vllm.memory_share)
     dedicated = dedicated_ranks(vllm) // vllm.tensor
     count = dedicated or vllm.replicas or max(1, ranks // vllm.tensor)
-    return Groups(count, vllm.tensor, vllm.placement, vllm.gpu_memory_utilization)
+    return Groups(count, vllm.tensor, vllm.placement, vllm.memory_share)
 
 
 def _build_vllm(*arguments: Any) -> RolloutEngine:

@@ -92,7 +92,7 @@ class RolloutSampler:
         if len(cached) == len(requests):
             return [cached[i] for i in range(len(requests))]
         try:
-            rollouts = self.engine.generate(requests, sampling, self.should_cancel, cached)
+            rollouts = self.engine.generate(requests, sampling, self.should_cancel, cached, last=True)
         except GenerationCancelled as cancelled:
             if cancelled.completed:
                 self.cache.put(step, cancelled.completed, sampling, len(requests))

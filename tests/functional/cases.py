@@ -30,6 +30,18 @@ def run_train(overrides: list[str], config: str = "verify") -> None:
     train(load_config(config, overrides))
 
 
+def weights_of_train(overrides: list[str]) -> list[int]:
+    """The optimizer steps behind each of the weights that a training run gives to its engine."""
+    from unittest import mock
+
+    from nemo_oprd.rollout.replay import ReplayEngine
+
+    steps: list[int] = []
+    with mock.patch.object(ReplayEngine, "update_weights", lambda _, weights, step: steps.append(step)):
+        run_train(overrides)
+    return steps
+
+
 def said_by_train(overrides: list[str]) -> list[str]:
     """What each rank writes to stderr in a training run."""
     with contextlib.redirect_stderr(io.StringIO()) as said:

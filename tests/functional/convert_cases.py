@@ -69,6 +69,32 @@ def differing_after_load(checkpoint: str, hf_path: str, layout: dict[str, int], 
     return sorted({name for ranks in everywhere for name in set(ranks) ^ set(expected)})
 
 
+def object_messages(config: str, layout: dict[str, int]) -> list[dict[str, int]]:
+    """Per rank, of one stream of a model's weights: its tensors, collectives of pickled objects, and their bytes."""
+    import pickle
+    from unittest import mock
+
+    spec, role, chunks = _model(config, layout, "float32")
+    found = {"tensors": 0, "messages": 0, "bytes": 0}
+
+    def counted(call: Any) -> Any:
+        def counting(*arguments: Any, **options: Any) -> Any:
+            found["messages"] += 1
+            found["bytes"] += len(pickle.dumps(arguments[-1]))
+            return call(*arguments, **options)
+
+        return counting
+
+    with (
+        mock.patch.object(dist, "broadcast_object_list", counted(dist.broadcast_object_list)),
+        mock.patch.object(dist, "all_gather_object", counted(dist.all_gather_object)),
+    ):
+        found["tensors"] = sum(1 for _ in gather_hf(chunks, spec, role))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return everywhere
+
+
 def _rules(spec: ModelSpec) -> list[Any]:
     return spec.family.param_mappings(spec)
 

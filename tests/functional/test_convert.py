@@ -42,6 +42,21 @@ def test_round_trip_is_bit_exact(models: Models, tmp_path: Path, name: str, dtyp
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "megatron"]  # no partial directory is left
 
 
+def test_stages_describe_their_tensors_in_one_message(pools: Pools, tmp_path: Path) -> None:
+    """However many tensors there are: a header for each one, pickled, would cost more than a small tensor."""
+    counts = []
+    for experts in (4, 64):
+        config = {**SIZES, **MODELS["qwen3_moe"], "num_experts": experts, "dtype": "float32"}
+        folder = tmp_path / str(experts)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        found = pools[2].run("convert_cases:object_messages", config=str(folder), layout={"pipeline": 2})
+        print(experts, found)
+        assert [rank["messages"] for rank in found] == [1, 1]
+        counts.append(found[0]["tensors"])
+    assert counts[1] > 5 * counts[0]
+
+
 def test_dtype_is_converted_and_config_follows(models: Models, tmp_path: Path) -> None:
     hf_to_megatron(models("qwen2_tied"), tmp_path / "megatron", progress=False)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", dtype="bfloat16", progress=False)

@@ -157,12 +157,15 @@ def check_step(output: Path, correction: str = "off") -> None:
 
 
 def test_resume(pools: Pools, tmp_path: Path) -> None:
-    """The step stays the unit: bit by bit."""
+    """The step stays the unit: bit by bit. The engine is told the number of updates behind its weights."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     shared = [*SETTINGS, *LAYOUTS["TP2"][1], "train.save_every=1"]
     pools[2].run("cases:run_train", overrides=[*shared, "train.steps=2", f"output={whole}"])
+    told = []
     for steps in (1, 2):
         shutil.rmtree(parts / "hf", ignore_errors=True)
-        pools[2].run("cases:run_train", overrides=[*shared, f"train.steps={steps}", f"output={parts}"])
+        overrides = [*shared, f"train.steps={steps}", f"output={parts}"]
+        told.append(pools[2].run("cases:weights_of_train", overrides=overrides))
+    assert told == [[0, UPDATES], [UPDATES, 2 * UPDATES]]
     got, once = weights(parts / "hf"), weights(whole / "hf")
     assert all(torch.equal(got[name], value) for name, value in once.items())

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ PROMPTS = [[5, 6, length] for length in (3, 10, 4, 9, 9, 2, 6, 13, 5)]
 
 def make_bench(root: Path, **faults: Any) -> Path:
     """A directory with a model's config.json, faults, and an interpreter whose `vllm` is the stand-in."""
+    from nemo_oprd.rollout.vllm import server
+
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(MODEL))
     (root / "faults.json").write_text(json.dumps(faults))
@@ -47,7 +49,10 @@ def make_bench(root: Path, **faults: Any) -> Path:
         f"import runpy\nrunpy.run_path({vllm_stand_in.__file__!r}, run_name='__main__')\n"
     )
     python = root / "python"
-    python.write_text(f'#!/bin/sh\nSTAND_IN={root} PYTHONPATH={root}/path exec {sys.executable} -S "$@"\n')
+    # what servers with the fault "group" import
+    site = f"{Path(torch.__file__).parents[1]}:{server.WORKER_FOLDER}"
+    variables = f"STAND_IN={root} PYTHONPATH={root}/path STAND_IN_SITE={site}"
+    python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} -S "$@"\n')
     python.chmod(0o700)
     return root
 
@@ -145,7 +150,41 @@ def serving(root: Path, *, unix: bool) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def engine(root: str, overrides: list[str], students: int | None, vocab_limit: int | None) -> Iterator[Any]:
+def shared_gpus(root: str, memory: str) -> Iterator[None]:
+    """Servers that sleep as if on the trainer's GPUs, whose memory is full while the file ROOT/memory exists.
+
+    `memory`: "freed" when the trainer's ranks give back what they keep, or "kept".
+    """
+    from dataclasses import replace
+
+    from nemo_oprd.rollout.vllm import engine as module
+    from nemo_oprd.rollout.vllm import gpu_memory
+
+    file, place = Path(root) / "memory", module.place_servers
+
+    def places(*arguments: Any) -> list[Any]:
+        return [replace(found, sleeps=True, ranks=(0,)) for found in place(*arguments)]
+
+    def free_and_total() -> tuple[int, int]:
+        return int(1e9) if file.exists() else int(40e9), int(80e9)
+
+    def give_back() -> None:
+        if memory == "freed":
+            file.unlink(missing_ok=True)
+
+    with (
+        mock.patch.object(module, "place_servers", places),
+        mock.patch.object(gpu_memory, "SETTLE_S", 0.1),
+        mock.patch.object(torch.cuda, "empty_cache", give_back),
+        mock.patch.object(torch.cuda, "mem_get_info", free_and_total),
+    ):
+        yield
+
+
+@contextmanager
+def engine(
+    root: str, overrides: list[str], students: int | None, vocab_limit: int | None, deadline: float = 300.0
+) -> Iterator[Any]:
     """An engine on the world's first `students` ranks; None: on all.
 
     It asks often whether it should cancel and whether its servers are well, and sends weights in small buckets.
@@ -157,7 +196,7 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
     from nemo_oprd.rollout.engine_kinds import make_engine
-    from nemo_oprd.rollout.vllm import client, guard, transport
+    from nemo_oprd.rollout.vllm import client, guard, transport, weight_group, weight_push
     from nemo_oprd.rollout.vllm import engine as module
 
     init_distributed()
@@ -169,6 +208,8 @@ def engine(root: str, overrides: list[str], students: int | None, vocab_limit: i
     with (
         mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
         mock.patch.object(client, "HEALTH_EVERY_S", 0.1),
+        mock.patch.object(weight_group, "TIMEOUT_S", deadline),
+        mock.patch.object(weight_push, "LEAVE_S", 2.0),
         mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
         made: Any = make_engine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
@@ -207,30 +248,41 @@ def run(
     students: int | None = None,
     vocab_limit: int | None = None,
     nodes: bool = False,
+    deadline: float = 300.0,
+    memory: str | None = None,
 ) -> dict[str, Any]:
     """Carries out a plan.
 
-    "load 1" and "update 2" give weights; "kill" ends all servers. "generate" samples a response to each prompt, with
-    what an earlier "cancel" has completed as `done`; "full" samples while responses can't be kept. "lose" samples while
-    the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
-    response and counts bytes.
+    "load 1" and "update 2" give weights, "change 3" changes them without an update; "kill" ends all servers, "occupy"
+    the memory of the GPUs. "generate" samples a response to each prompt, with what an earlier "cancel" has completed as
+    `done`, "generate last" before an update; "full" samples while responses can't be kept. "lose" samples while the
+    last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per response
+    and counts bytes.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
+        deadline: seconds after which a broadcast of weights is given up.
+        memory: see `shared_gpus`; None: servers don't share GPUs.
 
     Returns:
         "sampled": per "generate" and "lose", (ids, log-probabilities, finish reason) of each response, and "metrics";
         "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes pickled for other ranks);
         "kept" per call, (index, ids, log-probabilities) of every response that a rank kept, by index; and the "error"
-        that ended the plan.
+        that ended the plan. "seconds" of each part of the plan, and when the last one ended; per rank, "digested" is
+        the number of buckets whose digest it computed.
     """
     import torch.distributed as dist
 
     found: dict[str, Any] = {"sampled": [], "metrics": [], "completed": [], "counted": [], "kept": [], "error": None}
+    found |= {"seconds": [], "digested": 0}
     node = {"SLURMD_NODENAME": f"node{os.environ.get('RANK', '0')}"} if nodes else {}
     with messages("nemo_oprd.rollout.vllm") as found["said"], mock.patch.dict(os.environ, node):
         try:
-            with engine(root, overrides, students, vocab_limit) as made:
+            with (
+                shared_gpus(root, memory) if memory else nullcontext(),
+                counted_digests(found),
+                engine(root, overrides, students, vocab_limit, deadline) as made,
+            ):
                 _carry_out(plan, made, found, root)
         except ValueError as error:
             found["error"] = str(error)
@@ -239,7 +291,22 @@ def run(
     for part in parts:
         assert (part["sampled"], part["error"]) == (found["sampled"], found["error"])
     kept = [sorted(one for part in calls for one in part) for calls in zip(*(p["kept"] for p in parts), strict=True)]
-    return {**found, "kept": kept, "said": [line for part in parts for line in part["said"]]}
+    digested = [part["digested"] for part in parts]
+    said = [line for part in parts for line in part["said"]]
+    return {**found, "kept": kept, "said": said, "digested": digested}
+
+
+@contextmanager
+def counted_digests(found: dict[str, Any]) -> Iterator[None]:
+    from nemo_oprd.rollout.vllm import weight_push
+
+    class Counting(weight_push.Digest):
+        def add(self, bucket: Any) -> None:
+            found["digested"] += 1
+            super().add(bucket)
+
+    with mock.patch.object(weight_push, "Digest", Counting):
+        yield
 
 
 def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> None:
@@ -248,7 +315,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 
     killed: list[int] = []
-    asked, done, step = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0
+    asked, done, step, changed = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0, 0
     sampling = SamplingParams(0.9, 1.0, 6, (7, 1, 0))
 
     def enough() -> bool:
@@ -269,15 +336,20 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
     def full(_: dict[int, Any]) -> None:
         raise ValueError("the disk is full")
 
-    for what in plan:
+    def carry_out(what: str) -> None:
+        nonlocal done, step, changed
         kind, _, number = what.partition(" ")
         if kind in ("generate", "cancel", "lose"):
             found["kept"].append([])
         if kind == "load":
             made.load(weights(int(number)).__getitem__, "a test")
         elif kind == "update":
-            step = int(number)
-            made.update_weights(lambda step=step: weights(step).items(), step)
+            step, changed = int(number), int(number)
+            made.update_weights(lambda: weights(changed).items(), step)
+        elif kind == "change":
+            changed = int(number)
+        elif kind == "occupy":
+            (Path(root) / "memory").touch()
         elif kind == "kill":
             for server in made._mine.servers.values():
                 at = str(server.socket)
@@ -297,8 +369,17 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         else:
             if what == "lose idle":
                 kill_client(0)
-            rollouts = made.generate(asked, sampling, kill_client if what == "lose" else lambda: False, done, keep)
+            cancels = kill_client if what == "lose" else lambda: False
+            rollouts = made.generate(asked, sampling, cancels, done, keep, last=number == "last")
             assert [rollout.prompt_ids.tolist() for rollout in rollouts] == PROMPTS
             assert {rollout.weight_version for rollout in rollouts} == {step}
             found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))
+
+    for what in plan:
+        began = time.monotonic()
+        try:
+            carry_out(what)
+        finally:
+            found["seconds"].append(time.monotonic() - began)
+            found["ended_at"] = time.time()

@@ -2,7 +2,8 @@
 
 What it "samples" is a function of the digest of the weights, the seed and the prompt, so that equal weights give equal
 responses on any server. It refuses calls in an order that vLLM would refuse, and computes the digest of the weights by
-its definition, with code of its own.
+its definition, with code of its own. Only for weights that come over a process group it has torch and the code of the
+real workers; its workers are then threads.
 
 It listens where vLLM would, and has the server's own middleware at its door and its own check of files.
 
@@ -27,6 +28,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -79,27 +81,33 @@ class Model:
         self.known = json.loads(options.additional_config)["nemo_oprd_known_ids"]
         self.tensors: dict[str, tuple] = {}
         self.digest, self.version = "none", None
-        self.paused = self.joined = self.updating = False
+        self.paused = self.joined = self.updating = self.asleep = False
+        self.workers = range(int(options.tensor_parallel_size))
+        self.groups: dict[int, Any] = {}  # of each worker
         self.counts: dict[str, int] = {}
         self.lock = threading.Lock()
 
     def note(self, path: str, body: dict[str, Any]) -> None:
-        """Records a call; dies or refuses if that is the fault."""
+        """Records a call; dies, refuses or waits forever if that is the fault."""
         sampling = body.get("sampling_params", {})
         kind = "probe" if "seed" not in sampling and sampling else path.split("?")[0]
         with self.lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
             server = self.options.uds or self.options.port
             line = {"pid": os.getpid(), "group": os.getpgid(0), "server": server, "call": kind, "path": path}
+            line["time"] = time.time()
             line |= {"prompt": body.get("token_ids"), **sampling}
             with (HERE / "requests.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
             die = self.faults.get("die", {})
             if die.get("call") == kind and self.counts[kind] == die.get("at", 1) and happens("die", die):
                 os.kill(os.getpid(), signal.SIGKILL)
-        refuse = self.faults.get("refuse", {})
-        if refuse.get("call") == kind and happens("refuse", refuse):
+            count = self.counts[kind]
+        refuse, hang = self.faults.get("refuse", {}), self.faults.get("hang", {})
+        if refuse.get("call") == kind and count >= refuse.get("at", 1) and happens("refuse", refuse):
             raise Refusal(refuse["text"])
+        if hang.get("call") == kind and count >= hang.get("at", 1) and happens("hang", hang):
+            time.sleep(hang.get("seconds", 3600))
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """What a call returns."""
@@ -107,6 +115,10 @@ class Model:
         call = path.split("?")[0]
         if call == "/inference/v1/generate":
             return self.generate(body)
+        if call in ("/init_weight_transfer_engine", "/update_weights"):  # whose workers note calls of their own
+            return getattr(self, call[1:])(body)
+        if call in ("/sleep", "/wake_up"):
+            return self.sleep(path)
         if call == "/collective_rpc":
             return {"results": [getattr(self, body["method"])()] * int(self.options.tensor_parallel_size)}
         with self.lock:
@@ -119,25 +131,78 @@ class Model:
         self.require(not self.updating, "resumed during an update")
         self.paused = False
 
+    def sleep(self, path: str) -> None:
+        """Weights that are not kept in the host's memory are lost."""
+        time.sleep(self.faults.get("sleep_s", 0.0))
+        self.asleep = path.startswith("/sleep")
+        if "level=2" in path:
+            self.digest, self.version = "lost", None
+
     def init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
+        if body["init_info"]:
+            self.each_worker(lambda worker: self.join(worker, **body["init_info"]))
+            self.joined = True
+            return
         self.require(not self.joined and body == {"init_info": {}}, f"a second or wrong start: {body}")
         self.joined = True
 
     def start_weight_update(self, body: dict[str, Any]) -> None:
-        self.require(self.joined and self.paused and not self.updating, "not joined, not paused, or begun before")
+        joined = self.joined or "group" in self.faults  # a group is joined after this call
+        self.require(joined and self.paused and not self.updating, "not joined, not paused, or begun before")
         self.updating, self.tensors = True, {}
 
+    def each_worker(self, call: Callable[[int], None]) -> None:
+        """Calls `call` for all workers at the same time; raises what the first of them that failed has raised."""
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            list(pool.map(call, self.workers))
+
+    def join(
+        self, worker: int, *, host: str, port: int, first_rank: int, timeout_s: float, prefix: str, **group: Any
+    ) -> None:
+        import datetime
+
+        import torch
+        from nemo_oprd_group import Group
+
+        self.note(f"join {worker}", {})
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store = torch.distributed.TCPStore(host, port, is_master=False, timeout=timeout)
+        made = Group(store, prefix, first_rank + worker, device=torch.device("cpu"), timeout_s=timeout_s, **group)
+        self.groups[worker] = made.open()
+
     def update_weights(self, body: dict[str, Any]) -> None:
-        """One bucket in a file."""
+        """One bucket in a file, or all of them over the process group."""
         info = body["update_info"]
         self.require(self.updating, "no update has begun")
+        try:
+            if info:
+                self.load(self.read(info), info["entries"])
+            else:
+                self.each_worker(self.receive)
+        except BaseException:
+            self.updating = False
+            raise
+
+    def read(self, info: dict[str, Any]) -> bytes:
         try:
             with open(open_bucket(info["path"], info["bytes"]), "rb") as file:
                 data = file.read()
         except ValueError as error:
             raise Refusal(str(error)) from None
         self.require(len(data) == info["bytes"], "a file of another size")
-        for entry in info["entries"]:
+        return data
+
+    def receive(self, worker: int) -> None:
+        from nemo_oprd_buckets import receive_all
+
+        def load(bucket: Any) -> None:
+            self.note(f"bucket {worker}", {})
+            self.load(bytes(bucket.data.tolist()), bucket.describe())
+
+        receive_all(self.groups[worker], load)
+
+    def load(self, data: bytes, entries: list[dict[str, Any]]) -> None:
+        for entry in entries:
             size = math.prod(entry["shape"]) * ITEM_SIZES[entry["dtype"]]
             raw = data[entry["start"] : entry["start"] + size]
             words = array("i", raw + bytes(-size % 4))
@@ -165,7 +230,7 @@ class Model:
         return found | {"workers": int(self.options.tensor_parallel_size), **self.faults.get("describe", {})}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.require(not self.paused, "paused")
+        self.require(not self.paused and not self.asleep, "paused or asleep")
         sampling, faults = body["sampling_params"], self.faults
         if "seed" in sampling:
             time.sleep(faults.get("delay_s", 0.0))
@@ -224,6 +289,8 @@ class Handler(BaseHTTPRequestHandler):
                 found = self.model.answer(self.path, body)
             except Refusal as refusal:
                 return 400, json.dumps({"error": str(refusal)}).encode()
+            except Exception as error:  # as vLLM answers what its workers raise
+                return 500, json.dumps({"error": str(error)}).encode()
             return 200, b"" if found is None else json.dumps(found).encode()
 
         self._call(answer)
@@ -286,6 +353,12 @@ def main() -> None:
         parser.add_argument(f"--{name}")
     options, _ = parser.parse_known_args()
     faults = json.loads((HERE / "faults.json").read_text())
+    if Path(faults.get("start_while", "/nowhere")).exists():
+        print("ValueError: Free memory on device cuda:0 is less than desired GPU memory utilization")
+        sys.exit(1)
+    if faults.get("group"):
+        sys.path += os.environ["STAND_IN_SITE"].split(":")
+        import torch.distributed  # noqa: F401 - slow, so not while the members of a group wait for each other
     if "start" in faults and happens("start", faults["start"]):
         print("Traceback of something")
         print(f"RuntimeError: {faults['start']['text']}")

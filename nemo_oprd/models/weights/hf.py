@@ -20,12 +20,14 @@ from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.architecture import ParamMapping
 from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.model import DistillingModel
-from nemo_oprd.models.megatron.parallel import Role, device
+from nemo_oprd.models.megatron.parallel import Role, device, everyones
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
 from nemo_oprd.runtime.files import read_json
 
 # gives one HF tensor by its name
 TensorReader: TypeAlias = Callable[[str], torch.Tensor]
+# shape and dtype of a whole tensor; None: there is no tensor
+Described: TypeAlias = tuple[tuple[int, ...], torch.dtype] | None
 
 
 class HFCheckpoint:
@@ -179,12 +181,14 @@ def gather_hf(
         value: the tensor to gather for a parameter; None, which all ranks must return alike, leaves the parameter out.
     """
     assert role.coords is not None
-    mine = named_parameters(chunks)
+    mine, described = named_parameters(chunks), {}
+    if role.layout.pipeline > 1:
+        described = _descriptions(mine, spec, role, value)
     for mapping in mappings_by_name(spec).values():
         stage = owner_stage(mapping, spec, role.layout)
         joined = _whole(mine, mapping, spec, role, value) if role.coords.pipeline == stage else None
         if role.layout.pipeline > 1:
-            joined = broadcast_from_stage(joined, stage, role)
+            joined = _broadcast_described(joined, described[mapping.megatron], stage, role)
         if joined is not None:
             yield from zip(mapping.hf, mapping.form.split_to_hf(joined, spec), strict=True)
 
@@ -197,6 +201,42 @@ def _tensor_part(mapping: ParamMapping, role: Role) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
+def _descriptions(
+    mine: dict[str, torch.nn.Parameter],
+    spec: ModelSpec,
+    role: Role,
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None],
+) -> dict[str, Described]:
+    """Of every parameter, by its Megatron name; the stages tell each other about theirs in one message.
+
+    A header for each tensor would cost more than the tensor where there are many: each one is pickled and takes two
+    collectives.
+    """
+    assert role.coords is not None
+    own: dict[str, Described] = {}
+    for mapping in mappings_by_name(spec).values():
+        if owner_stage(mapping, spec, role.layout) != role.coords.pipeline:
+            continue
+        tensor = value(mine[_held_name(mapping, spec, role)])
+        if tensor is None:
+            own[mapping.megatron] = None
+            continue
+        _, parts = _tensor_part(mapping, role)
+        shards = [torch.empty_like(tensor, device="meta")] * (1 if mapping.form.axis is None else parts)
+        own[mapping.megatron] = tuple(mapping.form.unshard(shards, spec).shape), tensor.dtype
+    return {name: about for part in everyones(own, role.member_groups.pp) for name, about in part.items()}
+
+
+def _held_name(mapping: ParamMapping, spec: ModelSpec, role: Role) -> str:
+    """The Megatron name of a mapping's parameter, or of this rank's own expert of the same place and shape."""
+    if mapping.expert is None or role.layout.expert == 1:
+        return mapping.megatron
+    assert spec.experts is not None
+    local = spec.experts.count // role.layout.expert
+    own = role.member_groups.ep.rank() * local + mapping.expert % local
+    return mapping.megatron.replace(f".local_experts.{mapping.expert}.", f".local_experts.{own}.")
+
+
 def _whole(
     mine: dict[str, torch.nn.Parameter],
     mapping: ParamMapping,
@@ -205,20 +245,16 @@ def _whole(
     value: Callable[[torch.nn.Parameter], torch.Tensor | None],
 ) -> torch.Tensor | None:
     """The value for a parameter of this rank's stage, on all ranks of the stage; an expert comes from its ranks."""
-    expert = mapping.expert
-    if expert is None or role.layout.expert == 1:
-        tensor = value(mine[mapping.megatron])
-        return None if tensor is None else _unshard(tensor, mapping, spec, role)
-    assert spec.experts is not None
-    group = role.member_groups.ep
-    local = spec.experts.count // role.layout.expert
-    owner, own = expert // local, group.rank() * local + expert % local
-    # a rank without the expert passes its own expert of that place, which has the same shape
-    name = mapping.megatron.replace(f".local_experts.{expert}.", f".local_experts.{own}.")
+    name, expert = _held_name(mapping, spec, role), mapping.expert
     tensor = value(mine[name])
     if tensor is None:
         return None
-    if own != expert:
+    if expert is None or role.layout.expert == 1:
+        return _unshard(tensor, mapping, spec, role)
+    assert spec.experts is not None
+    group = role.member_groups.ep
+    owner = expert // (spec.experts.count // role.layout.expert)
+    if group.rank() != owner:
         tensor = torch.empty_like(tensor)
     tensor = tensor.contiguous()
     dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
@@ -245,12 +281,22 @@ def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) ->
     assert role.coords is not None
     group = role.member_groups.pp
     source = dist.get_global_rank(group, stage)
-    described = [None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)]
+    described: list[Described] = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
     dist.broadcast_object_list(described, src=source, group=group)
-    if described[0] is None:
+    return _broadcast_described(tensor, described[0], stage, role)
+
+
+def _broadcast_described(
+    tensor: torch.Tensor | None, described: Described, stage: int, role: Role
+) -> torch.Tensor | None:
+    """As `broadcast_from_stage`, for a tensor of which all stages know what it is."""
+    assert role.coords is not None
+    if described is None:
         return None
+    group = role.member_groups.pp
+    source = dist.get_global_rank(group, stage)
     if role.coords.pipeline != stage:
-        shape, dtype, _ = described[0]
+        shape, dtype = described
         tensor = torch.empty(shape, dtype=dtype, device=device())
     assert tensor is not None
     tensor = tensor.contiguous()

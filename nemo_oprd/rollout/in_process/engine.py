@@ -84,6 +84,8 @@ class MegatronEngine:
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
+        *,
+        last: bool = False,
     ) -> list[Rollout]:
         """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group."""
         check_room(requests, self.spec.max_positions)

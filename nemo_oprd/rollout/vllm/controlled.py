@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,11 +48,22 @@ class Controlled:
                 self.folder.guard()
 
     def call_sleepers(self, path: str) -> None:
-        """Calls the servers that share GPUs with the trainer (not yet run); a dead one is found by the next update."""
-        for number in self.sleepers:
-            assert self.client is not None
+        """Calls the servers that share GPUs with the trainer, all at the same time (not yet run).
+
+        A dead one is found by the next update.
+        """
+        if self.client is None or not self.sleepers:
+            return
+        client = self.client
+
+        async def call(server: Server) -> None:
             with suppress(ServerDied):
-                self.client.run(self.client.post_watched(self.servers[number], path))
+                await client.post_watched(server, path)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(call(self.servers[number]) for number in self.sleepers))
+
+        client.run(all_of_them())
 
     def close(self) -> None:
         """Ends the servers of this run, gives endpoints back, and removes what servers left in shared memory."""

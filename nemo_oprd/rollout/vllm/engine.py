@@ -31,6 +31,7 @@ from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
+from nemo_oprd.rollout.vllm import gpu_memory
 from nemo_oprd.rollout.vllm.client_process import Job, Round, RoundSummary
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
 from nemo_oprd.rollout.vllm.endpoint import Endpoint, caller
@@ -83,8 +84,10 @@ class VllmEngine:
             self._mine.start(own, lambda place: self._make_server(place, flags))
             names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
             patience = self._settings.start_timeout
-            calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, patience)
-            self._push = WeightPush(self._places, self._mine, calls, names, device(), students)
+            limits = patience, self._settings.request_timeout
+            calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, *limits)
+            share = self._settings.memory_share
+            self._push = WeightPush(self._places, self._mine, calls, names, device(), students, share)
             self._push.settle()
         except BaseException:
             self.close()
@@ -97,7 +100,7 @@ class VllmEngine:
         self._lengths = LengthEstimate()
         self._stream: WeightStream | None = None
         self._step, self._version = 0, ""
-        self._asleep = False
+        self._asleep = 0  # the level of servers that share GPUs with the trainer; 0: awake, 2: without weights
         self.metrics: dict[str, float] = {}
 
     def _make_server(self, place: Place, flags: list[str]) -> Server:
@@ -129,9 +132,10 @@ class VllmEngine:
             ValueError: a server refuses the weights, or died too often.
         """
         self._stream, self._step = weights, step
-        self._release_memory()
+        if self._any_sleeps:
+            gpu_memory.release()
         self._version = self._push.push(weights, step)
-        self._asleep = False
+        self._asleep = 0
 
     def load(self, read: TensorReader, source: str) -> None:
         """See `RolloutEngine`; the tensors are read as often as servers need them."""
@@ -153,6 +157,8 @@ class VllmEngine:
         should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
+        *,
+        last: bool = False,
     ) -> list[Rollout]:
         """See `RolloutEngine`. Each response is kept by itself, so `done` may hold any of them.
 
@@ -187,9 +193,9 @@ class VllmEngine:
             self._check_clients(found.lost)
             if found.died:
                 self._push.revive(found.died)
-                self._version = self._push.push(self._stream, self._step)
+                self._push_again()
         sampled = self._shared(requests, own)
-        self._finish(requests, sampled, busy)
+        self._finish(requests, sampled, busy, last=last)
         rollouts = {**kept, **sampled}
         return [rollouts[i] for i in range(len(requests))]
 
@@ -265,30 +271,35 @@ class VllmEngine:
         shared = self._exchange.share({i: response.columns() for i, response in own.items()})
         return {i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}
 
-    def _finish(self, requests: list[Request], sampled: dict[int, Rollout], busy: dict[int, float]) -> None:
+    def _finish(
+        self, requests: list[Request], sampled: dict[int, Rollout], busy: dict[int, float], *, last: bool
+    ) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
         self._lengths.learn(requests, {i: len(rollout.response_ids) for i, rollout in sampled.items()})
         self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
-        self._mine.call_sleepers("/sleep?level=1")
-        self._asleep = True
+        self._asleep = 2 if last else 1  # weights that are replaced next need not be copied to the host
+        self._mine.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
         if self._any_sleeps:
             dist.barrier()  # no rank computes before the memory of its GPU is free
 
     def _wake_up(self) -> None:
         """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
-        if self._asleep:
-            self._release_memory()
+        if not self._any_sleeps or not self._asleep:
+            return
+        gpu_memory.release()
+        if self._asleep == 2:
+            self._push_again()
+        else:
             self._mine.call_sleepers("/wake_up")
-            self._asleep = False
+        self._asleep = 0
 
-    def _release_memory(self) -> None:
-        """Before servers wake up on the GPUs of the trainer: every rank gives back what it keeps for itself."""
-        if self._any_sleeps:
-            torch.cuda.empty_cache()
-            dist.barrier()
+    def _push_again(self) -> None:
+        """Gives servers that lost the weights the same ones once more."""
+        assert self._stream is not None
+        self._version = self._push.push(self._stream, self._step, self._version)
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""

@@ -102,7 +102,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         "--disable-uvicorn-access-log",
     ]
     if cuda:
-        arguments += ["--gpu-memory-utilization", str(rollout.vllm.gpu_memory_utilization)]
+        arguments += ["--gpu-memory-utilization", str(rollout.vllm.memory_share)]
         arguments += ["--enable-sleep-mode"] if rollout.vllm.placement == "colocated" else []
     else:
         arguments += ["--enforce-eager"]

@@ -24,6 +24,7 @@ class Place:
         devices: CUDA devices of its machine; None without CUDA.
         sleeps: whether it gives GPU memory back while nothing is sampled, because the trainer uses the same GPUs.
         url: address of an endpoint; None for a server that this run starts.
+        ranks: the ranks on whose GPUs it runs beside the trainer.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Place:
     devices: tuple[str, ...] | None = None
     sleeps: bool = False
     url: str | None = None
+    ranks: tuple[int, ...] = ()
 
 
 def place_servers(
@@ -70,7 +72,8 @@ def place_servers(
         controller = next((rank for rank in students if machines[rank] == machine), machines.index(machine))
         names = tuple(str(devices[rank]) for rank in group) if cuda else None
         transport = _transport(config, number, has_weights=controller in students, ipc=cuda and colocated, cuda=cuda)
-        places.append(Place(number, controller, config.tensor, transport, names, sleeps=cuda and colocated))
+        beside = tuple(group) if cuda and colocated else ()
+        places.append(Place(number, controller, config.tensor, transport, names, sleeps=bool(beside), ranks=beside))
     return places
 
 

@@ -2,31 +2,35 @@
 
 The trainer and vLLM are not one job, so the group is made by hand: a store on the first rank, and torch's
 process group on top of it. Whenever a server was restarted, all servers and the first rank make a new group.
-`worker/nemo_oprd_worker.py` is the other side. Over NCCL it was not yet run.
+`worker/nemo_oprd_group.py` is what its members do. Over NCCL it was not yet run.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
 import os
 import secrets
 import socket
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks
 from nemo_oprd.rollout.vllm.placement import Place
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, address_towards, open_group, send
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, send
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import Group, TransferEnded, address_towards
 
-# between two buckets a worker loads the last one, and the trainer gathers the next one
-TIMEOUT_S = 600.0
+# of joining, and of one broadcast: meanwhile a worker loads the last bucket, and the trainer gathers the next one
+TIMEOUT_S = 300.0
 _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
@@ -51,8 +55,20 @@ class Rendezvous:
         return {**info, "first_rank": self.first_ranks[server], "timeout_s": TIMEOUT_S}
 
 
+@dataclass(frozen=True)
+class Ended:
+    """Why a transfer is over before its end, and the server whose fault it is; None if that is not known."""
+
+    server: int | None
+    why: str
+
+
 class WeightGroup:
-    """The group of a run. Every rank has one; only the first rank is a member, its methods do nothing elsewhere."""
+    """The group of a run. Every rank has one; only the first rank is a member.
+
+    The controllers see the answers of their servers, and the first rank alone could end the transfer for all. They tell
+    each other by a key in the job's store, in which the first reason stays.
+    """
 
     def __init__(self, places: list[Place], device: torch.device) -> None:
         self._workers = {place.number: place.workers for place in places if place.transport == "group"}
@@ -60,9 +76,11 @@ class WeightGroup:
         self._hosts = [url.hostname for url in urls if url.hostname is not None]
         self._host = ""
         self._device = device if device.type == "cuda" else torch.device("cpu")
-        self._key: tuple = ()
+        self._meeting: Rendezvous | None = None  # of the newest group, on every rank
         self._store: Any = None
-        self._group: Any = None
+        self._group: Group | None = None
+        # a connection of its own: while one waits, other users of it get no answer
+        self._job: Any = _get_default_store().clone() if self._workers else None  # type: ignore[attr-defined]
 
     def meet(self, generations: dict[int, int]) -> Rendezvous | None:
         """Where a new group meets, the same on every rank; None if none is needed. Every rank calls this.
@@ -74,9 +92,11 @@ class WeightGroup:
         everyone = everyones((generations, address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))))
         known = {number: generation for part, _ in everyone for number, generation in part.items()}
         key = tuple((number, known[number]) for number in self._workers)
-        is_needed = dist.get_rank() == 0 and (self._group is None or self._key != key)
+        is_open = self._group is not None and self._meeting is not None and self._meeting.key == key
         hosts = [*self._hosts, *(address for _, address in everyone)]
-        return first_ranks(self._rendezvous(key, hosts) if is_needed else None)
+        meeting = first_ranks(None if dist.get_rank() != 0 or is_open else self._rendezvous(key, hosts))
+        self._meeting = meeting or self._meeting
+        return meeting
 
     def _rendezvous(self, key: tuple, hosts: list[str]) -> Rendezvous:
         if self._store is None:
@@ -95,43 +115,68 @@ class WeightGroup:
         """Begins to open the group; the others must join meanwhile. None on ranks that are not in it."""
         if dist.get_rank() != 0:
             return None
-        self._key = meeting.key
-        future: Future = Future()
+        self._group = None
+        place = self._store, meeting.prefix, 0, meeting.size, meeting.backend, self._device, TIMEOUT_S
+        group, future = Group(*place, ended_elsewhere=self._raise_if_ended), Future[Group]()
 
         def run() -> None:
             try:
-                group = open_group(self._store, meeting.prefix, 0, meeting.size, meeting.backend, TIMEOUT_S)
-                future.set_result(group)
+                future.set_result(group.open())
             except BaseException as error:  # raised where the result is asked for
+                self._end(group, f"the process group of the weights did not come about: {error}")
                 future.set_exception(error)
 
         threading.Thread(target=run, name="weight-group", daemon=True).start()
         return future
 
-    def opened(self, future: Future | None) -> dict[int, str]:
-        """Waits for the group; why each server failed if it did not come about."""
-        if future is None:
-            return {}
-        try:
-            self._group = future.result()
-        except RuntimeError as error:
-            return self._broken("did not come about", error)
-        return {}
+    def opened(self, future: Future | None) -> None:
+        """Waits until the group is there, or is given up; then `ended` says why."""
+        if future is not None:
+            with suppress(RuntimeError):
+                self._group = future.result()
 
-    def send(self, bucket: Bucket | None) -> dict[int, str]:
-        """Broadcasts a bucket, or None for the end; why each server failed if the group broke."""
+    def send(self, bucket: Bucket | None) -> None:
+        """Broadcasts a bucket, or None for the end. If the group breaks, `ended` says why, and nothing more is sent."""
         if self._group is None:
-            return {}
+            return
         try:
-            send(self._group, bucket, self._device)
+            send(self._group, bucket)
         except RuntimeError as error:
-            return self._broken("broke", error)
-        return {}
+            group, self._group = self._group, None
+            self._end(group, f"the process group of the weights broke: {error}")
 
-    def _broken(self, how: str, error: RuntimeError) -> dict[int, str]:
-        self._group = None
-        reason = " ".join(str(error).split())[:200]
-        return dict.fromkeys(self._workers, f"the process group of the weights {how}: {reason}")
+    def report(self, server: int | None, why: str) -> None:
+        """Says on any rank, in any thread, that the transfer is over because of a server; the first reason stays."""
+        with suppress(RuntimeError):  # the job's store ends with the first rank
+            self._job.compare_set(self._key, "", json.dumps([server, why]))
+
+    def ended(self) -> Ended | None:
+        """Why the transfer is over before its end; None while it is not."""
+        if self._meeting is None or not self._job.check([self._key]):
+            return None
+        return Ended(*json.loads(self._job.get(self._key)))
+
+    def _raise_if_ended(self) -> None:
+        if (ended := self.ended()) is not None:
+            raise TransferEnded(ended.why)
+
+    def _end(self, group: Group, why: str) -> None:
+        """Ends the transfer for the members, and says which server has ended it, if that was one."""
+        group.end(why)
+        assert self._meeting is not None
+        by, said = group.over() or (None, why)
+        owners = [n for n, first in self._meeting.first_ranks.items() if by is not None and first <= by]
+        server = max(owners, default=None)
+        why = " ".join(said.split())[:500]
+        if server is None:
+            self.report(None, why)
+        else:  # the answer of another server, which left because of this one, may have been reported before
+            self._job.set(self._key, json.dumps([server, why]))
+
+    @property
+    def _key(self) -> str:
+        assert self._meeting is not None
+        return f"nemo_oprd/{self._meeting.prefix}"
 
 
 def own_address(hosts: list[str]) -> str:

@@ -9,8 +9,12 @@ which it failed; a server that failed is restarted by the next attempt.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,21 +22,33 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.models.megatron.parallel import COLLECTIVE_TIMEOUT, everyones, first_ranks
-from nemo_oprd.rollout.vllm import transport
+from nemo_oprd.rollout.vllm import gpu_memory, transport
 from nemo_oprd.rollout.vllm.controlled import Controlled
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
-from nemo_oprd.rollout.vllm.weight_group import Rendezvous, WeightGroup
+from nemo_oprd.rollout.vllm.weight_group import Ended, Rendezvous, WeightGroup
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest
+from nemo_oprd.runtime.messages import ON_STDOUT
+
+logger = logging.getLogger(__name__)
+
+# seconds between two looks whether a transfer is over, and those in which a server leaves one: it may load a bucket
+LOOK_EVERY_S = 0.2
+LEAVE_S = 30.0
 
 
 @dataclass
 class Failures:
-    """Servers that died in an attempt, and refusals, of which no repetition is expected to help."""
+    """Servers that died in an attempt, and refusals, of which no repetition is expected to help.
+
+    `left`: servers that gave up an unfinished transfer of the group, with what they said. Some of that is a refusal,
+    and some follows from what another member did; see `WeightPush._judge`.
+    """
 
     died: dict[int, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    left: dict[int, str] = field(default_factory=dict)
 
     def note(self, server: int, error: BaseException) -> None:
         """Takes up what a call to a server raised."""
@@ -66,6 +82,7 @@ class WeightPush:
         names: HF names of all tensors of the model.
         device: of this rank, for collectives over NCCL.
         students: the ranks that have the stream.
+        memory_share: the fraction of a GPU's memory that a server takes.
     """
 
     def __init__(
@@ -76,8 +93,10 @@ class WeightPush:
         names: set[str],
         device: torch.device,
         students: range,
+        memory_share: float,
     ) -> None:
         self._places, self._mine, self._calls, self._names = places, mine, calls, names
+        self._memory_share = memory_share
         self.deaths = 0  # of all servers, in this run
         self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
         self._group = WeightGroup(places, device)
@@ -85,23 +104,36 @@ class WeightPush:
         if any(place.transport == "ipc" for place in places):  # a collective of all ranks
             self._handle_group = dist.new_group(list(students), timeout=COLLECTIVE_TIMEOUT)
 
-    def push(self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int) -> str:
+    def push(
+        self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int, version: str | None = None
+    ) -> str:
         """Gives the weights to every server; returns their version.
 
         Args:
             stream: the whole model; called on every rank, once per attempt.
-            step: the first part of the version.
+            step: number of optimizer steps behind the weights, the first part of the version. The digest is the other.
+            version: of weights that some server has already; the stream must still have their bytes.
 
         Raises:
-            ServerRefused: a server refuses, or died too often.
+            ServerRefused: a server refuses, or died too often, or the weights are not those of `version` any more.
         """
+        broke = None
         while True:
-            failures, version = self._attempt(stream, step)
-            if not failures.died:  # a refusal may follow from a death that broke the group
-                failures.check()
-                assert version is not None
-                return version
-            self.revive(failures.died)
+            failures, sent, ended = self._attempt(stream, step, version)
+            if failures.died:  # a refusal may follow from a death that broke the group
+                self.revive(failures.died)
+                continue
+            failures.check()
+            if ended is None:
+                assert sent is not None
+                return sent
+            if broke is not None:
+                raise ServerRefused(
+                    f"{ended.why}, for the second time and with all servers well; expected a network on which the "
+                    "first rank reaches all of their workers: read the servers' logs"
+                )
+            broke = ended
+            logger.warning(f"{ended.why}; all servers are well and join a new one", extra=ON_STDOUT)
 
     def settle(self) -> None:
         """Waits for servers that share GPUs with the trainer, and lets them give the memory back.
@@ -129,6 +161,7 @@ class WeightPush:
         """
         failures = Failures()
         self.deaths += len(died)
+        self._make_room([self._places[number] for number in died if self._places[number].sleeps])
         for number, why in died.items():
             if (server := self._mine.servers.get(number)) is None:
                 continue
@@ -145,21 +178,57 @@ class WeightPush:
                 failures.refused.append(str(refusal))
         failures.shared().check()
 
-    def _attempt(self, stream: Callable[[], Iterable], step: int) -> tuple[Failures, str | None]:
+    def _make_room(self, places: list[Place]) -> None:
+        """Frees the GPUs that servers share with the trainer: a server that starts measures what is free.
+
+        No rank computes now. Raises ServerRefused if a GPU has too little: the server would end again and again.
+        """
+        if not places:
+            return
+        for place in places:
+            if place.number in self._mine.servers:
+                self._mine.servers[place.number].close()
+        gpu_memory.release()
+        for problem in gpu_memory.lacking(places, self._memory_share):
+            raise ServerRefused(problem)
+
+    def _attempt(
+        self, stream: Callable[[], Iterable], step: int, known: str | None
+    ) -> tuple[Failures, str | None, Ended | None]:
+        """(What failed, the version that was sent, why the transfer of the group ended before its end)."""
         failures = Failures()
         self._each(list(self._mine.servers), self._calls.prepare, failures)
         if failures := failures.shared():
-            return failures, None
+            return failures, None, None
         rendezvous = self._group.meet({number: server.generation for number, server in self._mine.servers.items()})
         if rendezvous is not None:
             self._join(rendezvous, failures)
-            if failures := failures.shared():
-                return failures, None
-        digest = first_ranks(self._send(stream(), failures))
+            ended = first_ranks(self._group.ended())
+            self._judge(ended, failures)
+            if (failures := failures.shared()) or ended is not None:
+                return failures, None, ended
+        digest, ended = first_ranks((self._send(stream(), failures), self._group.ended()))
+        self._judge(ended, failures)
         version = f"{step}-{digest}"
-        alive = [number for number in self._mine.servers if number not in failures.died]
-        self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
-        return failures.shared(), version
+        if known not in (None, version):
+            failures.refused.append(
+                f"the weights are not those of version {known} any more, but of {version}; expected the same bytes "
+                "until the next update, because responses of both would be mixed: nothing may change the student "
+                "while it is sampled from"
+            )
+        if not failures.refused:
+            alive = [n for n in self._mine.servers if n not in failures.died and n not in failures.left]
+            self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
+        return failures.shared(), version, ended
+
+    def _judge(self, ended: Ended | None, failures: Failures) -> None:
+        """Which servers of this rank that left the group refused something; the others left because it was over."""
+        for number, said in failures.left.items():
+            if ended is None:
+                failures.refused.append(said)
+            elif ended.server == number:  # perhaps one worker refused, and another one answered for the server
+                name = self._mine.servers[number].name
+                failures.refused.append(said if ended.why in said else f"{name} refuses the weights: {ended.why}")
 
     def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
         """Calls `call` for servers of this rank at the same time, and notes which of them failed."""
@@ -178,42 +247,88 @@ class WeightPush:
         """The workers and the first rank open the group; each waits for the others."""
         opened = self._group.open(rendezvous)
         members = [number for number in self._mine.servers if number in rendezvous.first_ranks]
-        self._each(members, lambda server: self._calls.join(server, rendezvous.init_info(server.number)), failures)
-        for number, why in self._group.opened(opened).items():
-            failures.died.setdefault(number, why)
+
+        async def join(server: Server) -> None:
+            try:
+                await self._calls.join(server, rendezvous.init_info(server.number))
+            except ServerRefused as error:
+                failures.left[server.number] = str(error)
+                self._group.report(server.number, str(error))  # at once: the others wait for this one
+            except ServerDied as error:
+                self._group.report(server.number, str(error))
+                raise
+
+        self._each(members, join, failures)
+        self._group.opened(opened)
 
     def _send(self, weights: Iterable[tuple[str, torch.Tensor]], failures: Failures) -> str | None:
-        """Sends the stream; returns its digest on the ranks that have the stream."""
-        digest = Digest()
+        """Sends the stream; returns its digest on the first rank, which compares it with what arrived."""
+        digest = Digest() if dist.get_rank() == 0 else None
         of_transport: dict[str, list[int]] = {"file": [], "group": [], "ipc": []}
         for number in self._mine.servers:
             of_transport[self._places[number].transport].append(number)
         self._calls.updates_begin()
         receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
+        if digest is None and not of_transport["file"] and self._handle_group is None:
+            for _ in weights:  # this rank takes part in making the stream, and sends nothing
+                pass
+        else:
+            self._send_buckets(weights, of_transport, digest, failures)
+        self._group.send(None)
+        for number, received in receiving.items():
+            try:
+                self._wait_for(number, received)
+            except ServerDied as error:
+                failures.note(number, error)
+            except ServerRefused as error:
+                failures.left[number] = str(error)
+        return None if digest is None else digest.value()
+
+    def _send_buckets(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        of_transport: dict[str, list[int]],
+        digest: Digest | None,
+        failures: Failures,
+    ) -> None:
+        """Sends the stream bucket by bucket; adds it to `digest`, if there is one, and checks that nothing is missing.
+
+        `of_transport`: the servers of this rank.
+        """
         allocate = transport.shareable_room if self._handle_group is not None else transport.room
         for bucket in transport.buckets(weights, allocate=allocate):
-            digest.add(bucket)
+            if digest is not None:
+                digest.add(bucket)
             if of_transport["file"]:
                 self._send_file(bucket, of_transport["file"], failures)
             if self._handle_group is not None:
                 self._send_handles(bucket, of_transport["ipc"], failures)
-            failures.died = self._group.send(bucket) | failures.died
-        failures.died = self._group.send(None) | failures.died
-        for number, received in receiving.items():
-            if number in failures.died:  # a member of the group is gone; the others wait for it
-                received.cancel()
-                continue
-            try:
-                received.result()
-            except (ServerDied, ServerRefused) as error:
-                failures.note(number, error)
-        missing = self._names - set(digest.tensors)
-        if digest.tensors and missing:
+            self._group.send(bucket)
+        missing = self._names - set(digest.tensors) if digest is not None else None
+        if missing:
             failures.refused.append(
                 f"the weights to send lack {len(missing)} of {len(self._names)} tensors, such as {min(missing)}; "
                 "expected all of them"
             )
-        return digest.value() if digest.tensors else None
+
+    def _wait_for(self, number: int, received: Future) -> None:
+        """Waits until a server has received everything, or has left a transfer that is over. Raises what it answered.
+
+        ServerDied if it does not leave.
+        """
+        leave_by = None
+        while True:
+            with suppress(FutureTimeout):
+                received.result(LOOK_EVERY_S)
+                return
+            if leave_by is None and (ended := self._group.ended()) is not None:
+                leave_by, why = time.monotonic() + LEAVE_S, ended.why
+            if leave_by is not None and time.monotonic() > leave_by:
+                received.cancel()
+                raise ServerDied(
+                    f"{self._mine.servers[number].name} did not leave the transfer within {LEAVE_S:.0f} s of its end, "
+                    f"which was because: {why}"
+                )
 
     def _send_file(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
         assert self._mine.folder is not None
@@ -237,6 +352,13 @@ class WeightPush:
         self._each(alive, lambda server: self._calls.update(server, info), failures)
 
     def _start_receiving(self, number: int) -> Future:
-        """The call in which the workers of a server receive all buckets of the group."""
+        """The call in which the workers of a server receive all buckets of the group; a failure is told to all."""
         assert self._mine.client is not None
-        return self._mine.client.start(self._calls.update(self._mine.servers[number], {}))
+        received = self._mine.client.start(self._calls.receive(self._mine.servers[number]))
+
+        def look(answered: Future) -> None:
+            if not answered.cancelled() and (error := answered.exception()) is not None:
+                self._group.report(number, str(error))
+
+        received.add_done_callback(look)
+        return received

@@ -43,7 +43,7 @@ def test_nothing_compares_names(key: str) -> None:
         ("vllm", {}, 8, Groups(8, 1, "colocated", 0.4)),
         ("vllm", {"tensor": 4}, 2, Groups(1, 4, "colocated", 0.4)),
         ("vllm", {"replicas": 3, "gpu_memory_utilization": 0.9}, 8, Groups(3, 1, "colocated", 0.9)),
-        ("vllm", {"replicas": 3, "tensor": 2, "placement": "dedicated"}, 8, Groups(3, 2, "dedicated", 0.4)),
+        ("vllm", {"replicas": 3, "tensor": 2, "placement": "dedicated"}, 8, Groups(3, 2, "dedicated", 0.9)),
         ("vllm", {"endpoints": ["http://a:1", "http://b:1"]}, 8, Groups(2, 1, "elsewhere", 0.4)),
     ],
 )

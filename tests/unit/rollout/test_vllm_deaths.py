@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_oprd.rollout.vllm import client
+from nemo_oprd.rollout.vllm import client, update_calls
 from nemo_oprd.rollout.vllm.answers import AnswerCheck
 from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 
 
 class Ending(BaseHTTPRequestHandler):
@@ -59,6 +61,56 @@ def test_a_call_ends_when_its_server_dies(ending: Server, monkeypatch: pytest.Mo
         calls.run(calls.post_watched(ending, "/update_weights", timeout=50))
     assert time.monotonic() - began < 10
     calls.close()
+
+
+class Sampling(Ending):
+    """A server that samples for somebody else, and pauses once it has ended that."""
+
+    pause_s = 1.0
+
+    def do_POST(self) -> None:
+        time.sleep(self.pause_s)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+@pytest.mark.parametrize(
+    ("own", "limit", "expected"),
+    [
+        (False, 60.0, None),
+        (False, 0.4, (ServerRefused, r"within 0 s, expected it to be within rollout.vllm.request_timeout: does some")),
+        (True, 60.0, (ServerDied, "did not end the responses under way within 0 s")),
+    ],
+    ids=["endpoint", "endpoint that never ends", "own server"],
+)
+def test_waiting_for_responses_of_somebody_else_is_no_death(
+    own: bool, limit: float, expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else uses a server of the run's own: one that does not pause has a fault."""
+    monkeypatch.setattr(update_calls, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(update_calls, "SAY_AFTER_S", 0.1)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Sampling)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    server, client = Server(0, 1, base_url=f"http://127.0.0.1:{http.server_port}"), Client()
+    places = [Place(0, 0, 1, "file", url=None if own else server.base_url)]
+    calls = UpdateCalls(client, places, 1, lambda *_: None, 60.0, limit)
+    try:
+        if expected is None:
+            client.run(calls._pause(server))
+        else:
+            with pytest.raises(expected[0], match=expected[1]):
+                client.run(calls._pause(server))
+    finally:
+        client.close()
+        http.shutdown()
+        http.server_close()
+    assert ("samples for somebody else" in caplog.text) is not own
 
 
 @pytest.mark.parametrize(("reason", "finished"), [("stop", True), ("length", False)])

@@ -5,16 +5,13 @@ The trainer and vLLM's workers both import this module, so it needs torch alone.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 # every tensor starts at a multiple of this many bytes, so that its part of the bucket is aligned for any dtype
 ALIGNMENT = 64
@@ -99,11 +96,15 @@ class Digest:
 
     def add(self, bucket: Bucket) -> None:
         """Adds the tensors of a bucket; ValueError if one was added before."""
+        sums = []
         for entry in bucket.entries:
             if entry.name in self.tensors:
                 raise ValueError(f"the tensor {entry.name} came twice")
-            words = bucket.data[entry.start : entry.start + entry.padded].view(torch.int32)
-            self.tensors[entry.name] = (entry.dtype, tuple(entry.shape), *_sums(words))
+            self.tensors[entry.name] = ()
+            sums.append(_sums(bucket.data[entry.start : entry.start + entry.padded].view(torch.int32)))
+        # read at once: a GPU is waited for once per bucket
+        for entry, both in zip(bucket.entries, torch.stack(sums).tolist() if sums else [], strict=True):
+            self.tensors[entry.name] = (entry.dtype, tuple(entry.shape), *both)
 
     def value(self) -> str:
         """32 hexadecimal digits."""
@@ -111,7 +112,8 @@ class Digest:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _sums(words: torch.Tensor) -> tuple[int, int]:
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    """Both sums of `Digest`, int64 [2] on the device of the words."""
     plain = torch.zeros((), dtype=torch.int64, device=words.device)
     weighted = torch.zeros_like(plain)
     step = _DIGEST_WORDS_CPU if words.device.type == "cpu" else _DIGEST_WORDS
@@ -119,57 +121,38 @@ def _sums(words: torch.Tensor) -> tuple[int, int]:
         part = words[start : start + step].long()
         plain += part.sum()
         weighted += (part * torch.arange(start + 1, start + 1 + len(part), device=words.device)).sum()
-    return int(plain), int(weighted)
+    return torch.stack([plain, weighted])
 
 
-def open_group(store: Any, prefix: str, rank: int, size: int, backend: str, timeout_s: float) -> Any:
-    """The process group of the weights; every member calls this. Independent of the default group of the process."""
-    timeout, host, store = datetime.timedelta(seconds=timeout_s), store.host, dist.PrefixStore(prefix, store)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, gloo_options(host, timeout))
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+def send(group: Any, bucket: Bucket | None) -> None:
+    """Broadcasts from the first member: lengths of description and data, the description, the data. None is the end.
 
-
-def address_towards(host: str) -> str:
-    """The address of this machine from which `host` is reached; nothing is sent. OSError if there is no such host."""
-    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
-
-
-def gloo_options(host: str, timeout: datetime.timedelta) -> Any:
-    """Of a gloo group whose store is at `host`: this member listens at the one address from which it reaches that."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
-    options._timeout = timeout
-    return options
-
-
-def send(group: Any, bucket: Bucket | None, device: torch.device) -> None:
-    """Broadcasts from the first rank: lengths of description and data, the description, the data. None is the end."""
+    `group`: a `Group` of nemo_oprd_group.py, whose errors this raises.
+    """
     text = b"" if bucket is None else json.dumps(bucket.describe()).encode()
-    _broadcast(group, torch.tensor([len(text), 0 if bucket is None else len(bucket.data)]).to(device))
+    group.broadcast(torch.tensor([len(text), 0 if bucket is None else len(bucket.data)]).to(group.device))
     if bucket is not None:
-        _broadcast(group, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device))
-        _broadcast(group, bucket.data.to(device))
+        group.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(group.device))
+        group.broadcast(bucket.data.to(group.device))
 
 
-def receive(group: Any, device: torch.device) -> Bucket | None:
-    """The bucket of the first rank's `send`; None at the end."""
-    text, size = _broadcast(group, torch.zeros(2, dtype=torch.int64, device=device)).tolist()
+def receive_all(group: Any, load: Callable[[Bucket], None]) -> None:
+    """Loads every bucket that the first member sends, up to its end. What goes wrong ends the transfer for all."""
+    loading = False
+    try:
+        while (bucket := _receive(group)) is not None:
+            loading = True
+            load(bucket)
+            loading = False
+    except BaseException as error:
+        group.end(f"{type(error).__name__}: {' '.join(str(error).split())}", own=loading)
+        raise
+
+
+def _receive(group: Any) -> Bucket | None:
+    text, size = group.broadcast(torch.zeros(2, dtype=torch.int64, device=group.device)).tolist()
     if not text:
         return None
-    description = _broadcast(group, torch.empty(text, dtype=torch.uint8, device=device))
-    data = _broadcast(group, torch.empty(size, dtype=torch.uint8, device=device))
+    description = group.broadcast(torch.empty(text, dtype=torch.uint8, device=group.device))
+    data = group.broadcast(torch.empty(size, dtype=torch.uint8, device=group.device))
     return Bucket.of(json.loads(bytes(description.tolist())), data)
-
-
-def _broadcast(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The first rank's `tensor`, in place on all ranks."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    group.broadcast([tensor], options).wait()
-    return tensor

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nemo_oprd_buckets import Bucket, Digest, open_group, receive
+from nemo_oprd_buckets import Bucket, Digest, receive_all
 from nemo_oprd_files import open_bucket
+from nemo_oprd_group import Group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -75,7 +76,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
             info, timeout = init_info, datetime.timedelta(seconds=init_info.timeout_s)
             store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
-            self.group = open_group(store, info.prefix, rank, info.size, info.backend, info.timeout_s)
+            group = Group(store, info.prefix, rank, info.size, info.backend, self.device, info.timeout_s)
+            self.group = group.open()
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
@@ -107,8 +109,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
             torch.accelerator.synchronize()
         else:
-            while (bucket := receive(self.group, self.device)) is not None:
-                self._load(bucket)
+            receive_all(self.group, self._load)
 
     def _load(self, bucket: Bucket) -> None:
         self.digest.add(bucket)
