@@ -81,12 +81,20 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
-        if self.unfinished:
-            # an update was given up; layers that have some of its tensors would count them to this one
-            finalize_layerwise_reload(self.model, self.model_config)
+        self.give_up()
         self.unfinished = True
         initialize_layerwise_reload(self.model)
         self.digest = Digest()
+
+    def give_up(self) -> None:
+        """Ends an update that has begun and was never finished.
+
+        Until then layers without its tensors have none, and a request would end the engine; layers that have some of
+        them would count them to the next update.
+        """
+        if self.unfinished:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self.unfinished = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """One bucket, or all buckets of the group."""
@@ -177,6 +185,7 @@ class WorkerExtension:
         worker: Any = self
         if worker._weight_update_active:
             worker._weight_update_active = False
+            worker.weight_transfer_engine.give_up()
             worker.weight_transfer_engine.reset_weight_update_target()
 
     def nemo_oprd_describe(self) -> dict[str, Any]:
