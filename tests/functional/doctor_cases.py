@@ -84,7 +84,7 @@ def one_position_early() -> Any:
                 engine.model, engine.vocab_limit, [ids[:-1]], _zeros(), [1], temperature=0.0, top_p=1.0, eos_ids=()
             ) or [None]
             assert made is not None
-            ids += made.ids
+            ids += made.ids.tolist()
         return ids[len(prompt) :]
 
     return _changed_greedy(early)
