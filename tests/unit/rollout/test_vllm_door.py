@@ -22,9 +22,9 @@ from nemo_oprd.rollout.vllm.server import server_environment
 from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.weight_group import open_store, own_address
 from nemo_oprd.rollout.vllm.worker import nemo_oprd_door
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import address_towards, open_group
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import LEASE, LEASE_S, RELEASE, RENEW, RUN, Door, read_tokens
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER, open_bucket
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import Group, address_towards
 
 ONE, OTHER = "1" * 40, "2" * 40
 FOR_THIS_USER = "expected a file of this user with mode 0600 and lines of at least 32 letters, digits, - and _: "
@@ -242,7 +242,8 @@ def test_the_group_of_the_weights_listens_at_one_address() -> None:
     before = listening()
     store = open_store("127.0.0.1")
     client = dist.TCPStore(store.host, store.port, is_master=False)
-    groups = [open_group(member, f"p{n}", 0, 1, "gloo", 10.0) for n, member in enumerate((store, client))]
+    here = torch.device("cpu")
+    groups = [Group(member, f"p{n}", 0, 1, "gloo", here, 10.0).open() for n, member in enumerate((store, client))]
     found = {place.split()[0] for place in listening() - before}
     assert found == {"0100007F"} and len(listening() - before) == 3
     del groups

@@ -52,7 +52,8 @@ class Group:
         timeout_s: float,
         ended_elsewhere: Callable[[], None] | None = None,
     ) -> None:
-        self._host, self._store = store.host, dist.PrefixStore(prefix, store)
+        self._host = store.host
+        self._store: Any = dist.PrefixStore(prefix, store)
         self._rank, self._size = rank, size
         self._backend, self.device, self._timeout_s = backend, device, timeout_s
         self._ended_elsewhere = ended_elsewhere
