@@ -222,15 +222,18 @@ def test_a_server_opens_files_of_the_runs_folder_only(servers: Servers, path: st
     if not (folder / "link").is_symlink():
         (folder / "link").symlink_to("/etc/passwd")
     init = "/init_weight_transfer_engine", {"init_info": {}}
-    for call, body in (("/pause", {}), init, ("/start_weight_update", {})):
-        with suppress(ServerRefused):  # begun by an earlier case
-            servers.client.run(post(servers.server, call, body, timeout=20))
-    info = {"path": path.format(folder=folder), "bytes": 4, "entries": []}
-    with pytest.raises(ServerRefused, match="expected a file of weights in the run's own folder"):
+
+    def update(file: str) -> None:
+        for call, body in (("/pause", {}), init, ("/start_weight_update", {})):
+            with suppress(ServerRefused):  # begun before
+                servers.client.run(post(servers.server, call, body, timeout=20))
+        info = {"path": file, "bytes": 4, "entries": []}
         servers.client.run(post(servers.server, "/update_weights", {"update_info": info}, timeout=20))
+
+    with pytest.raises(ServerRefused, match="expected a file of weights in the run's own folder"):
+        update(path.format(folder=folder))
     (folder / "bucket_1").write_bytes(b"1234")
-    info["path"] = f"{folder}/bucket_1"
-    servers.client.run(post(servers.server, "/update_weights", {"update_info": info}, timeout=20))
+    update(f"{folder}/bucket_1")
 
 
 def test_the_weights_group_meets_on_loopback_by_a_secret(pools: Pools) -> None:
