@@ -121,7 +121,7 @@ def unread_files(run: Any, fake: Any) -> Any:
     """The models' files, whose weights have shapes and no data."""
     import torch
 
-    from nemo_oprd.models.weights.convert import checkpoint_parameters
+    from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
     from nemo_oprd.setup.models import RunFiles
 
     files = RunFiles(run.config, run.models)

@@ -24,6 +24,8 @@ import torch.distributed as dist
 LOOK_EVERY_S = 0.2
 # NCCL's watchdog ends the whole process; it must come after the deadline here
 _WATCHDOG = datetime.timedelta(minutes=30)
+# gloo's own limit must come after the deadline here, too, which names what took too long
+_GLOO = datetime.timedelta(seconds=30)
 
 
 class TransferEnded(RuntimeError):  # noqa: N818 - may be the normal end of a member that waits for another one
@@ -78,7 +80,7 @@ class Group:
         # connections of their own: while one waits, other users of it get no answer
         store, timeout = self._store.clone(), datetime.timedelta(seconds=self._timeout_s)
         if self._backend == "gloo":
-            options = gloo_options(self._host, timeout)
+            options = gloo_options(self._host, timeout + _GLOO)
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
             return
         nccl = dist.ProcessGroupNCCL.Options()
