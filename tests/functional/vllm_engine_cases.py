@@ -196,7 +196,7 @@ def engine(
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
     from nemo_oprd.rollout.engine_kinds import make_engine
-    from nemo_oprd.rollout.vllm import client, guard, transport, weight_group, weight_push
+    from nemo_oprd.rollout.vllm import client, guard, transport, weight_group
     from nemo_oprd.rollout.vllm import engine as module
 
     init_distributed()
@@ -209,7 +209,7 @@ def engine(
         mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
         mock.patch.object(client, "HEALTH_EVERY_S", 0.1),
         mock.patch.object(weight_group, "TIMEOUT_S", deadline),
-        mock.patch.object(weight_push, "LEAVE_S", 2.0),
+        mock.patch.object(weight_group, "LEAVE_S", 2.0),
         mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
         made: Any = make_engine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)

@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +26,21 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks
+<<<<<<< HEAD
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, send
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import Group, TransferEnded, address_towards
+=======
+from nemo_oprd.rollout.vllm.placement import LOOPBACK, Place
+from nemo_oprd.rollout.vllm.server import ServerDied
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, send
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import LOOK_EVERY_S, Group, TransferEnded
+>>>>>>> w_faults
 
 # of joining, and of one broadcast: meanwhile a worker loads the last bucket, and the trainer gathers the next one
 TIMEOUT_S = 300.0
+# in which a server leaves a transfer that is over: it may be loading a bucket
+LEAVE_S = 30.0
 _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
@@ -144,6 +154,33 @@ class WeightGroup:
         except RuntimeError as error:
             group, self._group = self._group, None
             self._end(group, f"the process group of the weights broke: {error}")
+
+    def watch(self, server: int, received: Future) -> None:
+        """Tells all ranks if the call in which a server receives everything fails."""
+
+        def look(answered: Future) -> None:
+            if not answered.cancelled() and (error := answered.exception()) is not None:
+                self.report(server, str(error))
+
+        received.add_done_callback(look)
+
+    def wait_for(self, name: str, received: Future) -> None:
+        """Waits until a server has received everything, or has left a transfer that is over. Raises what it answered.
+
+        ServerDied if it does not leave.
+        """
+        leave_by = None
+        while True:
+            with suppress(FutureTimeout):
+                received.result(LOOK_EVERY_S)
+                return
+            if leave_by is None and (ended := self.ended()) is not None:
+                leave_by, why = time.monotonic() + LEAVE_S, ended.why
+            if leave_by is not None and time.monotonic() > leave_by:
+                received.cancel()
+                raise ServerDied(
+                    f"{name} did not leave the transfer within {LEAVE_S:.0f} s of its end, which was because: {why}"
+                )
 
     def report(self, server: int | None, why: str) -> None:
         """Says on any rank, in any thread, that the transfer is over because of a server; the first reason stays."""

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,17 +29,13 @@ from nemo_oprd.runtime.messages import ON_STDOUT
 
 logger = logging.getLogger(__name__)
 
-# seconds between two looks whether a transfer is over, and those in which a server leaves one: it may load a bucket
-LOOK_EVERY_S = 0.2
-LEAVE_S = 30.0
-
 
 @dataclass
 class Failures:
     """Servers that died in an attempt, and refusals, of which no repetition is expected to help.
 
     `left`: servers that gave up an unfinished transfer of the group, with what they said. Some of that is a refusal,
-    and some follows from what another member did; see `WeightPush._judge`.
+    and some follows from what another member did; see `judge`.
     """
 
     died: dict[int, str] = field(default_factory=dict)
@@ -58,6 +50,15 @@ class Failures:
             self.refused.append(str(error))
         else:
             raise error
+
+    def judge(self, ended: Ended | None, mine: Controlled) -> None:
+        """Which servers of this rank that left the group refused something; the others left because it was over."""
+        for number, said in self.left.items():
+            if ended is None:
+                self.refused.append(said)
+            elif ended.server == number:  # perhaps one worker refused, and another one answered for the server
+                name = mine.servers[number].name
+                self.refused.append(said if ended.why in said else f"{name} refuses the weights: {ended.why}")
 
     def __bool__(self) -> bool:
         """Whether anything failed."""
@@ -161,7 +162,7 @@ class WeightPush:
         """
         failures = Failures()
         self.deaths += len(died)
-        self._make_room([self._places[number] for number in died if self._places[number].sleeps])
+        _make_room([self._places[n] for n in died if self._places[n].sleeps], self._mine, self._memory_share)
         for number, why in died.items():
             if (server := self._mine.servers.get(number)) is None:
                 continue
@@ -178,20 +179,6 @@ class WeightPush:
                 failures.refused.append(str(refusal))
         failures.shared().check()
 
-    def _make_room(self, places: list[Place]) -> None:
-        """Frees the GPUs that servers share with the trainer: a server that starts measures what is free.
-
-        No rank computes now. Raises ServerRefused if a GPU has too little: the server would end again and again.
-        """
-        if not places:
-            return
-        for place in places:
-            if place.number in self._mine.servers:
-                self._mine.servers[place.number].close()
-        gpu_memory.release()
-        for problem in gpu_memory.lacking(places, self._memory_share):
-            raise ServerRefused(problem)
-
     def _attempt(
         self, stream: Callable[[], Iterable], step: int, known: str | None
     ) -> tuple[Failures, str | None, Ended | None]:
@@ -204,11 +191,11 @@ class WeightPush:
         if rendezvous is not None:
             self._join(rendezvous, failures)
             ended = first_ranks(self._group.ended())
-            self._judge(ended, failures)
+            failures.judge(ended, self._mine)
             if (failures := failures.shared()) or ended is not None:
                 return failures, None, ended
         digest, ended = first_ranks((self._send(stream(), failures), self._group.ended()))
-        self._judge(ended, failures)
+        failures.judge(ended, self._mine)
         version = f"{step}-{digest}"
         if known not in (None, version):
             failures.refused.append(
@@ -220,15 +207,6 @@ class WeightPush:
             alive = [n for n in self._mine.servers if n not in failures.died and n not in failures.left]
             self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
         return failures.shared(), version, ended
-
-    def _judge(self, ended: Ended | None, failures: Failures) -> None:
-        """Which servers of this rank that left the group refused something; the others left because it was over."""
-        for number, said in failures.left.items():
-            if ended is None:
-                failures.refused.append(said)
-            elif ended.server == number:  # perhaps one worker refused, and another one answered for the server
-                name = self._mine.servers[number].name
-                failures.refused.append(said if ended.why in said else f"{name} refuses the weights: {ended.why}")
 
     def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
         """Calls `call` for servers of this rank at the same time, and notes which of them failed."""
@@ -268,7 +246,11 @@ class WeightPush:
         for number in self._mine.servers:
             of_transport[self._places[number].transport].append(number)
         self._calls.updates_begin()
-        receiving = {number: self._start_receiving(number) for number in of_transport["group"]}
+        receiving = {}
+        for number in of_transport["group"]:
+            assert self._mine.client is not None
+            receiving[number] = self._mine.client.start(self._calls.receive(self._mine.servers[number]))
+            self._group.watch(number, receiving[number])
         if digest is None and not of_transport["file"] and self._handle_group is None:
             for _ in weights:  # this rank takes part in making the stream, and sends nothing
                 pass
@@ -277,7 +259,7 @@ class WeightPush:
         self._group.send(None)
         for number, received in receiving.items():
             try:
-                self._wait_for(number, received)
+                self._group.wait_for(self._mine.servers[number].name, received)
             except ServerDied as error:
                 failures.note(number, error)
             except ServerRefused as error:
@@ -311,25 +293,6 @@ class WeightPush:
                 "expected all of them"
             )
 
-    def _wait_for(self, number: int, received: Future) -> None:
-        """Waits until a server has received everything, or has left a transfer that is over. Raises what it answered.
-
-        ServerDied if it does not leave.
-        """
-        leave_by = None
-        while True:
-            with suppress(FutureTimeout):
-                received.result(LOOK_EVERY_S)
-                return
-            if leave_by is None and (ended := self._group.ended()) is not None:
-                leave_by, why = time.monotonic() + LEAVE_S, ended.why
-            if leave_by is not None and time.monotonic() > leave_by:
-                received.cancel()
-                raise ServerDied(
-                    f"{self._mine.servers[number].name} did not leave the transfer within {LEAVE_S:.0f} s of its end, "
-                    f"which was because: {why}"
-                )
-
     def _send_file(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
         assert self._mine.folder is not None
         try:
@@ -351,14 +314,17 @@ class WeightPush:
         alive = [number for number in servers if number not in failures.died]
         self._each(alive, lambda server: self._calls.update(server, info), failures)
 
-    def _start_receiving(self, number: int) -> Future:
-        """The call in which the workers of a server receive all buckets of the group; a failure is told to all."""
-        assert self._mine.client is not None
-        received = self._mine.client.start(self._calls.receive(self._mine.servers[number]))
 
-        def look(answered: Future) -> None:
-            if not answered.cancelled() and (error := answered.exception()) is not None:
-                self._group.report(number, str(error))
+def _make_room(places: list[Place], mine: Controlled, share: float) -> None:
+    """Frees the GPUs that servers share with the trainer: a server that starts measures what is free.
 
-        received.add_done_callback(look)
-        return received
+    No rank computes now. Raises ServerRefused if a GPU has less than `share`: the server would end again and again.
+    """
+    if not places:
+        return
+    for place in places:
+        if place.number in mine.servers:
+            mine.servers[place.number].close()
+    gpu_memory.release()
+    for problem in gpu_memory.lacking(places, share):
+        raise ServerRefused(problem)
