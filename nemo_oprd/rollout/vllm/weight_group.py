@@ -26,16 +26,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks
-<<<<<<< HEAD
 from nemo_oprd.rollout.vllm.placement import Place
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, send
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import Group, TransferEnded, address_towards
-=======
-from nemo_oprd.rollout.vllm.placement import LOOPBACK, Place
 from nemo_oprd.rollout.vllm.server import ServerDied
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, send
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import LOOK_EVERY_S, Group, TransferEnded
->>>>>>> w_faults
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import LOOK_EVERY_S, Group, TransferEnded, address_towards
 
 # of joining, and of one broadcast: meanwhile a worker loads the last bucket, and the trainer gathers the next one
 TIMEOUT_S = 300.0
