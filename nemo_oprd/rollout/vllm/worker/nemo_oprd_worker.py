@@ -183,9 +183,9 @@ class WorkerExtension:
     def nemo_oprd_give_up(self) -> None:
         """Ends an update that a trainer has begun and never finished, so that the next one can begin."""
         worker: Any = self
+        worker.weight_transfer_engine.give_up()  # also after an error, with which vLLM takes the update for over
         if worker._weight_update_active:
             worker._weight_update_active = False
-            worker.weight_transfer_engine.give_up()
             worker.weight_transfer_engine.reset_weight_update_target()
 
     def nemo_oprd_describe(self) -> dict[str, Any]:
