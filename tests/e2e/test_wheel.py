@@ -22,6 +22,7 @@ PROGRAMS = {
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_buckets.py",  # these run in vLLM's environment
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_door.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_files.py",
+    "nemo_oprd/rollout/vllm/worker/nemo_oprd_group.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_serve.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_worker.py",
 }

@@ -49,6 +49,7 @@ class UpdateCalls:
     _ready: dict[int, int] = field(default_factory=dict)  # server -> the generation that was found ready
     _joined: set[int] = field(default_factory=set)  # servers that have a transport
     _begun: set[int] = field(default_factory=set)  # servers with an update that has begun and received nothing
+    _broken: set[int] = field(default_factory=set)  # servers with an update that failed while they received it
 
     @property
     def _client(self) -> Client:
@@ -59,6 +60,7 @@ class UpdateCalls:
         """Forgets a server that died; whether it had been ready."""
         self._joined.discard(server.number)
         self._begun.discard(server.number)
+        self._broken.discard(server.number)
         return self._ready.pop(server.number, None) is not None
 
     def updates_begin(self) -> None:
@@ -77,6 +79,9 @@ class UpdateCalls:
         if self.places[server.number].transport != "group" and server.number not in self._joined:
             await self._client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}})
             self._joined.add(server.number)
+        if server.number in self._broken:
+            await self._ask_workers(server, "nemo_oprd_give_up")
+            self._broken.discard(server.number)
         await self._client.post_watched(server, "/start_weight_update")
         self._begun.add(server.number)
 
@@ -144,11 +149,16 @@ class UpdateCalls:
 
     async def update(self, server: Server, info: dict[str, Any]) -> None:
         """Lets the workers load one bucket; see `nemo_oprd_worker.UpdateInfo`."""
-        await self._client.post_watched(server, "/update_weights", {"update_info": info}, timeout=LOAD_TIMEOUT_S)
+        await self._load(server, info, LOAD_TIMEOUT_S)
 
     async def receive(self, server: Server) -> None:
         """Lets the workers receive all buckets of the group, whose members have a deadline for each of them."""
-        await self._client.post_watched(server, "/update_weights", {"update_info": {}}, timeout=RECEIVE_TIMEOUT_S)
+        await self._load(server, {}, RECEIVE_TIMEOUT_S)
+
+    async def _load(self, server: Server, info: dict[str, Any], timeout: float) -> None:
+        self._broken.add(server.number)  # unless it succeeds: workers may be in the middle of it
+        await self._client.post_watched(server, "/update_weights", {"update_info": info}, timeout=timeout)
+        self._broken.discard(server.number)
 
     async def finish(self, server: Server, digest: str, version: str) -> None:
         """Compares what all workers received, and lets the server sample from it."""

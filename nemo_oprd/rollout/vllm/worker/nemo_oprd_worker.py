@@ -13,6 +13,8 @@ from __future__ import annotations
 import base64
 import datetime
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,9 +77,24 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             parallel = self.parallel_config
             rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
             info, timeout = init_info, datetime.timedelta(seconds=init_info.timeout_s)
-            store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
-            group = Group(store, info.prefix, rank, info.size, info.backend, self.device, info.timeout_s)
-            self.group = group.open()
+            with self._one_answer():
+                store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
+                group = Group(store, info.prefix, rank, info.size, info.backend, self.device, info.timeout_s)
+                self.group = group.open()
+
+    @contextmanager
+    def _one_answer(self) -> Iterator[None]:
+        """What goes wrong in here is raised by the last worker only.
+
+        vLLM reads the workers' answers up to the first failure, and would take what is left of them for the answers to
+        the next call. All workers fail together: they get the same files, and who leaves a group ends it for all. What
+        one worker alone failed to load is missing in its digest.
+        """
+        try:
+            yield
+        except Exception:
+            if self.parallel_config.rank + 1 == self.parallel_config.world_size:
+                raise
 
     def start_weight_update(self) -> None:
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
@@ -98,20 +115,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """One bucket, or all buckets of the group."""
-        self.receive_weights(self.parse_update_info(update_info))
+        info = self.parse_update_info(update_info)
+        with self._one_answer():
+            self.receive_weights(info)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `UpdateInfo`."""
         if update_info.path:
-            try:
-                data = map_bucket(update_info.path, update_info.bytes)
-            except ValueError:
-                # All workers refuse, and the last one says so: vLLM reads their answers up to the first failure, and
-                # would take what is left of them for answers to the next call.
-                if self.parallel_config.rank + 1 < self.parallel_config.world_size:
-                    return
-                raise
-            self._load(Bucket.of(update_info.entries, data))
+            self._load(Bucket.of(update_info.entries, map_bucket(update_info.path, update_info.bytes)))
         elif update_info.handles:
             # vLLM keeps the tensors of a layer until all of them have come; the trainer uses the memory again before
             self._load(Bucket.of(update_info.entries, self._shared_memory(update_info).clone()))
@@ -120,8 +131,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             receive_all(self.group, self._load)
 
     def _load(self, bucket: Bucket) -> None:
-        self.digest.add(bucket)
         self.model.load_weights(bucket.tensors())
+        self.digest.add(bucket)
 
     def _shared_memory(self, update_info: UpdateInfo) -> torch.Tensor:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
