@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ class Checkpointer:
         source: directory of the student's config.json and tokenizer, which are copied into every checkpoint.
         skipped_in_a_row: the last steps that all had a skipped update, at first those before a resume.
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
+        before_save: waits for what is written aside: a run that resumes after a step does not write its files again.
     """
 
     train: TrainConfig
@@ -48,6 +50,7 @@ class Checkpointer:
     signals: Signals
     skipped_in_a_row: int
     saved: int
+    before_save: Callable[[], None] = lambda: None
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
@@ -106,6 +109,7 @@ class Checkpointer:
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, done: int, evaluation: EvaluationOutcome) -> None:
+        self.before_save()
         more = None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred}
         keep = self.train.keep_checkpoints
         save_checkpoint(self.root, done, self.student, self.source, keep, best=evaluation.best, more=more)

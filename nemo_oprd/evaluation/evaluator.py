@@ -22,7 +22,9 @@ from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.evaluation.intervals import scalars
 from nemo_oprd.evaluation.progress import Progress
 from nemo_oprd.evaluation.responses import response_of
+from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
+from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -165,15 +167,14 @@ class Evaluator:
         requests = [Request(ids, answer=p.answer) for p, ids in problems for _ in range(of.samples)]
         kept = generations.kept(of, requests) if dist.get_rank() == 0 else {}
         # the other ranks need no responses of a set that is complete
-        answer: list[dict[int, Rollout] | None] = [None if len(kept) == len(requests) else kept]
-        dist.broadcast_object_list(answer, src=0)
+        is_complete = first_ranks(len(kept) == len(requests))
         if kept:
             logger.info(
                 f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses are kept from an earlier start"
             )
-        if answer[0] is None:
+        if is_complete:
             return [kept[i] for i in range(len(kept))], False
-        done, limit, settings = answer[0], self._max_new_tokens, self.config.evaluation
+        done, limit, settings = first_ranks_rollouts(kept), self._max_new_tokens, self.config.evaluation
         progress = Progress(f"{prefix}{of.name}", len(done), len(requests))
 
         def keep(rollouts: dict[int, Rollout]) -> None:

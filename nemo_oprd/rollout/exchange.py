@@ -118,6 +118,9 @@ class Exchange:
             return own
         part, arrays = pack(own)
         offers = everyones(self._offer(part))
+        own_file = offers[self._rank].file
+        if own_file is not None and any(offer.problem for offer in offers):
+            Path(own_file).unlink(missing_ok=True)
         _check(offer.problem for offer in offers)
         order = sorted(range(len(offers)), key=lambda rank: (self._leader_of[rank], rank))
         ends = np.cumsum([offers[rank].part.size for rank in order]).tolist()

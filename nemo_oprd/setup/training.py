@@ -179,7 +179,11 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         sampled_with["router_dtype"] = config.student.router_dtype
     cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
-    checkpointer = Checkpointer(config.train, checkpoints, student, directory, signals, skipped, first_step)
+    decoder = None if data.recorded is not None else files.student.tokenizer
+    recorder = StepRecorder(config, plan.run.models.routing, log, decoder)
+    checkpointer = Checkpointer(
+        config.train, checkpoints, student, directory, signals, skipped, first_step, recorder.finish
+    )
     teacher = files.teachers[0]
     models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
     run = TrainingRun(
@@ -198,9 +202,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
             checkpointer.stop_while_sampling,
         ),
         SamplingCheck(config, plan.run.models.vocab_limit),
-        StepRecorder(
-            config, plan.run.models.routing, log, None if data.recorded is not None else files.student.tokenizer
-        ),
+        recorder,
         Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals),
         checkpointer,
         log,

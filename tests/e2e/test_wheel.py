@@ -30,6 +30,7 @@ PAGES = {
     f"nemo_oprd/commands/report/{name}.html.jinja" for name in ("evaluation", "macros", "page", "responses", "runs")
 }
 PAGES |= {"nemo_oprd/commands/report/style.css.jinja"}
+SHIM = {"nemo_oprd/commands/rehearse/shim.cpp"}
 # runs a command, and checks where its code comes from; the source tree is off the path, on which an editable
 # installation puts it
 STARTED = """
@@ -43,8 +44,10 @@ from nemo_oprd.config.loading import default_config_dir
 assert Path(nemo_oprd.__file__) == Path(site) / "nemo_oprd" / "__init__.py", nemo_oprd.__file__
 assert default_config_dir() == Path(site) / "nemo_oprd" / "_conf"
 main(arguments)
-loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "nemo_oprd"}
-assert loaded and all(Path(file).is_relative_to(site) for file in loaded.values()), loaded
+loaded = {name: module.__spec__ for name, module in sys.modules.items() if name.split(".")[0] == "nemo_oprd"}
+# a folder without __init__.py has no file
+files = {name: spec.origin or [*spec.submodule_search_locations][0] for name, spec in loaded.items()}
+assert files and all(Path(file).is_relative_to(site) for file in files.values()), files
 """
 
 
@@ -95,12 +98,12 @@ def golden(output: Path) -> list[str]:
 
 
 def test_the_files_of_the_wheel(wheel: Path) -> None:
-    """All code, the configurations, the templates of reports and the programs that run by themselves; nothing else: no
-    scripts, tests, benchmarks, checkpoint tools, examples, models or prompts."""
+    """All code, the configurations, the templates of reports, the shim of rehearsals and the programs that
+    run by themselves; nothing else: no scripts, tests, benchmarks, checkpoint tools, examples, models or prompts."""
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "nemo_oprd").rglob("*.py")}
     configurations = {f"nemo_oprd/_conf/{file.name}" for file in (ROOT / "conf").glob("*.yaml")}
-    assert packed == sources | configurations | PAGES
+    assert packed == sources | configurations | PAGES | SHIM
     assert packed >= PROGRAMS and len(configurations) == 15
 
 

@@ -73,19 +73,6 @@ def not_contiguous() -> None:
     output_head.dist = Transposing  # type: ignore[assignment]
 
 
-def float32_targets() -> None:
-    """The teacher sends its states in float32."""
-    from nemo_oprd.distillation import capture
-
-    at_layer = capture.HiddenStateCapture.at_layer
-
-    def converted(observer: Any, layer: int, hidden: Any, **kwargs: Any) -> Any:
-        at_layer(observer, layer, hidden.float(), **kwargs)
-        return hidden
-
-    capture.HiddenStateCapture.at_layer = converted  # type: ignore[method-assign]
-
-
 def teacher_with_gradients() -> None:
     """The teacher's forward pass keeps what a backward pass would need."""
     import torch

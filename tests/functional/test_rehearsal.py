@@ -114,7 +114,7 @@ def test_a_sound_step_has_no_mistake_and_own_code_never_waits(sound: dict[str, A
         slow("host_tokens", "failed", "nemo_oprd/models/megatron/model.py"),
         slow("host_sums", "host-tensor", "nemo_oprd/distillation/metrics/named_sums.py"),
         slow("host_budget", "host-tensor-in-collective", "nemo_oprd/distillation/target_budget.py"),
-        ("float32_weight", "mixed-dtypes", "nemo_oprd/models/megatron/observed_layer.py"),
+        ("float32_weight", "mixed-dtypes", "nemo_oprd/models/megatron/rotary.py"),
         slow("item_in_a_layer", "failed", "nemo_oprd/models/megatron/model.py"),
         slow("not_contiguous", "not-contiguous", "nemo_oprd/distillation/output_head.py"),
     ],
@@ -130,7 +130,6 @@ def test_a_mistake_is_named_with_its_place(
 @pytest.mark.parametrize(
     ("mistake", "phase"),
     [
-        slow("float32_targets", "teacher"),
         slow("teacher_with_gradients", "teacher"),
         slow("second_copy_of_weights", "build"),
     ],

@@ -309,6 +309,17 @@ def counted_digests(found: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def timed(found: dict[str, Any]) -> Iterator[None]:
+    """Notes the seconds of a part of a plan, and when it ended."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        found["seconds"].append(time.monotonic() - began)
+        found["ended_at"] = time.time()
+
+
 def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> None:
     import torch.distributed as dist
 
@@ -377,9 +388,5 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             found["metrics"].append(dict(made.metrics))
 
     for what in plan:
-        began = time.monotonic()
-        try:
+        with timed(found):
             carry_out(what)
-        finally:
-            found["seconds"].append(time.monotonic() - began)
-            found["ended_at"] = time.time()

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -110,6 +111,7 @@ class ClientProcess:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "vllm-client-process")
         self._process: subprocess.Popen | None = None
+        self._ending = threading.Lock()
         self._start()
 
     @property
@@ -205,8 +207,10 @@ class ClientProcess:
 
     def _end(self) -> str:
         """Ends the process; how it had ended."""
-        process, self._process = self._process, None
-        assert process is not None
+        with self._ending:  # the round's thread may notice the end while the engine is closed
+            process, self._process = self._process, None
+        if process is None:
+            return "it was ended"
         self._channel.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)  # it may be ending by itself
@@ -217,7 +221,8 @@ class ClientProcess:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
             self._end()
         self._thread.shutdown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -44,8 +44,8 @@ class Controlled:
                 self.sleepers.append(place.number)
             if isinstance(server, LocalServer):
                 server.start()
-            else:
-                self.folder.guard()
+        # that of a server ends with it; between its death and its restart nobody else would remove the folder
+        self.folder.guard()
 
     def call_sleepers(self, path: str) -> None:
         """Calls the servers that share GPUs with the trainer, all at the same time (not yet run).
@@ -65,17 +65,27 @@ class Controlled:
 
         client.run(all_of_them())
 
+    def report_deaths(self) -> None:
+        """Tells the client process which servers have ended, which their parent alone sees."""
+        for number, server in self.servers.items():
+            try:
+                server.check_alive()
+            except ServerDied as death:
+                assert self.sampler is not None
+                self.sampler.tell_death(number, str(death))
+
     def close(self) -> None:
         """Ends the servers of this run, gives endpoints back, and removes what servers left in shared memory."""
-        if self.sampler is not None:
-            self.sampler.close()
-        for server in self.servers.values():
-            server.close()
-        if self.client is not None:
-            self.client.release(list(self.servers.values()))
-            self.client.close()
-        if self.folder is not None:
-            self.folder.close()
+        with ExitStack() as ends:  # the last one first, and all of them, whatever goes wrong
+            if self.folder is not None:
+                ends.callback(self.folder.close)
+            if self.client is not None:
+                ends.callback(self.client.close)
+                ends.callback(self.client.release, list(self.servers.values()))
+            for server in self.servers.values():
+                ends.callback(server.close)
+            if self.sampler is not None:
+                ends.callback(self.sampler.close)
 
 
 def machines_and_devices(cuda: bool) -> tuple[list[str], list[str | None]]:

@@ -38,7 +38,7 @@ from nemo_oprd.rollout.vllm.endpoint import Endpoint, caller
 from nemo_oprd.rollout.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
-from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
@@ -186,7 +186,9 @@ class VllmEngine:
             if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
                 (cancelled,) = agree(device(), should_cancel())
             if cancelled:
-                raise GenerationCancelled({**kept, **self._shared(requests, own)})
+                sampled = self._shared(requests, own)
+                self._finish(requests, sampled, busy, last=True)
+                raise GenerationCancelled({**kept, **sampled})
             assert failed or found.sampled, "no server had the weights"
             if failed and self._settings.repeat == "step":
                 own, complete = {}, set(kept)
@@ -234,7 +236,7 @@ class VllmEngine:
                 if cancelled:
                     self._queue.cancel()
                     sampler.stop()
-                self._report_deaths()
+                self._mine.report_deaths()
         if work is not None:
             work.result()  # raises what went wrong in our own code
         self._queue.finish()
@@ -242,15 +244,6 @@ class VllmEngine:
             if should_cancel is not None and should_cancel():
                 self._queue.cancel()
         return cancelled
-
-    def _report_deaths(self) -> None:
-        """Tells the client process which servers have ended, which their parent alone sees."""
-        for number, server in self._mine.servers.items():
-            try:
-                server.check_alive()
-            except ServerDied as death:
-                assert self._mine.sampler is not None
-                self._mine.sampler.tell_death(number, str(death))
 
     def _check_clients(self, lost: list[str]) -> None:
         """Counts client processes that ended in a round; ServerRefused if too many did. Every rank has the same."""

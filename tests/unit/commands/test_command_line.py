@@ -7,10 +7,12 @@ import pytest
 from nemo_oprd.cli import make_parser
 
 
-@pytest.mark.parametrize("command", ["doctor", "train", "verify", "fit-bridge", "evaluate", "serve", "data", "plan"])
+@pytest.mark.parametrize(
+    "command", ["doctor", "train", "verify", "fit-bridge", "evaluate", "serve", "data", "plan", "rehearse"]
+)
 def test_options_may_stand_between_settings(command: str) -> None:
     """Settings keep their order, in which Hydra applies them."""
-    own = ["--ranks", "8"] if command == "plan" else []
+    own = {"plan": ["--ranks", "8"], "rehearse": ["--ranks", "8"], "serve": ["--token-file", "t"]}.get(command, [])
     arguments = [command, "b.c=2", "--config-name", "x", "a=1", "+d=[3,4]", *own, "~e", "--config-dir", "y", "b.c=5"]
     options = make_parser().parse_args(arguments)
     assert options.overrides == ["b.c=2", "a=1", "+d=[3,4]", "~e", "b.c=5"]

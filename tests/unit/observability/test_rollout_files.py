@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,11 @@ def text(ids: Any) -> str:
 
 def children(of: int | None = None) -> list[int]:
     """Processes that a process (None: this one) has started and not waited for."""
-    tasks = Path(f"/proc/{of or os.getpid()}/task").iterdir()
-    return sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+    found: list[int] = []
+    for task in Path(f"/proc/{of or os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return sorted(found)
 
 
 def test_the_same_bytes_as_written_in_the_way(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ class TestPending:
     def take(self, tmp_path: Path, **changes: Any) -> dict[int, Rollout]:
         kept = SimpleNamespace(step=3, sampling=self.SAMPLING, requests=list(self.REQUESTS), weights={"student": "a"})
         vars(kept).update(changes)
-        with mock.patch.object(dist, "broadcast_object_list"):
+        with mock.patch.object(resume_cache, "first_ranks_rollouts", lambda rollouts: rollouts):
             return ResumeCache(tmp_path, kept.weights).take(kept.step, kept.requests, kept.sampling)
 
     def put(self, tmp_path: Path, rollouts: dict[int, Rollout] | None = None, step: int = 3) -> ResumeCache:
@@ -389,7 +389,7 @@ class TestPending:
             time.sleep(0.5)
             write(*arguments)
 
-        def cancelled(*_: Any) -> list[Rollout]:
+        def cancelled(*_: Any, **__: Any) -> list[Rollout]:
             raise GenerationCancelled({1: self.ROLLOUTS[1]})
 
         def stop(*told: int) -> Any:
