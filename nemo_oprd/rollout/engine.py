@@ -133,6 +133,12 @@ class RolloutEngine(Protocol):
             ValueError: the weights are not of this engine's architecture.
         """
 
+    def rest(self) -> None:
+        """Says that nothing is sampled before the next `update_weights`; an engine that shares memory gives it back.
+
+        Every rank calls this. `generate` with `last` does the same at its end.
+        """
+
     def close(self) -> None:
         """Ends what the engine has started; it can't be used afterwards."""
 

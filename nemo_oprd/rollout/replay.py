@@ -255,5 +255,8 @@ class ReplayEngine:
     def load(self, read: TensorReader, source: str) -> None:
         """Does nothing."""
 
+    def rest(self) -> None:
+        """Does nothing."""
+
     def close(self) -> None:
         """Does nothing."""

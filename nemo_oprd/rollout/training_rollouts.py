@@ -89,8 +89,10 @@ class RolloutSampler:
         if cached:
             number = f"the {len(cached)}" if len(cached) == len(requests) else f"{len(cached)} of {len(requests)}"
             logger.info(f"step {step + 1} resumes with {number} rollouts sampled before the interruption")
+        if len(cached) == len(requests):
+            self.engine.rest()
+            return [cached[i] for i in range(len(requests))]
         try:
-            # also if nothing is missing: servers on the trainer's GPUs give their memory back at its end
             rollouts = self.engine.generate(requests, sampling, self.should_cancel, cached, last=True)
         except GenerationCancelled as cancelled:
             if cancelled.completed:

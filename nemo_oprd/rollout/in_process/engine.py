@@ -102,6 +102,9 @@ class MegatronEngine:
             raise GenerationCancelled(rollouts)
         return [rollouts[i] for i in range(len(requests))]
 
+    def rest(self) -> None:
+        """See `RolloutEngine`: there is nothing to give back, because the cache lives for one batch."""
+
     def close(self) -> None:
         """See `RolloutEngine`: lets the model go."""
         self.model = None

@@ -187,7 +187,7 @@ class VllmEngine:
                 (cancelled,) = agree(device(), should_cancel())
             if cancelled:
                 sampled = self._shared(requests, own)
-                self._finish(requests, sampled, busy, last=True)
+                self._finish(requests, sampled, busy, True)
                 raise GenerationCancelled({**kept, **sampled})
             assert failed or found.sampled, "no server had the weights"
             if failed and self._settings.repeat == "step":
@@ -197,7 +197,7 @@ class VllmEngine:
                 self._push.revive(found.died)
                 self._push_again()
         sampled = self._shared(requests, own)
-        self._finish(requests, sampled, busy, last=last)
+        self._finish(requests, sampled, busy, last)
         rollouts = {**kept, **sampled}
         return [rollouts[i] for i in range(len(requests))]
 
@@ -264,16 +264,18 @@ class VllmEngine:
         shared = self._exchange.share({i: response.columns() for i, response in own.items()})
         return {i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}
 
-    def _finish(
-        self, requests: list[Request], sampled: dict[int, Rollout], busy: dict[int, float], *, last: bool
-    ) -> None:
+    def _finish(self, requests: list[Request], sampled: dict[int, Rollout], busy: dict[int, float], last: bool) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
         self._lengths.learn(requests, {i: len(rollout.response_ids) for i, rollout in sampled.items()})
         self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
-        self._asleep = 2 if last else 1  # weights that are replaced next need not be copied to the host
+        self.rest(level=2 if last else 1)
+
+    def rest(self, level: int = 2) -> None:
+        """See `RolloutEngine`; weights that are replaced next need not be copied to the host (level 2)."""
+        self._asleep = level
         self._mine.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
         if self._any_sleeps:
             dist.barrier()  # no rank computes before the memory of its GPU is free
