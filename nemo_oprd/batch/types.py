@@ -37,7 +37,7 @@ class Rollout:
 
     `response_mask[t]` is true where response token t may be supervised (None: all tokens may). A response that was
     stopped by an end-of-sequence token includes that token and has the `finish_reason` "stop"; a response that used up
-    the token budget has "length".
+    the token budget has "length", and one that `rollout.stop_after` ended has "prefix".
 
     `logprobs[t]` is the natural logarithm of the probability that response token t had in the distribution that the
     engine sampled from, its temperature included; None if the engine recorded none. Engines compute float32; numbers of

@@ -12,7 +12,7 @@ from nemo_oprd.config.engine_records import RECORDS
 from nemo_oprd.config.messages import check_key
 from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
-from nemo_oprd.config.weight_schedule import vanishes, weight_at
+from nemo_oprd.config.weight_schedule import largest, vanishes, weight_at
 
 
 def check(config: Config) -> None:
@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     _check_correction(config)
     _check_router_replay(config)
     _check_schedules(config)
+    _check_stop_after(config)
     _check_bridge(config)
     _check_evaluation(config)
 
@@ -225,6 +226,33 @@ def _check_schedules(config: Config) -> None:
                 f"loss.representation.weight and loss.output.weight are both 0 at update {step + 1}; expected "
                 "something to learn in each of train.steps updates: change their schedules"
             )
+
+
+def _check_stop_after(config: Config) -> None:
+    """Raises ValueError unless the last token that can be supervised is known while a response is sampled."""
+    if config.rollout.stop_after is None:
+        return
+    given, loss, output = "rollout.stop_after=supervised", config.loss.representation, config.loss.output
+    if loss.layers == "none" or loss.positions != "first_k":
+        raise ValueError(
+            f"{given} with loss.representation.layers={loss.layers} and positions={loss.positions}: any token may be "
+            "supervised; expected layers and positions=first_k: set them, or rollout.stop_after=null"
+        )
+    if largest(output.weight) > 0:
+        raise ValueError(
+            f"{given} with loss.output.weight={output.weight}: the output-space term supervises all tokens; expected "
+            "0: set it, or rollout.stop_after=null and a lower rollout.max_new_tokens"
+        )
+    if config.teacher.reads == "text":
+        raise ValueError(
+            f"{given} with teacher.reads=text: which tokens are supervised is known only when they are aligned with "
+            "the teacher's; expected ids: set rollout.stop_after=null and a lower rollout.max_new_tokens"
+        )
+    if config.rollout.replay is not None:
+        raise ValueError(
+            f"{given} with rollout.replay={config.rollout.replay}: recorded responses are not sampled; expected null: "
+            "leave one of the two out"
+        )
 
 
 def _check_bridge(config: Config) -> None:

@@ -112,6 +112,11 @@ class RolloutConfig:
     """probability mass from which is sampled"""
     max_new_tokens: Learned[PositiveInt] = 1024
     """most tokens of a response"""
+    stop_after: Learned[Literal["supervised"] | None] = None
+    """supervised: a response ends where no later token can be supervised; null: where the student ends it
+
+    Needs `loss.representation.positions=first_k` and no output-space term. Evaluations sample whole responses even so.
+    """
     per_prompt: Learned[PositiveInt] = 1
     """responses per prompt"""
     replay: Learned[FilePath | None] = None

@@ -64,6 +64,13 @@ class Config:
     logging: Free[LoggingConfig] = field(default_factory=LoggingConfig)
 
     @property
+    def response_limit(self) -> tuple[str, int]:
+        """The key that limits the sampled training responses, and the most tokens of one."""
+        k, limit = self.loss.representation.k, self.rollout.max_new_tokens
+        stops = self.rollout.stop_after == "supervised" and k < limit
+        return ("loss.representation.k", k) if stops else ("rollout.max_new_tokens", limit)
+
+    @property
     def teacher_sources(self) -> list[TeacherSource]:
         """The list of several teachers, or the only teacher, which has all responses."""
         if self.teachers:

@@ -75,6 +75,7 @@ class StepRecorder:
             "response_length/max": float(max(lengths)),
             **alignment_metrics(rollouts),
             **({} if None in reasons else {"rollout/finished": reasons.count("stop") / len(reasons)}),
+            **({"rollout/prefix": reasons.count("prefix") / len(reasons)} if self._config.rollout.stop_after else {}),
             **{f"timing/{phase}_s": value for phase, value in seconds.items()},
             "perf/tokens_per_s": tokens / sum(seconds.values()),
             "perf/peak_memory_gb": _peak_memory_gb(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from nemo_oprd.batch.types import Rollout
@@ -38,8 +38,21 @@ def training_requests(prompts: TrainingPrompts, config: Config, first: int, coun
 def training_sampling(config: Config, step: int) -> SamplingParams:
     """The sampling parameters of a training step (0-based)."""
     rollout, key = config.rollout, (config.seed, TRAINING_STREAM, step)
-    limits = rollout.temperature, rollout.top_p, rollout.max_new_tokens
+    limits = rollout.temperature, rollout.top_p, config.response_limit[1]
     return SamplingParams(*limits, key, record_routes=config.student.router_replay)
+
+
+def ended_on_purpose(rollouts: list[Rollout], config: Config) -> list[Rollout]:
+    """Names the end of responses that `rollout.stop_after` ended: engines know a limit ("length"), not its reason."""
+    key, limit = config.response_limit
+    if key == "rollout.max_new_tokens":
+        return rollouts
+    return [
+        replace(rollout, finish_reason="prefix")
+        if rollout.finish_reason == "length" and len(rollout.response_ids) == limit
+        else rollout
+        for rollout in rollouts
+    ]
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ class RolloutSampler:
         """
         count = self.config.train.prompts_per_step
         requests = training_requests(self.prompts, self.config, step * count, count) if self.prompts.requests else []
-        rollouts = self._sampled(step, requests)
+        rollouts = ended_on_purpose(self._sampled(step, requests), self.config)
         taught_by = self.routing.teachers_of(rollout.data_source for rollout in rollouts)
         return add_teacher_inputs(self.teacher_inputs, taught_by, rollouts, requests)
 

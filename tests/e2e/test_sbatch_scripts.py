@@ -230,7 +230,7 @@ def test_every_sbatch_script_leaves_it_to_one_file() -> None:
     """None starts anything by itself, so all of them have --dry-run, containers and requeueing."""
     scripts = [file for file in (ROOT / "scripts").glob("*.sh") if "#SBATCH" in file.read_text()]
     assert len([file for file in scripts if file.name != "slurm_job.sh"]) == len(
-        ("oprd_1p5b", "oprd_qwen3_30b_a3b", *BRIDGES)
+        ("oprd_1p5b", "oprd_prefix_1p5b", "oprd_qwen3_30b_a3b", *BRIDGES)
     )
     for file in scripts:
         text = file.read_text()

@@ -100,9 +100,9 @@ def of(path: Path) -> str:
 
 
 PLAIN = ["quickstart", "opd_full_1p5b", "opd_top16_1p5b", "opd_top1_1p5b", "oprd_1p5b"]
-PLAIN += ["oprd_opd_mu1_1p5b", "oprd_opd_mu10_1p5b"]
+PLAIN += ["oprd_opd_mu1_1p5b", "oprd_opd_mu10_1p5b", "oprd_prefix_1p5b"]
 # one of each kind of loss by default
-REPEATED = {"opd_full_1p5b", "opd_top16_1p5b", "oprd_1p5b", "oprd_opd_mu1_1p5b"}
+REPEATED = {"opd_full_1p5b", "opd_top16_1p5b", "oprd_1p5b", "oprd_opd_mu1_1p5b", "oprd_prefix_1p5b"}
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,11 @@ RECIPES = {
         "JustRL-DeepSeek-1.5B",
         ["student.parallel.tensor=2", "teacher.parallel.tensor=1", "rollout.tensor=1"],
     ),
+    "oprd_prefix_1p5b": (
+        "DeepSeek-R1-Distill-Qwen-1.5B",
+        "JustRL-DeepSeek-1.5B",
+        ["student.parallel.tensor=2", "teacher.parallel.tensor=1", "rollout.tensor=1"],
+    ),
     "bridge_qwen3_4b_to_1p7b": (
         "Qwen3-1.7B-Base",
         "Qwen3-4B",

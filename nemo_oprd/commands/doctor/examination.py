@@ -135,8 +135,8 @@ class Examination:
         student = self.files.student
         with self._engine(student, self.spec.models.vocab_limit) as engine:
             self.rollouts = engine.generate(self.requests, training_sampling(self.config, 0))
-            limits = self.config.rollout.max_new_tokens, self.run.rollout.max_new_tokens
-            self.report.add(sample_checks.truncation(self.rollouts, *limits))
+            (_, limit), (key, run_limit) = self.config.response_limit, self.run.response_limit
+            self.report.add(sample_checks.truncation(self.rollouts, limit, run_limit, limited_by=key))
             self.greedy = model_checks.greedy_responses(engine, self.requests, self.config)
             solved = [on if isinstance(on, str) else self._solved(engine, student.tokenizer, on) for on in compared]
         for number, (on, by_student) in enumerate(zip(compared, solved, strict=True)):

@@ -25,7 +25,9 @@ MIN_PROBLEMS = 8
 NORMAL_95 = 1.96
 
 
-def truncation(rollouts: list[Rollout], limit: int, run_limit: int) -> Finding:
+def truncation(
+    rollouts: list[Rollout], limit: int, run_limit: int, *, limited_by: str = "rollout.max_new_tokens"
+) -> Finding:
     """Whether most responses are cut off at their limit.
 
     A cut response has no end and no answer: with `positions=last_k` the supervised tokens are in the middle of a
@@ -34,7 +36,10 @@ def truncation(rollouts: list[Rollout], limit: int, run_limit: int) -> Finding:
 
     Args:
         limit, run_limit: the most tokens of a response here, and in the run.
+        limited_by: the key of that limit. One other than `rollout.max_new_tokens` ends responses on purpose: what is
+            cut is supervised completely, and only loops are a fault.
     """
+    chosen = limited_by != "rollout.max_new_tokens"
     cut = [rollout for rollout in rollouts if rollout.finish_reason == "length"]
     loops = sum(repeats_itself(rollout.response_ids) for rollout in cut)
     share, looping = len(cut) / len(rollouts), loops / len(rollouts)
@@ -48,7 +53,8 @@ def truncation(rollouts: list[Rollout], limit: int, run_limit: int) -> Finding:
         text = f"{said}; expected endings: a loop never ends; fix: a student that ends, or another rollout.temperature"
         text += "; compare the stop ids and the templates above"
         return Finding("truncation", "warning", text, numbers, code="responses-loop")
-    if share <= DOMINATES:
+    if share <= DOMINATES or chosen:
+        said += f"; {limited_by} ends them there on purpose (rollout.stop_after=supervised)" if chosen else ""
         return Finding("truncation", "ok", said, numbers)
     if limit < run_limit:
         text = f"{said}, but the run's limit is {run_limit}: what is cut here may end; --max-new-tokens {run_limit} "

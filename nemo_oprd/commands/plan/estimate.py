@@ -136,9 +136,9 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     left = usable - max(sum(kind.memory.always.values()) for kind in kinds if kind.student is not None)
     rollout = None
     if config.rollout.replay is None:
-        demand = Demand(work.responses, work.response, mean.response, "rollout.max_new_tokens")
+        demand = Demand(work.responses, work.response, mean.response, config.response_limit[0])
         rollout = sample(work, demand, student.size, gpu, left)
-    evaluation, known = _evaluation(work, mean, lengths.problems, student.size)
+    evaluation, known = _evaluation(config, lengths, student.size)
     tested = None if evaluation is None else sample(work, evaluation, student.size, gpu, left)
     kinds = sorted((_with_sampling(kind, rollout, tested) for kind in kinds), key=lambda kind: -kind.memory.peak)
     seconds = training_seconds(mean, gpu, student, teacher, gpus_per_node=cluster.gpus_per_node)
@@ -243,16 +243,16 @@ def _with_sampling(kind: RankKind, rollout: Sampling | None, evaluation: Samplin
     return replace(kind, memory=Memory(kind.memory.always, phases | kind.memory.phases))
 
 
-def _evaluation(work: Workload, mean: Workload, problems: int | None, ranks: int) -> tuple[Demand | None, bool]:
+def _evaluation(config: Config, lengths: Lengths, ranks: int) -> tuple[Demand | None, bool]:
     """(One evaluation, or None without one; whether the number of its problems is known)."""
-    config = work.config
-    sets = len(config.data.sets)
+    sets, problems = len(config.data.sets), lengths.problems
     if not config.evaluation.every or not sets:
         return None, False
     if problems is None and config.evaluation.limit is not None:
         problems = config.evaluation.limit * sets
     longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
-    # in proportion to the responses of training
-    average = max(1, round(longest * mean.response / work.response))
+    # in proportion to whole responses of training
+    limit = config.rollout.max_new_tokens
+    average = max(1, round(longest * min(lengths.response or limit, limit) / limit))
     responses = ranks * config.rollout.max_batch if problems is None else problems * config.evaluation.samples
     return Demand(responses, longest, average, "evaluation.max_new_tokens"), problems is not None

@@ -61,7 +61,7 @@ def _roles(found: Estimate) -> Iterator[str]:
     batches = work.on(student)
     yield (
         f"a step     {work.responses} responses of {work.response:,} tokens (at most "
-        f"{config.rollout.max_new_tokens:,}) after prompts of {work.prompt:,}; {batches.count} microbatch(es) of "
+        f"{config.response_limit[1]:,}) after prompts of {work.prompt:,}; {batches.count} microbatch(es) of "
         f"{batches.tokens:,} tokens, {batches.responses} response(s), on the fullest data-parallel rank"
     )
 

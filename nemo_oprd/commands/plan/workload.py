@@ -130,7 +130,8 @@ def make_workload(
     """
     student = models.student.spec
     prompt = prompt or config.data.max_prompt_tokens or 256
-    response = min(response or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
+    limit = config.response_limit[1]
+    response = min(response or limit, limit)
     loss, output = config.loss.representation, config.loss.output
     layers = tuple(sorted(models.layer_weights))
     rows = 0 if not layers else response if loss.positions == "all" else min(loss.k, response)

@@ -69,6 +69,8 @@ def _representation_term(run: Run) -> str:
     positions = "all positions" if positions == "all" else f"{positions} {settings.get('k', '')}"
     bridge = run.setting("bridge.path")
     through = f", bridge {bridge}" if bridge not in (None, "none") else ""
+    if run.setting("rollout.stop_after") is not None:
+        positions += ", where sampling stops"
     details = f"layers {settings.get('layers', '')}, {positions}{through}"
     return f"{_weight(settings)}representation {settings.get('kind', '')} ({details})"
 

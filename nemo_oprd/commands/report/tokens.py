@@ -201,6 +201,8 @@ def _classes(given: Sequence[tuple[Scale, float | None]]) -> Iterator[str]:
 def _verdict(record: dict[str, Any], grading: GraderChoice) -> str:
     """The verdict, right or wrong, by comparison as text; "" where there is nothing to compare."""
     answer, text = record.get("answer"), record.get("response")
+    if record.get("finish_reason") == "prefix":  # it was to end before its answer
+        return ""
     if not isinstance(answer, str) or not isinstance(text, str):
         return ""
     grader = grading.of("", record.get("data_source"))

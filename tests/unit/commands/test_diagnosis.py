@@ -131,6 +131,14 @@ def test_truncation(counts: tuple[int, int, int], run_limit: int, verdict: str) 
     assert truncation(responses(*counts), 100, run_limit).verdict == verdict
 
 
+def test_an_end_on_purpose_is_no_truncation() -> None:
+    """What `rollout.stop_after` ends needs no end of its own; loops are a fault even so."""
+    key = "loss.representation.k"
+    found = truncation(responses(10, 0, 0), 100, 900, limited_by=key)
+    assert found.verdict == "ok" and f"{key} ends them there on purpose" in found.text
+    assert truncation(responses(0, 3, 7), 100, 100, limited_by=key).code == "responses-loop"
+
+
 @pytest.mark.parametrize(
     ("both", "teacher", "student", "neither", "verdict"),
     [

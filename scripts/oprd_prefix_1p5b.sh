@@ -1,0 +1,23 @@
+#!/bin/bash
+# Distils JustRL-1.5B into R1-Distill-Qwen-1.5B by the beginnings of responses, where sampling stops:
+#   sbatch scripts/oprd_prefix_1p5b.sh [key=value ...]
+# With --dry-run it prints what the run needs and starts nothing. scripts/slurm_job.sh describes that, containers, and what
+# happens at the time limit and after a requeue.
+#SBATCH --job-name=oprd_prefix_1p5b
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
+export CONFIG=${CONFIG:-oprd_prefix_1p5b}
+. scripts/slurm_job.sh
+
+on_all_ranks train student.parallel.tensor=2 teacher.parallel.tensor=1 rollout.tensor=1 "$@"
+leave
