@@ -40,7 +40,7 @@ ANSWERS = 3
 CALLS = {
     "step": "nemo_oprd.rollout.training_rollouts:RolloutSampler.rollouts",
     "busy": "nemo_oprd.distillation.step:GradientAccumulation.forward_backward",
-    "generate": "nemo_oprd.rollout.vllm.engine:VllmEngine.generate",
+    "generate": "nemo_oprd.rollout.vllm.engine:VllmEngine.collect",
     "update": "nemo_oprd.rollout.vllm.engine:VllmEngine.update_weights",
     "start": "nemo_oprd.rollout.vllm.server:LocalServer.start",
     "healthy": "nemo_oprd.rollout.vllm.client:Client.is_healthy",

@@ -2,6 +2,7 @@
 
     python -m benchmarks.sigkill [--kills 20] [--seed 0] [--steps 16]
     python -m benchmarks.sigkill --experts 4         models with experts, which both roles split over the two ranks
+    python -m benchmarks.sigkill --lag 2             responses of two later steps are sampled already
     python -m benchmarks.sigkill --engine vllm       kills processes of the vLLM server instead: sigkill_vllm.py
 
 All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
@@ -58,7 +59,7 @@ class Phase:
 
 PHASES = (
     Phase("reading the checkpoint", "nemo_oprd.setup.training:load_checkpoint", once="start"),
-    Phase("rollout", "nemo_oprd.rollout.in_process.engine:MegatronEngine.generate"),
+    Phase("rollout", "nemo_oprd.rollout.in_process.engine:MegatronEngine.collect"),
     Phase("rollouts kept", "nemo_oprd.rollout.resume_cache:ResumeCache.put", "after"),
     Phase("teacher", "nemo_oprd.distillation.teacher:Teacher.targets"),
     Phase("backward", "nemo_oprd.distillation.step:GradientAccumulation.forward_backward"),
@@ -67,6 +68,7 @@ PHASES = (
     Phase("half a log line", "nemo_oprd.observability.metrics_log:MetricsLog.write", "inside"),
     Phase("evaluation", "nemo_oprd.evaluation.evaluator:Evaluator.evaluate"),
     Phase("save", "nemo_oprd.checkpointing.checkpointer:save_checkpoint"),
+    Phase("save: rollouts ahead", "nemo_oprd.rollout.training_rollouts:RolloutSampler.write_ahead", "after"),
     Phase("save: shards written", "nemo_oprd.checkpointing.training_state:commit_checkpoint", "before"),
     Phase("save: renamed", "nemo_oprd.checkpointing.directory:write_atomically", "before", only="latest_checkpointed"),
     Phase("save: tracker written", "nemo_oprd.checkpointing.training_state:prune", "before"),
@@ -290,6 +292,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
     parser.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer, with --engine megatron")
+    parser.add_argument("--lag", type=int, default=0, metavar="N", help="rollout.max_lag, with --engine megatron")
     vllm = parser.add_argument_group("with --engine vllm")
     vllm.add_argument("--repeat", choices=("step", "responses"), default="step", help="rollout.vllm.repeat")
     vllm.add_argument(
@@ -303,7 +306,7 @@ def main() -> None:
     vllm.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if options.engine == "megatron":
-        kill_trainers(options.kills, options.seed, options.steps or 16, options.experts)
+        kill_trainers(options.kills, options.seed, options.steps or 16, options.experts, options.lag)
         return
     from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark
 
@@ -316,11 +319,12 @@ def main() -> None:
 _SPLIT_BY_EXPERTS = ("student.parallel.tensor=1", "student.parallel.expert=2", "teacher.parallel.expert=2")
 
 
-def kill_trainers(kills: int, seed: int, steps: int, experts: int) -> None:
+def kill_trainers(kills: int, seed: int, steps: int, experts: int, lag: int) -> None:
     """Kills all ranks of a run that samples itself; ends the process with a message if the run differs."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory), steps, _SPLIT_BY_EXPERTS if experts else (), experts)
+        overrides = (*(_SPLIT_BY_EXPERTS if experts else ()), f"rollout.max_lag={lag}")
+        bench = Bench(Path(directory), steps, overrides, experts)
         durations = bench.whole()
         result = bench.kill_and_finish(choose(kills, draw), durations, draw)
         print(table(result))

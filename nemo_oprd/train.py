@@ -61,7 +61,7 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
             with timer("generate"):
                 rollouts = run.sampler.rollouts(step)
             with timer("check"):
-                measured = engine.metrics | run.sampling_check(student, rollouts, step)
+                measured = run.check_sampled(step) | run.measure_lag(rollouts, step)
             if is_noise_due(config.logging, step):
                 with timer("gradient_noise"):
                     measured |= measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)
@@ -70,6 +70,8 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
                 batch = distiller.batch(rollouts, distiller.objective_of(step))
                 keep = number < updates_per_step
                 metrics, kept = accumulate_gradients(distiller, batch, timer, kept, keep=keep)
+                if number == 1 and config.rollout.max_lag:
+                    measured |= run.settle(step, timer)  # the weights are still those that sample
                 with timer("update"):
                     updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
             with timer("sync"):

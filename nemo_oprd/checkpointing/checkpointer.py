@@ -41,6 +41,7 @@ class Checkpointer:
         skipped_in_a_row: the last steps that all had a skipped update, at first those before a resume.
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
         before_save: waits for what is written aside: a run that resumes after a step does not write its files again.
+        write_ahead: writes what is sampled already for the steps after `done` ones into a checkpoint's directory.
     """
 
     train: TrainConfig
@@ -51,6 +52,7 @@ class Checkpointer:
     skipped_in_a_row: int
     saved: int
     before_save: Callable[[], None] = lambda: None
+    write_ahead: Callable[[int, Path], None] = lambda done, directory: None
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
@@ -112,7 +114,16 @@ class Checkpointer:
         self.before_save()
         more = None if evaluation.deferred is None else {EVALUATION_DEFERRED: evaluation.deferred}
         keep = self.train.keep_checkpoints
-        save_checkpoint(self.root, done, self.student, self.source, keep, best=evaluation.best, more=more)
+        save_checkpoint(
+            self.root,
+            done,
+            self.student,
+            self.source,
+            keep,
+            best=evaluation.best,
+            more=more,
+            write_more=lambda directory: self.write_ahead(done, directory),
+        )
         self.saved, self._saved_at = done, time.monotonic()
 
 

@@ -9,6 +9,7 @@ Megatron-Bridge builds the model). Data order, learning rate and the randomness 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -69,6 +70,7 @@ def save_checkpoint(
     *,
     best: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
+    write_more: Callable[[Path], None] = lambda directory: None,
 ) -> None:
     """Writes the checkpoint after `step` updates; every rank of the world calls this.
 
@@ -77,6 +79,7 @@ def save_checkpoint(
         keep: number of checkpoints to keep, the newest first; 0 keeps all.
         best: written to best.json if this checkpoint is the best one so far (on the first rank).
         more: further keys of state.json.
+        write_more: writes further files into the checkpoint (on the first rank).
 
     Raises:
         OSError, RuntimeError: a rank can't write its part; the checkpoint before stays the newest.
@@ -110,6 +113,7 @@ def save_checkpoint(
                 (partial / "hf").mkdir()
                 shutil.copy(source / "config.json", partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
+                write_more(partial)
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
                 state = {"step": step, **resume_signature(student.config, student.objective, student.needs)}
                 state["adaptive_gaps"] = student.adaptive.state()

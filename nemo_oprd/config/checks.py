@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     _check_router_replay(config)
     _check_schedules(config)
     _check_stop_after(config)
+    _check_lag(config)
     _check_bridge(config)
     _check_evaluation(config)
 
@@ -252,6 +253,24 @@ def _check_stop_after(config: Config) -> None:
         raise ValueError(
             f"{given} with rollout.replay={config.rollout.replay}: recorded responses are not sampled; expected null: "
             "leave one of the two out"
+        )
+
+
+def _check_lag(config: Config) -> None:
+    """Settings that don't go with responses of earlier weights."""
+    rollout, output = config.rollout, config.loss.output
+    if not rollout.max_lag:
+        return
+    if rollout.replay is not None:
+        raise ValueError(
+            f"rollout.max_lag={rollout.max_lag} with rollout.replay={rollout.replay}: recorded responses are not "
+            "sampled; expected 0: leave one of the two out"
+        )
+    if output.from_samples and largest(output.weight) > 0 and rollout.correction == "off":
+        raise ValueError(
+            f"rollout.max_lag={rollout.max_lag} with loss.output.kind={output.kind} and rollout.correction=off: an "
+            "expectation under the student would be estimated from another student's tokens; expected truncate or "
+            "mask: set one, or rollout.max_lag=0"
         )
 
 

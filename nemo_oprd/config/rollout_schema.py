@@ -117,6 +117,12 @@ class RolloutConfig:
 
     Needs `loss.representation.positions=first_k` and no output-space term. Evaluations sample whole responses even so.
     """
+    max_lag: Learned[NonNegativeInt] = 0
+    """steps by which sampling may be ahead of the updates
+
+    The responses of step s (from 0) come from the weights after max(0, s - max_lag) steps, whatever the clock says.
+    With 1 the servers sample the next responses while an update is computed; more adds staleness and no overlap.
+    """
     per_prompt: Learned[PositiveInt] = 1
     """responses per prompt"""
     replay: Learned[FilePath | None] = None

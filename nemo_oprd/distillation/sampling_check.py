@@ -66,14 +66,36 @@ class SamplingCheck:
         Raises:
             ValueError: the engine samples from something else than the student.
         """
-        if not self._tokens or self._config.rollout.replay or any(r.logprobs is None for r in rollouts):
+        found = self._both(student, rollouts, step)
+        return {} if found is None else compare(*found, BOUNDS[self._config.precision])
+
+    def drift(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
+        """How far the student is from the earlier ones that sampled: metrics, which have no bounds.
+
+        `rollout/drift_kl` estimates KL(those that sampled | student) in nats per token as `compare` does;
+        `rollout/drift_effective_sample_size` is (sum w)^2 / (n sum w^2) with w the ratio of the probabilities.
+        """
+        found = self._both(student, rollouts, step)
+        if found is None:
             return {}
+        engine, trainer, _ = found
+        ratio = np.exp(trainer - engine)
+        return {
+            "rollout/drift_kl": float((ratio - 1 + engine - trainer).mean()),
+            "rollout/drift_effective_sample_size": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        }
+
+    def _both(
+        self, student: Student, rollouts: list[Rollout], step: int
+    ) -> tuple[np.ndarray, np.ndarray, TokenTable] | None:
+        """Log-probabilities float64 [n] of the engine and of the student, of some tokens; None if there are none."""
+        if not self._tokens or self._config.rollout.replay or any(r.logprobs is None for r in rollouts):
+            return None
         table = _draw(rollouts, self._tokens, self._config.seed, step)
         if not len(table):
-            return {}
+            return None
         trainer = student_logprobs(student, rollouts, table, self._config, self._vocab_limit)
-        engine = table.engine_logprobs(rollouts).astype(np.float64)
-        return compare(engine, trainer, table, BOUNDS[self._config.precision])
+        return table.engine_logprobs(rollouts).astype(np.float64), trainer, table
 
 
 def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: Bounds) -> dict[str, float]:

@@ -77,14 +77,60 @@ class Request:
         )
 
 
+@dataclass
+class Ticket:
+    """What was asked of an engine, from `submit` to `collect`; engines add what they need in between."""
+
+    requests: list[Request]
+    sampling: SamplingParams
+    done: dict[int, Rollout]
+    keep: Keep | None
+
+
 class RolloutEngine(Protocol):
     """Samples from one model. Every rank of the world builds one and calls its methods with the same arguments.
 
     The interface names tensors as Hugging Face does, so that an engine can be a separate program. `metrics` are those
-    of the last call of `generate`, by their names in metrics.jsonl.
+    of the last call of `collect` or `generate`, by their names in metrics.jsonl.
     """
 
     metrics: dict[str, float]
+
+    def submit(
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
+    ) -> Ticket:
+        """Asks for one rollout per request, from the weights of now. There is one ticket at a time.
+
+        An engine with servers of its own begins to sample; one in the trainer's processes samples in `collect`. In
+        between the trainer may compute; the weights of the stream must stay what they are, because a server that dies
+        gets them again.
+
+        Args:
+            done: rollouts that an interrupted call with the same arguments completed, by the index of their request.
+            keep: called with responses as soon as they are complete, by the index of their request, so that they
+                outlive this process. It is called on the one rank that has them, perhaps from another thread, and not
+                for `done` unless the engine samples these again. What it raises ends `collect`.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response.
+        """
+
+    def collect(
+        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+    ) -> list[Rollout]:
+        """The rollouts of a ticket, in the order of its requests, the same on every rank.
+
+        Args:
+            should_cancel: called repeatedly on every rank; True asks to stop. The ranks' answers may differ.
+            last: whether the weights are replaced before anything else is sampled, so that they need not be kept.
+
+        Raises:
+            GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.
+        """
 
     def generate(
         self,
@@ -96,20 +142,7 @@ class RolloutEngine(Protocol):
         *,
         last: bool = False,
     ) -> list[Rollout]:
-        """One rollout per request, in order, the same on every rank.
-
-        Args:
-            should_cancel: called repeatedly on every rank; True asks to stop. The ranks' answers may differ.
-            done: rollouts that an interrupted call with the same arguments completed, by the index of their request.
-            keep: called with responses as soon as they are complete, by the index of their request, so that they
-                outlive this process. It is called on the one rank that has them, perhaps from another thread, and not
-                for `done` unless the engine samples these again. What it raises ends the call.
-            last: whether the weights are replaced before anything else is sampled, so that they need not be kept.
-
-        Raises:
-            GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.
-            ValueError: a prompt leaves no room for a response.
-        """
+        """`submit` and `collect`."""
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """Replaces the weights to sample from.
@@ -141,6 +174,23 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Ends what the engine has started; it can't be used afterwards."""
+
+
+class Generates:
+    """What an engine with `submit` and `collect` has for free."""
+
+    def generate(
+        self: RolloutEngine,
+        requests: list[Request],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None = None,
+        done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
+        *,
+        last: bool = False,
+    ) -> list[Rollout]:
+        """See `RolloutEngine`."""
+        return self.collect(self.submit(requests, sampling, done, keep), should_cancel, last=last)
 
 
 def check_room(requests: list[Request], max_positions: int) -> None:

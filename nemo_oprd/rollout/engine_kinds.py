@@ -135,6 +135,13 @@ def _check_vllm(rollout: RolloutConfig, spec: ModelSpec) -> None:
 def _check_vllm_device(rollout: RolloutConfig, spec: ModelSpec) -> None:
     import torch
 
+    colocated = not rollout.vllm.endpoints and rollout.vllm.placement == "colocated"
+    if rollout.max_lag and colocated and torch.cuda.is_available():
+        raise ValueError(
+            f"rollout.max_lag={rollout.max_lag} with rollout.vllm.placement=colocated: servers on the student's GPUs "
+            "can't sample while these compute an update; expected GPUs of their own: set "
+            "rollout.vllm.placement=dedicated, or rollout.max_lag=0"
+        )
     if not rollout.vllm.endpoints and not torch.cuda.is_available():
         check_head_size(spec)
 

@@ -15,7 +15,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.weights.hf import TensorReader
-from nemo_oprd.rollout.engine import WeightStream
+from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
@@ -239,13 +239,17 @@ def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | 
 
 
 @dataclass
-class ReplayEngine:
+class ReplayEngine(Generates):
     """A rollout engine that returns the same rollouts, of `read_rollouts`, in every step and ignores the requests."""
 
     rollouts: list[Rollout]
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def generate(self, *_: Any, **__: Any) -> list[Rollout]:
+    def submit(self, requests: list[Request], sampling: SamplingParams, *_: Any) -> Ticket:
+        """Nothing needs to be sampled."""
+        return Ticket(requests, sampling, {}, None)
+
+    def collect(self, *_: Any, **__: Any) -> list[Rollout]:
         """All recorded rollouts."""
         return self.rollouts
 

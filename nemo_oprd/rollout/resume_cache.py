@@ -65,8 +65,12 @@ class ResumeCache:
         self._aside.finish()
         for path in (self.path, *(self.path.with_name(name) for name in _STALE)):
             path.unlink(missing_ok=True)
-        about, kept = {**self._about(step, sampling, count), "requests": list(rollouts)}, [*rollouts.values()]
+        about, kept = self._what(step, rollouts, sampling, count)
         self._aside.start(lambda: _write(self.path, about, kept))
+
+    def write(self, path: Path, step: int, rollouts: list[Rollout], sampling: SamplingParams) -> None:
+        """Writes all rollouts of a step to another file, for `take`."""
+        _write(path, *self._what(step, dict(enumerate(rollouts)), sampling, len(rollouts)))
 
     def check(self) -> None:
         """Raises OSError if rollouts could not be written; does not wait."""
@@ -76,13 +80,19 @@ class ResumeCache:
         """Waits until the rollouts are on the disk. `failed`: another error is on its way, an error is a warning."""
         (self._aside.abandon if failed else self._aside.finish)()
 
-    def take(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
-        """The rollouts on disk by the index of their request, if they are of this step; the same on every rank."""
-        return first_ranks_rollouts(self._read(step, requests, sampling) if dist.get_rank() == 0 else {})
+    def take(
+        self, step: int, requests: list[Request], sampling: SamplingParams, path: Path | None = None
+    ) -> dict[int, Rollout]:
+        """The rollouts on disk by the index of their request, if they are of this step; the same on every rank.
 
-    def _read(self, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
+        `path`: a file of `write`; None: that of `put`.
+        """
+        is_first, path = dist.get_rank() == 0, path or self.path
+        return first_ranks_rollouts(self._read(path, step, requests, sampling) if is_first else {})
+
+    def _read(self, path: Path, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
         try:
-            about, rollouts = _load(self.path)
+            about, rollouts = _load(path)
             indices = about.pop("requests")
             if about != json.loads(json.dumps(self._about(step, sampling, len(requests)))):
                 return {}
@@ -97,6 +107,12 @@ class ResumeCache:
             i: dataclasses.replace(rollout, **told)
             for i, rollout, told in zip(indices, rollouts, told_anew, strict=True)
         }
+
+    def _what(
+        self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int
+    ) -> tuple[dict[str, Any], list[Rollout]]:
+        """What `_write` is told."""
+        return {**self._about(step, sampling, count), "requests": list(rollouts)}, [*rollouts.values()]
 
     def _about(self, step: int, sampling: SamplingParams, count: int) -> dict[str, Any]:
         return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}

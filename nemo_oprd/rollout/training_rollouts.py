@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NoReturn
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.data.order import PromptOrder
-from nemo_oprd.rollout.engine import TRAINING_STREAM, GenerationCancelled, Request, RolloutEngine, SamplingParams
+from nemo_oprd.rollout.engine import (
+    TRAINING_STREAM,
+    GenerationCancelled,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    Ticket,
+)
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs
 
@@ -55,19 +63,43 @@ def ended_on_purpose(rollouts: list[Rollout], config: Config) -> list[Rollout]:
     ]
 
 
+def lag_metrics(rollouts: list[Rollout], steps: int) -> dict[str, float]:
+    """By how many optimizer steps the weights that sampled the tokens are behind those after `steps` such steps."""
+    lags = [steps - rollout.weight_version for rollout in rollouts if rollout.weight_version is not None]
+    tokens = [len(rollout.response_ids) for rollout in rollouts if rollout.weight_version is not None]
+    if not sum(tokens):
+        return {}
+    mean = sum(lag * count for lag, count in zip(lags, tokens, strict=True)) / sum(tokens)
+    return {"rollout/lag_mean": mean, "rollout/lag_max": float(max(lags))}
+
+
 @dataclass(frozen=True)
+class Sampling:
+    """One step's responses while they are sampled."""
+
+    step: int
+    requests: list[Request]
+    params: SamplingParams
+    ticket: Ticket
+
+
+@dataclass
 class RolloutSampler:
     """Samples the rollouts of each step; they depend on the configuration, the step and the weights only.
+
+    With `rollout.max_lag` the responses of later steps are sampled before a step is computed: at the weights after k
+    steps those of step k + max_lag (from 0), and at the run's start those of all steps up to max_lag. At most one
+    step's responses are under way, and `settle` brings them home before the weights change.
 
     Attributes:
         prompts: none if the engine replays recorded rollouts.
         teacher_inputs: per teacher, what adds its sequences to rollouts; None if it reads the student's ids. Empty if
             recorded rollouts already have the sequences.
-        cache: keeps the rollouts of the current step, for a run that is interrupted.
-        first_step: the step for which the cache may hold rollouts.
+        cache: keeps the rollouts that were sampled last, for a run that is interrupted.
+        first_step: the number of steps behind the weights with which the run begins.
         should_cancel: whether the run was asked to stop; the sampling of a step is then cancelled.
-        stop: called on every rank after that, with the step, the completed responses and the requests; saves and
-            raises `Stopped`.
+        stop: called on every rank after that, with the steps so far, the completed responses and the requests; saves
+            and raises `Stopped`.
     """
 
     config: Config
@@ -79,38 +111,118 @@ class RolloutSampler:
     first_step: int
     should_cancel: Callable[[], bool]
     stop: Callable[[int, int, int], NoReturn]
+    _ready: dict[int, list[Rollout]] = field(default_factory=dict)  # by their step, which is not computed yet
+    _under_way: Sampling | None = None
+    _unchecked: list[list[Rollout]] = field(default_factory=list)
 
     def rollouts(self, step: int) -> list[Rollout]:
         """The rollouts of a step with their teachers' sequences, the same on every rank. Every rank calls this.
 
+        The engine has the weights after `step` steps.
+
         Raises:
             Stopped: a signal asked the run to stop before all responses were complete.
         """
-        count = self.config.train.prompts_per_step
-        requests = training_requests(self.prompts, self.config, step * count, count) if self.prompts.requests else []
-        rollouts = ended_on_purpose(self._sampled(step, requests), self.config)
+        requests = self._requests(step)
+        if requests:
+            self._sample_up_to(step)
+        else:
+            self._came(step, self.engine.generate(requests, training_sampling(self.config, step)))
+        rollouts = ended_on_purpose(self._ready[step], self.config)
         taught_by = self.routing.teachers_of(rollout.data_source for rollout in rollouts)
         return add_teacher_inputs(self.teacher_inputs, taught_by, rollouts, requests)
 
-    def _sampled(self, step: int, requests: list[Request]) -> list[Rollout]:
-        """The rollouts of a step; those that the interrupted run had sampled come from the cache."""
-        sampling = training_sampling(self.config, step)
-        if not self.prompts.requests:
-            return self.engine.generate(requests, sampling)
+    def settle(self, step: int) -> None:
+        """Waits for responses that are under way: the weights after `step` steps are about to change.
+
+        A server that died meanwhile can get the same weights again until here.
+
+        Raises:
+            Stopped: as `rollouts`.
+        """
+        if self._under_way is not None:
+            self._collect(self._under_way, step)
+
+    def unchecked(self) -> list[list[Rollout]]:
+        """What was sampled from the engine's weights since the last call, step by step."""
+        found, self._unchecked = self._unchecked, []
+        return found
+
+    def write_ahead(self, done: int, directory: Path) -> None:
+        """Writes the rollouts of steps that follow `done` steps, for `read_ahead`; one rank calls this."""
+        for step in range(done, done + len(self._ready)):
+            if step in self._ready:
+                params = training_sampling(self.config, step)
+                self.cache.write(directory / _file_name(step), step, self._ready[step], params)
+
+    def read_ahead(self, directory: Path) -> None:
+        """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.
+
+        Rollouts that the settings of now would not have are sampled anew.
+        """
+        lag, first = self.config.rollout.max_lag, self.first_step
+        for step in range(first, min(first + lag, self.config.train.steps)):
+            requests, params = self._requests(step), training_sampling(self.config, step)
+            found = self.cache.take(step, requests, params, directory / _file_name(step))
+            oldest = max(0, step - lag) * self.config.train.updates_per_rollout
+            if len(found) == len(requests) and all((r.weight_version or 0) >= oldest for r in found.values()):
+                self._ready[step] = [found[i] for i in range(len(requests))]
+            else:
+                logger.info(f"the checkpoint has no such rollouts of step {step + 1} as this run samples: sampled anew")
+
+    def _requests(self, step: int) -> list[Request]:
+        count = self.config.train.prompts_per_step
+        return training_requests(self.prompts, self.config, step * count, count) if self.prompts.requests else []
+
+    def _sample_up_to(self, step: int) -> None:
+        """Brings the responses of a step home, and leaves those of the last step that may be ahead of it under way."""
+        for earlier in [each for each in self._ready if each < step]:
+            del self._ready[earlier]
+        last = min(step + self.config.rollout.max_lag, self.config.train.steps - 1)
+        for each in range(step, last + 1):
+            if each in self._ready:
+                continue
+            sampling = self._begin(each)
+            if sampling is not None and (each == step or each < last):
+                self._collect(sampling, step)
+
+    def _begin(self, step: int) -> Sampling | None:
+        """Begins to sample the responses of a step; None if the cache has all of them from the interrupted run."""
+        requests, params = self._requests(step), training_sampling(self.config, step)
+        lag = self.config.rollout.max_lag
         self.cache.check()
-        cached = self.cache.take(step, requests, sampling) if step == self.first_step else {}
+        # only what the weights with which the run begins have sampled
+        cached = self.cache.take(step, requests, params) if max(0, step - lag) == self.first_step else {}
         if cached:
             number = f"the {len(cached)}" if len(cached) == len(requests) else f"{len(cached)} of {len(requests)}"
             logger.info(f"step {step + 1} resumes with {number} rollouts sampled before the interruption")
         if len(cached) == len(requests):
-            self.engine.rest()
-            return [cached[i] for i in range(len(requests))]
+            if not lag:
+                self.engine.rest()
+            self._came(step, [cached[i] for i in range(len(requests))])
+            return None
+        self._under_way = Sampling(step, requests, params, self.engine.submit(requests, params, cached))
+        return self._under_way
+
+    def _collect(self, sampling: Sampling, done: int) -> None:
+        """Waits for the responses of a step, while the run has made `done` steps, and keeps them for a resume."""
+        step, requests, params = sampling.step, sampling.requests, sampling.params
+        last = not self.config.rollout.max_lag
+        self._under_way = None
         try:
-            rollouts = self.engine.generate(requests, sampling, self.should_cancel, cached, last=True)
+            rollouts = self.engine.collect(sampling.ticket, self.should_cancel, last=last)
         except GenerationCancelled as cancelled:
             if cancelled.completed:
-                self.cache.put(step, cancelled.completed, sampling, len(requests))
+                self.cache.put(step, cancelled.completed, params, len(requests))
                 self.cache.finish()  # before the message says that they are kept
-            self.stop(step, len(cancelled.completed), len(requests))
-        self.cache.put(step, dict(enumerate(rollouts)), sampling, len(requests))
-        return rollouts
+            self.stop(done, len(cancelled.completed), len(requests))
+        self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
+        self._came(step, rollouts)
+
+    def _came(self, step: int, rollouts: list[Rollout]) -> None:
+        self._ready[step] = rollouts
+        self._unchecked.append(rollouts)
+
+
+def _file_name(step: int) -> str:
+    return f"rollouts_{step + 1:07d}.safetensors"

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import save_bridge
 from nemo_oprd.checkpointing.checkpointer import Checkpointer, skipped_in_a_row
-from nemo_oprd.checkpointing.directory import find_checkpoint
+from nemo_oprd.checkpointing.directory import find_checkpoint, iteration_directory
 from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
@@ -29,12 +30,13 @@ from nemo_oprd.models.megatron.parallel import init_distributed
 from nemo_oprd.models.weights.hf_export import export_hf
 from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
+from nemo_oprd.observability.phase_timer import PhaseTimer
 from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.training_rollouts import RolloutSampler
+from nemo_oprd.rollout.training_rollouts import RolloutSampler, lag_metrics
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
@@ -70,6 +72,31 @@ class TrainingRun:
     first_step: int
     files: RunFiles
     evaluator: Evaluator | None
+
+    def check_sampled(self, step: int) -> dict[str, float]:
+        """Compares what the engine has sampled with the student, whose weights it has; returns the metrics of both.
+
+        Raises:
+            ValueError: the engine samples from something else.
+        """
+        found: dict[str, float] = {}
+        for rollouts in self.sampler.unchecked():
+            found |= self.engine.metrics | self.sampling_check(self.distiller.student, rollouts, step)
+        return found
+
+    def settle(self, step: int, timer: PhaseTimer) -> dict[str, float]:
+        """Brings home and checks what was sampled during the update of a step, before the weights change."""
+        with timer("generate"):
+            self.sampler.settle(step)
+        with timer("check"):
+            return self.check_sampled(step)
+
+    def measure_lag(self, rollouts: list[Rollout], step: int) -> dict[str, float]:
+        """How far the student is from those that sampled the rollouts of a step; nothing without `rollout.max_lag`."""
+        if not self.config.rollout.max_lag:
+            return {}
+        now = step * self.config.train.updates_per_rollout
+        return lag_metrics(rollouts, now) | self.sampling_check.drift(self.distiller.student, rollouts, step)
 
     def finish(self) -> None:
         """Saves the trained bridge, exports the student to Hugging Face and prints the table of evaluations."""
@@ -186,21 +213,25 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     )
     teacher = files.teachers[0]
     models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
+    sampler = RolloutSampler(
+        config,
+        plan.run.models.routing,
+        engine,
+        data.prompts,
+        data.teacher_inputs,
+        cache,
+        first_step,
+        checkpointer.asked_to_stop,
+        checkpointer.stop_while_sampling,
+    )
+    checkpointer.write_ahead = sampler.write_ahead
+    if first_step:
+        sampler.read_ahead(iteration_directory(checkpoints, first_step))
     run = TrainingRun(
         config,
         distiller,
         engine,
-        RolloutSampler(
-            config,
-            plan.run.models.routing,
-            engine,
-            data.prompts,
-            data.teacher_inputs,
-            cache,
-            first_step,
-            checkpointer.asked_to_stop,
-            checkpointer.stop_while_sampling,
-        ),
+        sampler,
         SamplingCheck(config, plan.run.models.vocab_limit),
         recorder,
         Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals),

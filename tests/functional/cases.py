@@ -469,3 +469,30 @@ def load_damaged_checkpoint(overrides: list[str]) -> None:
 
     with mock.patch.object(MegatronCheckpoint, "__getitem__", cut):
         run_verify(overrides)
+
+
+def resample(overrides: list[str], step: int, checkpoint: str | None) -> list[tuple[list[int], int | None]]:
+    """What a step of a run samples, in an engine of its own with the weights of a checkpoint, or the initial ones.
+
+    Returns:
+        Per response, its ids, and the number of steps that name the weights (0, whatever was loaded).
+    """
+    from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
+    from nemo_oprd.rollout.engine_kinds import make_engine
+    from nemo_oprd.rollout.training_rollouts import training_requests, training_sampling
+    from nemo_oprd.setup.data import read_training_data
+    from nemo_oprd.setup.models import RunFiles, world_size
+    from nemo_oprd.setup.preflight import preflight
+
+    config = load_config("quickstart", overrides)
+    spec = preflight(config, world_size(), "train")
+    files = RunFiles(config, spec.models)
+    prompts = read_training_data(spec, files).prompts
+    student, count = files.student, config.train.prompts_per_step
+    engine: Any = make_engine(config, student.spec, student.directory, spec.student_layout, student.tokenizer.eos_ids)
+    read = HFCheckpoint(student.directory) if checkpoint is None else MegatronCheckpoint(checkpoint)
+    engine.load(read.__getitem__, str(checkpoint))
+    requests = training_requests(prompts, config, step * count, count)
+    rollouts = engine.generate(requests, training_sampling(config, step))
+    return [(rollout.response_ids.tolist(), rollout.weight_version) for rollout in rollouts]

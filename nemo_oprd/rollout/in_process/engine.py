@@ -18,7 +18,16 @@ from nemo_oprd.models.megatron.device_memory import free_bytes
 from nemo_oprd.models.megatron.model import build_chunks
 from nemo_oprd.models.megatron.parallel import Role, device, make_role, wait_for_all
 from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
-from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.engine import (
+    Generates,
+    GenerationCancelled,
+    Keep,
+    Request,
+    SamplingParams,
+    Ticket,
+    WeightStream,
+    check_room,
+)
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.in_process.decoding import generate_batch
 from nemo_oprd.rollout.response import Response
@@ -31,7 +40,7 @@ logger = logging.getLogger(__name__)
 SMALLEST_CACHE = 1024
 
 
-class MegatronEngine:
+class MegatronEngine(Generates):
     """A `RolloutEngine` on the student's ranks. Every rank of the world builds it and takes part in its calls."""
 
     def __init__(
@@ -59,6 +68,7 @@ class MegatronEngine:
         self.vocab_limit = vocab_limit or spec.vocab_size
         self._cache_setting, self._said_budget = rollout.max_cache_tokens, False
         self.metrics: dict[str, float] = {}
+        self._step = 0  # optimizer steps behind the weights
         self.role = make_role("rollout", layout)
         self._exchange = Exchange()
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -69,35 +79,41 @@ class MegatronEngine:
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. The parameters are split into this engine's shards one at a time."""
+        self._step = step
         if self.model is not None:
             load_stream([self.model], self.spec, self.role, weights())
 
     def load(self, read: TensorReader, source: str) -> None:
         """See `RolloutEngine`."""
+        self._step = 0
         if self.model is not None:
             load_hf([self.model], self.spec, self.role, read, source)
 
-    def generate(
+    def submit(
         self,
         requests: list[Request],
         sampling: SamplingParams,
-        should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
-        *,
-        last: bool = False,
-    ) -> list[Rollout]:
+    ) -> Ticket:
         """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group."""
         check_room(requests, self.spec.max_positions)
-        own_part, completed, done = dict[int, Response](), True, done or {}
+        return Ticket(requests, sampling, done or {}, keep)
+
+    def collect(
+        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+    ) -> list[Rollout]:
+        """See `RolloutEngine`."""
+        own_part, completed, requests = dict[int, Response](), True, ticket.requests
         if self.model is not None:
-            own_part, completed = self._generate_own_part(requests, sampling, should_cancel, set(done), keep)
+            own_part, completed = self._generate_own_part(ticket, should_cancel)
         # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
         # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
         wait_for_all()
         cancelled = should_cancel is not None and agree(device(), not completed)[0]
         shared = self._exchange.share({i: response.columns() for i, response in own_part.items()})
-        rollouts = {**done, **{i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}}
+        sampled = {i: _rollout(requests[i], Response.of(columns), self._step) for i, columns in shared.items()}
+        rollouts = {**ticket.done, **sampled}
         if cancelled:
             raise GenerationCancelled(rollouts)
         return [rollouts[i] for i in range(len(requests))]
@@ -110,12 +126,7 @@ class MegatronEngine:
         self.model = None
 
     def _generate_own_part(
-        self,
-        requests: list[Request],
-        sampling: SamplingParams,
-        should_cancel: Callable[[], bool] | None,
-        done: set[int],
-        keep: Keep | None,
+        self, ticket: Ticket, should_cancel: Callable[[], bool] | None
     ) -> tuple[dict[int, Response], bool]:
         """(Index of a request -> its response, for this data-parallel rank's requests; whether they are complete).
 
@@ -123,6 +134,7 @@ class MegatronEngine:
         requests are all in `done` is left out, and any other batch is sampled whole: a response does not depend on
         whether the generation was cancelled in between. A cancelled call keeps the responses of complete batches.
         """
+        requests, sampling, keep = ticket.requests, ticket.sampling, ticket.keep
         coords, data = self.role.member_coords, self.role.layout.data
         assert self.model is not None
         # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
@@ -131,7 +143,7 @@ class MegatronEngine:
         group = self.role.member_groups.tp  # tensor ranks sample together, so they must stop together
         is_cancelled = None if should_cancel is None else lambda: agree(device(), should_cancel(), group=group)[0]
         for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
-            if done.issuperset(batch):
+            if ticket.done.keys() >= set(batch):
                 continue
             if is_cancelled is not None and is_cancelled():
                 return own, False
@@ -156,7 +168,7 @@ class MegatronEngine:
             if coords.tensor == 0:
                 own.update(zip(batch, generated, strict=True))
                 if keep is not None:
-                    keep({i: _rollout(requests[i], own[i]) for i in batch})
+                    keep({i: _rollout(requests[i], own[i], self._step) for i in batch})
         return own, True
 
     def _cache_budget(self) -> int:
@@ -185,8 +197,9 @@ class MegatronEngine:
         return batches
 
 
-def _rollout(request: Request, response: Response) -> Rollout:
-    return request.answered(response.ids, finished=response.finished, expert_routes=response.routes)
+def _rollout(request: Request, response: Response, step: int) -> Rollout:
+    recorded = {"expert_routes": response.routes, "weight_version": step}
+    return request.answered(response.ids, finished=response.finished, **recorded)
 
 
 def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:

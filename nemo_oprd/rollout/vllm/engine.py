@@ -28,7 +28,16 @@ from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.parallel import device, everyones, init_distributed
 from nemo_oprd.models.megatron.param_names import mappings_by_name
 from nemo_oprd.models.weights.hf import TensorReader
-from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, SamplingParams, WeightStream, check_room
+from nemo_oprd.rollout.engine import (
+    Generates,
+    GenerationCancelled,
+    Keep,
+    Request,
+    SamplingParams,
+    Ticket,
+    WeightStream,
+    check_room,
+)
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.vllm import gpu_memory
@@ -40,6 +49,7 @@ from nemo_oprd.rollout.vllm.placement import Place, place_servers
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.rollout.vllm.tasks import Task
+from nemo_oprd.rollout.vllm.ticket import VllmTicket
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush
 from nemo_oprd.runtime.messages import ON_STDOUT
@@ -51,7 +61,7 @@ logger = logging.getLogger(__name__)
 CANCEL_CHECK_S = 0.5
 
 
-class VllmEngine:
+class VllmEngine(Generates):
     """A `RolloutEngine` whose servers are processes of their own; see the module's docstring."""
 
     def __init__(
@@ -150,35 +160,45 @@ class VllmEngine:
 
         self.update_weights(weights, 0)
 
-    def generate(
+    def submit(
         self,
         requests: list[Request],
         sampling: SamplingParams,
-        should_cancel: Callable[[], bool] | None = None,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
-        *,
-        last: bool = False,
-    ) -> list[Rollout]:
-        """See `RolloutEngine`. Each response is kept by itself, so `done` may hold any of them.
+    ) -> VllmTicket:
+        """See `RolloutEngine`. Responses are kept as they come, so `done` may hold any of them.
 
-        `keep` is called on the controllers, in the thread of their client.
+        The servers sample from here on. There is no collective in here unless servers had given their memory back.
+        `keep` is called on the controllers, in a thread of its own.
 
         Raises:
-            ValueError: a prompt leaves no room for a response, or a server refuses, answers nonsense or died too often.
+            ValueError: a prompt leaves no room for a response.
         """
         check_room(requests, self._spec.max_positions)
         assert self._stream is not None, "there are no weights to sample from"
         self._wake_up()
-        kept, own, busy = dict(done or {}), dict[int, Response](), dict[int, float]()
-        complete = set(kept)
         limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
-        task = Task(requests, sampling, *limits)
-        while missing := [i for i in range(len(requests)) if i not in complete]:
-            order = self._lengths.longest_first(requests, missing)
-            mine, found = self._round(task, order, should_cancel, keep)
-            own |= mine.sampled
-            complete |= found.sampled
+        ticket = VllmTicket(requests, sampling, dict(done or {}), keep, Task(requests, sampling, *limits))
+        self._begin_round(ticket)
+        return ticket
+
+    def collect(
+        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+    ) -> list[Rollout]:
+        """See `RolloutEngine`.
+
+        Raises:
+            ValueError: a server refuses, answers nonsense or died too often.
+        """
+        assert isinstance(ticket, VllmTicket)
+        busy = dict[int, float]()
+        while ticket.missing():
+            if ticket.under_way is None:
+                self._begin_round(ticket)
+            mine, found = self._end_round(ticket, should_cancel)
+            ticket.own |= mine.sampled
+            ticket.complete |= found.sampled
             busy |= found.busy_s
             if found.error is not None:
                 raise ServerRefused(found.error)
@@ -186,36 +206,39 @@ class VllmEngine:
             if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
                 (cancelled,) = agree(device(), should_cancel())
             if cancelled:
-                sampled = self._shared(requests, own)
-                self._finish(requests, sampled, busy, True)
-                raise GenerationCancelled({**kept, **sampled})
+                sampled = self._shared(ticket)
+                self._finish(ticket.requests, sampled, busy, True)
+                raise GenerationCancelled({**ticket.done, **sampled})
             assert failed or found.sampled, "no server had the weights"
             if failed and self._settings.repeat == "step":
-                own, complete = {}, set(kept)
-            self._check_clients(found.lost)
+                ticket.forget()
+            self._lost_clients += len(found.lost)
+            _check_clients(self._lost_clients, found.lost, self._settings.max_restarts)
             if found.died:
                 self._push.revive(found.died)
                 self._push_again()
-        sampled = self._shared(requests, own)
-        self._finish(requests, sampled, busy, last)
-        rollouts = {**kept, **sampled}
-        return [rollouts[i] for i in range(len(requests))]
+        sampled = self._shared(ticket)
+        self._finish(ticket.requests, sampled, busy, last)
+        rollouts = {**ticket.done, **sampled}
+        return [rollouts[i] for i in range(len(ticket.requests))]
 
-    def _round(
-        self, task: Task, order: list[int], should_cancel: Callable[[], bool] | None, keep: Keep | None
-    ) -> tuple[Round, RoundSummary]:
-        """One round of all controllers: (what this one brings home, what they do together)."""
+    def _begin_round(self, ticket: VllmTicket) -> None:
+        """Lets the controllers claim what a ticket lacks."""
+        order = self._lengths.longest_first(ticket.requests, ticket.missing())
+        if not order:
+            return
         claim, sampler = self._queue.open(order), self._mine.sampler
         mine, work = Round(), None
         if sampler is not None:
-
-            def keep_one(index: int, response: Response) -> None:
-                if keep is not None:
-                    keep({index: _rollout(task.requests[index], response)})
-
             slots = -(-len(order) // len(self._places))
-            job = Job(task, self._version, self._step, claim, slots, keep_one)
+            job = Job(ticket.task, self._version, self._step, claim, slots, ticket.keeping(_rollout))
             work = sampler.start(job, [*self._mine.servers.values()], mine)
+        ticket.under_way = mine, work
+
+    def _end_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> tuple[Round, RoundSummary]:
+        """Waits for the round of all controllers: (what this one brings home, what they do together)."""
+        assert ticket.under_way is not None
+        (mine, work), ticket.under_way = ticket.under_way, None
         cancelled = self._wait(work, should_cancel)
         found = RoundSummary.joined(everyones(RoundSummary.of(mine, cancelled)))
         self._queue.close()
@@ -245,24 +268,10 @@ class VllmEngine:
                 self._queue.cancel()
         return cancelled
 
-    def _check_clients(self, lost: list[str]) -> None:
-        """Counts client processes that ended in a round; ServerRefused if too many did. Every rank has the same."""
-        self._lost_clients += len(lost)
-        most = self._settings.max_restarts
-        for how in lost:
-            said = f"the client of the vLLM servers ({how}) is started again, and what it lacked is sampled again"
-            if dist.get_rank() == 0:
-                logger.warning(said, extra=ON_STDOUT)
-        if self._lost_clients > most:
-            raise ServerRefused(
-                f"the client of the vLLM servers ended {self._lost_clients} times, the last time: {lost[-1]}; expected "
-                f"at most {most} times (rollout.vllm.max_restarts): see whether the machine runs out of memory"
-            )
-
-    def _shared(self, requests: list[Request], own: dict[int, Response]) -> dict[int, Rollout]:
+    def _shared(self, ticket: VllmTicket) -> dict[int, Rollout]:
         """The rollouts of all controllers' responses, the same on every rank; views of what the machines exchange."""
-        shared = self._exchange.share({i: response.columns() for i, response in own.items()})
-        return {i: _rollout(requests[i], Response.of(columns)) for i, columns in shared.items()}
+        shared = self._exchange.share({i: response.columns() for i, response in ticket.own.items()})
+        return {i: _rollout(ticket.requests[i], Response.of(columns)) for i, columns in shared.items()}
 
     def _finish(self, requests: list[Request], sampled: dict[int, Rollout], busy: dict[int, float], last: bool) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
@@ -300,6 +309,19 @@ class VllmEngine:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
         self._mine.close()
         self._mine = Controlled()
+
+
+def _check_clients(count: int, lost: list[str], most: int) -> None:
+    """Says which client processes a round has `lost`; ServerRefused if it were more than `most` in all (`count`)."""
+    for how in lost:
+        said = f"the client of the vLLM servers ({how}) is started again, and what it lacked is sampled again"
+        if dist.get_rank() == 0:
+            logger.warning(said, extra=ON_STDOUT)
+    if count > most:
+        raise ServerRefused(
+            f"the client of the vLLM servers ended {count} times, the last time: {lost[-1]}; expected at most {most} "
+            "times (rollout.vllm.max_restarts): see whether the machine runs out of memory"
+        )
 
 
 def _rollout(request: Request, response: Response) -> Rollout:

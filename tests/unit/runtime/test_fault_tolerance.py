@@ -398,7 +398,7 @@ class TestPending:
 
         settings = ["student.hf_path=a", "teacher.hf_path=b", "output=c", "train.prompts_per_step=2"]
         prompts = TrainingPrompts(list(self.REQUESTS), PromptOrder((2,)))
-        engine = SimpleNamespace(generate=cancelled)
+        engine = SimpleNamespace(submit=lambda *_: None, collect=cancelled)
         cache = ResumeCache(tmp_path, {})
         config = load_config("verify", settings)
         sampler = RolloutSampler(config, None, engine, prompts, [], cache, 9, lambda: True, stop)  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""What `VllmEngine` knows of a call while its servers sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.rollout.engine import Request, Ticket
+from nemo_oprd.rollout.response import Response
+from nemo_oprd.rollout.vllm.client_process import Round
+from nemo_oprd.rollout.vllm.tasks import Task
+
+
+@dataclass
+class VllmTicket(Ticket):
+    """See `Ticket`.
+
+    Attributes:
+        own: responses of this rank's client process, by the index of their request.
+        complete: the indices of all requests that have a response on some rank.
+        under_way: the round that has begun and was not waited for, with this rank's part in it.
+    """
+
+    task: Task
+    own: dict[int, Response] = field(default_factory=dict)
+    complete: set[int] = field(init=False)
+    under_way: tuple[Round, Future | None] | None = None
+
+    def __post_init__(self) -> None:
+        self.complete = set(self.done)
+
+    def missing(self) -> list[int]:
+        """The requests without a response, in order."""
+        return [i for i in range(len(self.requests)) if i not in self.complete]
+
+    def forget(self) -> None:
+        """Gives up what was sampled since the ticket was made."""
+        self.own, self.complete = {}, set(self.done)
+
+    def keeping(self, rollout: Callable[[Request, Response], Rollout]) -> Callable[[dict[int, Response]], None] | None:
+        """`keep` for responses, of which `rollout` makes rollouts; None if nothing is to be kept."""
+        keep = self.keep
+        if keep is None:
+            return None
+        return lambda responses: keep({i: rollout(self.requests[i], one) for i, one in responses.items()})
