@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from golden_runs import metrics
+from lag_cases import GENERATE, requests
 from pool import Pools
+from vllm_engine_cases import make_bench
 
 from nemo_oprd.commands.toy.pair import make_tiny_pair
 
-STEPS = 4
+STEPS, BATCH = 4, 4
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         *("student.checkpoint=null", "teacher.checkpoint=null", "student.parallel.tensor=2"),
         f"data.train={root / 'prompts' / 'train.jsonl'}",
         *("data.validation={}", "evaluation.every=0", "evaluation.teacher=false", "logging.tensorboard=false"),
-        *("train.prompts_per_step=4", f"train.steps={STEPS}", "train.export_hf=false", "train.lr=1e-2"),
+        *(f"train.prompts_per_step={BATCH}", f"train.steps={STEPS}", "train.export_hf=false", "train.lr=1e-2"),
         *("train.save_every=1", "train.keep_checkpoints=0", "train.schedule=constant", "train.warmup_fraction=0"),
         *("rollout.max_new_tokens=16", "rollout.save=true"),
     ]
@@ -54,3 +56,36 @@ def test_each_response_is_of_the_weights_that_it_names(
     assert differs > 0, "other weights sample other responses"
     files = sorted(file.name for file in (run / "checkpoints" / "iter_0000001").glob("rollouts_*"))
     assert files == [f"rollouts_{step:07d}.safetensors" for step in range(2, 2 + lag)]
+
+
+def test_servers_sample_during_an_update_and_never_during_a_push(
+    pools: Pools, settings: list[str], tmp_path: Path
+) -> None:
+    """By the server's own log. A server that dies meanwhile gets the same weights again, and samples the same."""
+    rollouts, logs = [], []
+    for name, faults in (("whole", {}), ("dies", {"die": {"call": GENERATE, "at": 6}})):
+        root = make_bench(tmp_path / name, delay_s=0.05, **faults)
+        run = tmp_path / f"{name}_run"
+        vllm = ["rollout.engine=vllm", f"rollout.vllm.python={root / 'python'}", "rollout.vllm.check_tokens=0"]
+        overrides = [*settings, *vllm, "rollout.max_lag=1", "rollout.max_batch=2", f"output={run}"]
+        case = {"overrides": overrides, "root": str(root), "batch": BATCH, "steps": STEPS}
+        noted = pools[2].run("lag_cases:train_beside_servers", **case)
+        saved = [(run / "rollouts" / f"step_{step:07d}.jsonl").read_text() for step in range(1, STEPS + 1)]
+        rollouts.append([json.loads(line) for text in saved for line in text.splitlines()])
+        logs.append((requests(root), noted))
+    for one in rollouts[0]:
+        del one["logprobs"]
+    assert rollouts[0] == [{name: value for name, value in one.items() if name != "logprobs"} for one in rollouts[1]]
+    assert [one["weight_version"] for one in rollouts[0]] == [0] * 2 * BATCH + [1] * BATCH + [2] * BATCH
+    calls, noted = logs[0]
+    sampled = [number for number, line in enumerate(calls) if line["call"] == GENERATE]
+    pushed = [number for number, line in enumerate(calls) if line["call"] == "/finish_weight_update"]
+    assert len(sampled) == STEPS * BATCH and len(pushed) == STEPS + 1
+    for step in range(1, STEPS):  # the batch of step `step` is sampled during update `step - 1`
+        batch, update = sampled[step * BATCH : (step + 1) * BATCH], noted[step - 1]
+        assert pushed[step - 1] < batch[0] and batch[-1] < pushed[step]
+        assert calls[batch[-1]]["time"] < update["optimizer"]
+        assert step == 1 or calls[batch[0]]["time"] > noted[step - 2]["optimizer"]
+    # the other run's server died once, and its successor got weights of a version that was pushed before
+    again = [line for line in logs[1][0] if line["call"] == "/finish_weight_update"]
+    assert len(again) == STEPS + 2

@@ -1,0 +1,56 @@
+"""A whole run whose sampling goes on while updates are computed, with servers of `vllm_stand_in.py`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from cases import run_train
+
+GENERATE = "/inference/v1/generate"
+PATIENCE_S = 60.0
+
+
+def requests(root: str | Path) -> list[dict[str, Any]]:
+    """The calls that the stand-in has got, in order."""
+    file = Path(root) / "requests.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def train_beside_servers(overrides: list[str], root: str, batch: int, steps: int) -> list[dict[str, float]]:
+    """Trains; an update waits for a request of the next batch, which comes only if that is sampled meanwhile.
+
+    Args:
+        batch: requests of a step.
+
+    Returns:
+        Per update, when its gradient began and when its optimizer began, in seconds since the epoch.
+    """
+    from nemo_oprd import train
+    from nemo_oprd.distillation.student import Student
+
+    gradients, optimizer, noted = train.accumulate_gradients, Student.optimizer_step, list[dict[str, float]]()
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        number = len(noted) + 1
+        if kwargs.get("whole_gradients"):  # the check of gradients before the first step
+            return gradients(*args, **kwargs)
+        noted.append({"began": time.time()})
+        until, wanted = time.monotonic() + PATIENCE_S, batch * number + 1
+        while number < steps and sum(line["call"] == GENERATE for line in requests(root)) < wanted:
+            assert time.monotonic() < until, f"nothing of batch {number + 1} is sampled during update {number}"
+            time.sleep(0.01)
+        return gradients(*args, **kwargs)
+
+    def step(*args: Any) -> Any:
+        noted[-1]["optimizer"] = time.time()
+        return optimizer(*args)
+
+    with mock.patch.object(train, "accumulate_gradients", slowly), mock.patch.object(Student, "optimizer_step", step):
+        run_train(overrides=overrides, config="quickstart")
+    dist.barrier()
+    return noted
