@@ -160,9 +160,9 @@ class VllmEngine:
         *,
         last: bool = False,
     ) -> list[Rollout]:
-        """See `RolloutEngine`. Each response is kept by itself, so `done` may hold any of them.
+        """See `RolloutEngine`. Responses are kept as they come, so `done` may hold any of them.
 
-        `keep` is called on the controllers, in the thread of their client.
+        `keep` is called on the controllers, in a thread of its own.
 
         Raises:
             ValueError: a prompt leaves no room for a response, or a server refuses, answers nonsense or died too often.
@@ -209,12 +209,13 @@ class VllmEngine:
         mine, work = Round(), None
         if sampler is not None:
 
-            def keep_one(index: int, response: Response) -> None:
-                if keep is not None:
-                    keep({index: _rollout(task.requests[index], response)})
+            def keep_rollouts(responses: dict[int, Response]) -> None:
+                assert keep is not None
+                keep({i: _rollout(task.requests[i], response) for i, response in responses.items()})
 
             slots = -(-len(order) // len(self._places))
-            job = Job(task, self._version, self._step, claim, slots, keep_one)
+            takes = None if keep is None else keep_rollouts
+            job = Job(task, self._version, self._step, claim, slots, takes)
             work = sampler.start(job, [*self._mine.servers.values()], mine)
         cancelled = self._wait(work, should_cancel)
         found = RoundSummary.joined(everyones(RoundSummary.of(mine, cancelled)))
