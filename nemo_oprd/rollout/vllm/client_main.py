@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +58,82 @@ class OthersServer(Server):
         return "" if self.log is None else last_words(self.log)
 
 
+class ToldRound:
+    """One round, and what the controller is told of it: responses, claims, and at the end how it went.
+
+    What arises in one turn of the event loop goes in one message: a round begins with a claim for every slot, and
+    servers often finish several responses at a time.
+    """
+
+    def __init__(self, channel: Channel, client: Client, message: dict[str, Any]) -> None:
+        """`message`: `Job.message`."""
+        self._channel = channel
+        self._writer = SegmentWriter(lambda file: channel.send({"kind": "segment"}, file))
+        self._servers: list[Server] = [OthersServer(**server) for server in message["servers"]]
+        check = AnswerCheck(message["version"], message["known_ids"])
+        self.work = Sampling(client, check, message["timeout_s"], self._claim, message["slots"], self._deliver)
+        self._responses: list[dict[str, Any]] = []  # not yet told, like `_claims`
+        self._claims: list[asyncio.Future[Claimed | None]] = []
+        self._told: deque[list[asyncio.Future[Claimed | None]]] = deque()  # the claims of each message
+        self._will_tell = self._is_exhausted = False
+
+    async def run(self) -> None:
+        """Samples; says how it went."""
+        work = self.work
+        try:
+            await work.run(self._servers)
+        finally:
+            self._writer.close()
+        self._tell()
+        self._channel.send({"kind": "over", "died": [*work.died.items()], "error": work.error,
+                            "busy_s": [*work.busy_s.items()]})  # fmt: skip
+
+    def _deliver(self, index: int, response: Response, server: int) -> None:
+        assert response.logprobs is not None
+        segment, offset = self._writer.write(response.ids, response.logprobs)
+        place = {"segment": segment, "offset": offset, "tokens": len(response.ids)}
+        self._responses.append({"index": index, "finished": response.finished, "server": server, **place})
+        self._tell_soon()
+
+    async def _claim(self) -> Claimed | None:
+        if self._is_exhausted:
+            return None
+        future = asyncio.get_running_loop().create_future()
+        self._claims.append(future)
+        self._tell_soon()
+        return await future
+
+    def _tell_soon(self) -> None:
+        if not self._will_tell:
+            self._will_tell = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._will_tell = False
+        claims = [future for future in self._claims if not future.cancelled()]
+        if claims:
+            self._told.append(claims)
+        if claims or self._responses:
+            self._channel.send({"kind": "news", "claims": len(claims), "responses": self._responses})
+        self._claims, self._responses = [], []
+
+    def claimed(self, requests: list[Claimed]) -> None:
+        """Takes what the controller gives for the claims of a message; fewer requests are the last ones."""
+        futures = self._told.popleft()
+        self._is_exhausted = len(requests) < len(futures)
+        for future, request in zip_longest(futures, requests):
+            if not future.cancelled():
+                future.set_result(request)
+            elif request is not None:  # its server has not lived to see it
+                self.work.give_back(request)
+
+
 class ClientMain:
     """Does what the controller asks for. Everything but `take` runs in the thread of the client's event loop."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._client = channel, Client()
-        self._round: Sampling | None = None
-        self._claims: dict[int, asyncio.Future[Claimed | None]] = {}
-        self._claim_count = 0
+        self._round: ToldRound | None = None
 
     def take(self, message: dict[str, Any]) -> None:
         """Takes a message of the controller: sample, claimed, died or stop."""
@@ -73,53 +143,26 @@ class ClientMain:
             self._client.call(lambda: getattr(self, f"_{message['kind']}")(message))
 
     async def _sample(self, message: dict[str, Any]) -> None:
-        """One round, of which the controller hears response by response, and at the end how it went."""
-        writer = SegmentWriter(lambda file: self._channel.send({"kind": "segment"}, file))
-
-        def deliver(index: int, response: Response, server: int) -> None:
-            assert response.logprobs is not None
-            segment, offset = writer.write(response.ids, response.logprobs)
-            place = {"segment": segment, "offset": offset, "tokens": len(response.ids)}
-            about = {"index": index, "finished": response.finished, "server": server}
-            self._channel.send({"kind": "response", **about, **place})
-
-        check = AnswerCheck(message["version"], message["known_ids"])
-        work = Sampling(self._client, check, message["timeout_s"], self._claim, message["slots"], deliver)
-        self._round = work
         try:
-            await work.run([OthersServer(**server) for server in message["servers"]])
-            self._channel.send({"kind": "over", "died": [*work.died.items()], "error": work.error,
-                                "busy_s": [*work.busy_s.items()]})  # fmt: skip
+            self._round = ToldRound(self._channel, self._client, message)
+            await self._round.run()
         except BaseException:
             self._channel.send({"kind": "failed", "traceback": traceback.format_exc()})
             raise
         finally:
             self._round = None
-            writer.close()
-
-    def _claim(self) -> asyncio.Future[Claimed | None]:
-        """Asks the controller for the next request."""
-        self._claim_count += 1
-        future = self._claims[self._claim_count] = asyncio.get_running_loop().create_future()
-        self._channel.send({"kind": "claim", "number": self._claim_count})
-        return future
 
     def _claimed(self, message: dict[str, Any]) -> None:
-        """What the controller gives for a claim, which its server may not have lived to see."""
-        future, index = self._claims.pop(message["number"]), message["index"]
-        claimed = None if index is None else (index, message["body"])
-        if not future.cancelled():
-            future.set_result(claimed)
-        elif claimed is not None and self._round is not None:
-            self._round.give_back(claimed)
+        if self._round is not None:
+            self._round.claimed([(index, body) for index, body in message["requests"]])
 
     def _died(self, message: dict[str, Any]) -> None:
         if self._round is not None:
-            self._round.note_death(message["server"], message["why"])
+            self._round.work.note_death(message["server"], message["why"])
 
     def _stop(self, _: dict[str, Any]) -> None:
         if self._round is not None:
-            self._round.stopped.set()
+            self._round.work.stopped.set()
 
 
 def _end_with_parent(parent: int) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from nemo_oprd.rollout.vllm.channel import Channel
 from nemo_oprd.rollout.vllm.segments import SegmentReader
 from nemo_oprd.rollout.vllm.server import LocalServer, Server
 from nemo_oprd.rollout.vllm.tasks import Task
+from nemo_oprd.runtime.aside import Aside
 
 MODULE = "nemo_oprd.rollout.vllm.client_main"
 
@@ -80,7 +82,7 @@ class Job:
         step: optimizer steps behind these weights.
         claim: the index of the next request; None if there are no more. Other controllers claim from the same queue.
         slots: the most requests that a server gets at a time.
-        keep: called with every response, by the index of its request.
+        keep: called with responses, by the index of their request; each counts once it has returned.
     """
 
     task: Task
@@ -88,7 +90,7 @@ class Job:
     step: int
     claim: Callable[[], int | None]
     slots: int
-    keep: Callable[[int, Response], None] | None = None
+    keep: Callable[[dict[int, Response]], None] | None = None
 
     def message(self, servers: list[Server]) -> dict[str, Any]:
         """What the client process is told."""
@@ -103,6 +105,56 @@ def _address(server: Server) -> dict[str, Any]:
     paths = {"socket": server.socket, "log": server.log if isinstance(server, LocalServer) else None}
     names = {name: getattr(server, name) for name in ("number", "in_flight", "base_url", "headers")}
     return names | {"label": server.name} | {name: None if path is None else str(path) for name, path in paths.items()}
+
+
+class Keeper:
+    """Takes responses to `result` once `keep` has returned: in a thread, so that a slow disk holds up nothing else.
+
+    `failed` is called in that thread if they can't be kept; the end of the context raises why.
+    """
+
+    def __init__(
+        self, keep: Callable[[dict[int, Response]], None] | None, result: Round, failed: Callable[[], None]
+    ) -> None:
+        self._keep, self._result, self._failed = keep, result, failed
+        self._waiting = SimpleQueue[tuple[int, Response] | None]()  # None: there are no more
+        self._aside = Aside("the responses to keep")
+
+    def __enter__(self) -> Keeper:
+        if self._keep is not None:
+            keep = self._keep
+            self._aside.start(lambda: self._work(keep))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits until all responses are kept."""
+        self._waiting.put(None)
+        if kind is None:
+            self._aside.finish()
+        else:
+            self._aside.abandon()
+
+    def add(self, index: int, response: Response) -> None:
+        """Takes a response, by the index of its request."""
+        if self._keep is None:
+            self._result.sampled[index] = response
+        else:
+            self._waiting.put((index, response))
+
+    def _work(self, keep: Callable[[dict[int, Response]], None]) -> None:
+        try:
+            is_over = False
+            while not is_over:
+                found = [self._waiting.get()]
+                while not self._waiting.empty():  # nobody else takes from it
+                    found.append(self._waiting.get())
+                is_over, responses = found[-1] is None, dict(filter(None, found))
+                if responses:
+                    keep(responses)
+                    self._result.sampled |= responses
+        except BaseException:
+            self._failed()
+            raise
 
 
 class ClientProcess:
@@ -138,7 +190,7 @@ class ClientProcess:
     def start(self, job: Job, servers: list[Server], result: Round) -> Future[None]:
         """Begins a round, whose responses and end go to `result`; what the future raises went wrong in our own code.
 
-        `job.claim` and `job.keep` are called in a thread of this object.
+        `job.claim` and `job.keep` are called in threads of this object, each in its own.
         """
         if self._process is None:
             self._start()
@@ -157,38 +209,49 @@ class ClientProcess:
             self._channel.send(message)
 
     def _carry_out(self, job: Job, servers: list[Server], result: Round) -> None:
-        segments = SegmentReader()
         try:
-            self._tell(job.message(servers))
-            while (message := self._channel.receive()) is not None:
-                kind = message.pop("kind")
-                if kind == "claim":
-                    self._claim(job, message["number"])
-                elif kind == "segment":
-                    segments.add(self._channel.take_file())
-                elif kind == "response":
-                    self._take(job, segments, result, **message)
-                elif kind == "over":
-                    result.died, result.error = dict(message["died"]), message["error"]
-                    result.busy_s = dict(message["busy_s"])
-                    return
-                else:
-                    raise RuntimeError(f"the client process of the vLLM servers failed: {message['traceback']}")
-            result.lost.append(self._end())
+            with Keeper(job.keep, result, self.stop) as keeper:
+                self._tell(job.message(servers))
+                self._listen(job, keeper, result)
         except BaseException:
             self._end()  # the servers give up what they sample when their connections close
             raise
 
-    def _claim(self, job: Job, number: int) -> None:
-        index = job.claim()
-        body = None if index is None else job.task.body(index)
-        self._tell({"kind": "claimed", "number": number, "index": index, "body": body})
+    def _listen(self, job: Job, keeper: Keeper, result: Round) -> None:
+        """Does what the client process asks for until the round is over, or the process has ended."""
+        segments = SegmentReader()
+        while (message := self._channel.receive()) is not None:
+            kind = message.pop("kind")
+            if kind == "news":
+                if message["claims"]:  # first, because servers wait for that
+                    self._claim(job, message["claims"])
+                for response in message["responses"]:
+                    self._take(job, segments, keeper, **response)
+            elif kind == "segment":
+                segments.add(self._channel.take_file())
+            elif kind == "over":
+                result.died, result.error = dict(message["died"]), message["error"]
+                result.busy_s = dict(message["busy_s"])
+                return
+            else:
+                raise RuntimeError(f"the client process of the vLLM servers failed: {message['traceback']}")
+        result.lost.append(self._end())
+
+    def _claim(self, job: Job, count: int) -> None:
+        """Gives as many requests, or all that are left."""
+        requests = []
+        for _ in range(count):  # one at a time, so that machines take turns
+            index = job.claim()
+            if index is None:
+                break
+            requests.append((index, job.task.body(index)))
+        self._tell({"kind": "claimed", "requests": requests})
 
     def _take(
         self,
         job: Job,
         segments: SegmentReader,
-        result: Round,
+        keeper: Keeper,
         *,
         index: int,
         finished: bool,
@@ -200,10 +263,7 @@ class ClientProcess:
         """Takes a response, which `server` has sampled."""
         ids, logprobs = segments.response(segment, offset, tokens)
         versions = np.array([[job.step, 0, tokens]], np.int32)  # the client process has compared `Job.version`
-        response = Response(ids, finished, logprobs, versions)
-        if job.keep is not None:
-            job.keep(index, response)
-        result.sampled[index] = response
+        keeper.add(index, Response(ids, finished, logprobs, versions))
 
     def _end(self) -> str:
         """Ends the process; how it had ended."""

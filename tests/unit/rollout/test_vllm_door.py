@@ -115,6 +115,18 @@ def test_a_lease_ends(visitor: Visitor) -> None:
     assert visitor.let_in == ["/pause"] * 3
 
 
+def test_a_late_call_takes_no_lease_that_was_given_back(visitor: Visitor) -> None:
+    """A request of a client process that has ended may arrive after the controller has given the lease back."""
+    visitor.knock("/pause", "first")
+    assert visitor.knock(RELEASE, "first") == (200, "")
+    status, said = visitor.knock("/inference/v1/generate", "first")
+    assert status == 423 and said.startswith("the run that makes the call has given its lease back; expected ")
+    assert visitor.knock(RELEASE, "first")[0] == 423
+    assert visitor.knock(RENEW, "first") == (200, "")
+    assert visitor.knock("/pause", "second")[0] == 0
+    assert visitor.let_in == ["/pause"] * 2
+
+
 def test_a_call_of_no_run_takes_no_lease(visitor: Visitor) -> None:
     """Neither does one that keeps a lease, if there is none: another client of a run may have given it back."""
     assert visitor.knock("/pause")[0] == 0

@@ -3,7 +3,8 @@
 `Door` is ASGI middleware that a server loads by `--middleware nemo_oprd_door.Door`. It stands before every call but
 GET /health; vLLM's own `--api-key` leaves the calls open that change weights. A call that is not a GET also needs the
 lease: the first run that makes one gets it, keeps it by calling, and loses it LEASE_S seconds after its last call, or
-by a call of RELEASE. The trainer and the server both import this module, so it needs the standard library alone.
+by a call of RELEASE. A lease that was given back is over: a call that comes late does not take it again. The trainer
+and the server both import this module, so it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import stat
 import time
+from collections import deque
 from typing import Any
 
 # environment of a server: the file with its tokens
@@ -24,6 +26,8 @@ LEASE_S = 120.0
 RENEW, RELEASE = "/nemo_oprd/renew", "/nemo_oprd/release"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,}")
 _MOST_BYTES = 1 << 16
+# calls of a run come seconds late, not after the ends of so many others
+_MOST_GIVEN_BACK = 100
 
 
 def read_tokens(path: str) -> list[str]:
@@ -70,6 +74,7 @@ class Door:
         self._app = app
         self._tokens = [token.encode() for token in read_tokens(os.environ[TOKEN_FILE])]
         self._lease, self._run, self._since, self._ends = b"", "", "", 0.0
+        self._given_back = deque[bytes](maxlen=_MOST_GIVEN_BACK)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Lets a request in, or answers it."""
@@ -106,11 +111,14 @@ class Door:
             )
         if path == RENEW and not self._lease:  # of a run that has given it back meanwhile
             return 200, ""
+        if lease in self._given_back:  # a request that was on its way when its run ended
+            return 423, "the run that makes the call has given its lease back; expected a run with a lease of its own"
         if lease and not self._lease:
             self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             said = headers.get(RUN.encode(), b"").decode(errors="replace")[:200]
             self._run = "".join(letter for letter in said if letter.isprintable()) or "a run"
         self._lease, self._ends = lease, now + LEASE_S
-        if path == RELEASE:
+        if path == RELEASE and lease:
             self._lease = b""
+            self._given_back.append(lease)
         return (200, "") if path in (RENEW, RELEASE) else None
