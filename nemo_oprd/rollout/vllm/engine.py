@@ -276,9 +276,8 @@ class VllmEngine:
     def rest(self, level: int = 2) -> None:
         """See `RolloutEngine`; weights that are replaced next need not be copied to the host (level 2)."""
         self._asleep = level
-        self._mine.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
-        if self._any_sleeps:
-            dist.barrier()  # no rank computes before the memory of its GPU is free
+        if self._any_sleeps:  # no rank computes before the memory of its GPU is free
+            self._push.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
 
     def _wake_up(self) -> None:
         """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
@@ -288,7 +287,7 @@ class VllmEngine:
         if self._asleep == 2:
             self._push_again()
         else:
-            self._mine.call_sleepers("/wake_up")
+            self._push.call_sleepers("/wake_up")
         self._asleep = 0
 
     def _push_again(self) -> None:
