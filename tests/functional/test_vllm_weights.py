@@ -118,7 +118,9 @@ class TestSharedGpus:
         times = [line["time"] for line in lines(found["root"]) if line["path"] == "/sleep?level=1&mode=wait"]
         assert len(times) == 3 and max(times) - min(times) < 1
 
-    @pytest.mark.parametrize(("path", "plan"), [("/sleep", "load 1, generate"), ("/wake_up", "load 1, generate, generate")])
+    @pytest.mark.parametrize(
+        ("path", "plan"), [("/sleep", "load 1, generate"), ("/wake_up", "load 1, generate, generate")]
+    )
     def test_a_refusal_ends_all_controllers(self, run: Any, path: str, plan: str) -> None:
         """With the server's own words; the controller whose server sleeps well does not wait for the other one."""
         refuse = {"call": path, "at": 2 if path == "/sleep" else 3, "text": "no memory to keep the weights in"}

@@ -107,7 +107,7 @@ class VllmEngine:
         """A server of this rank, not yet started."""
         common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
-            headers = caller(str(self._settings.token_file), self._config.output)
+            headers = caller(str(self._settings.token_file), self._config.output, place.url)
             return Endpoint(*common, generation=1, url=place.url, headers=headers)
         assert self._mine.folder is not None
         return LocalServer(
