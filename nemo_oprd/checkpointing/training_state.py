@@ -111,7 +111,7 @@ def save_checkpoint(
                 shutil.copy(source / "config.json", partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
-                state = {"step": step, "optimizer_steps": student.optimizer_steps}
+                state: dict[str, Any] = {"step": step, "optimizer_steps": student.optimizer_steps}
                 state |= resume_signature(student.config, student.objective, student.needs)
                 state["adaptive_gaps"] = student.adaptive.state()
                 if student.objective.trains_in_parts:

@@ -137,7 +137,10 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
 
 @contextmanager
 def _written_aside(run: TrainingRun) -> Iterator[None]:
-    """At the end, or at a stop, waits for the files that are written aside, and raises what went wrong with them."""
+    """At the end, or at a stop, waits for the files that are written aside, and raises what went wrong with them.
+
+    Another error is told first: the process waits for these files when it ends (`runtime/aside.py`).
+    """
     failed = True
     try:
         yield
