@@ -55,7 +55,7 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
         distiller, student, engine, timer = run.distiller, run.distiller.student, run.engine, PhaseTimer()
         logger.info(check_gradients(distiller, accumulate_gradients))
         updates_per_step = config.train.updates_per_rollout
-        engine.update_weights(student.hf_weights, run.first_step * updates_per_step)
+        engine.update_weights(student.hf_weights, student.optimizer_steps)
         run.validation.before_training(student)
         for step in range(run.first_step, config.train.steps):
             with timer("generate"):
@@ -75,7 +75,7 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
                 with timer("update"):
                     updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
             with timer("sync"):
-                engine.update_weights(student.hf_weights, (step + 1) * updates_per_step)
+                engine.update_weights(student.hf_weights, student.optimizer_steps)
             run.recorder.record(step + 1, rollouts, updates, timer.take(), measured)
             evaluation = run.validation.after_step(step + 1)
             run.checkpointer.after_step(step + 1, [update for _, update in updates], evaluation)

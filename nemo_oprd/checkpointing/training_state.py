@@ -115,7 +115,8 @@ def save_checkpoint(
                 copy_tokenizer_files(source, partial / "hf")
                 write_more(partial)
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
-                state = {"step": step, **resume_signature(student.config, student.objective, student.needs)}
+                state: dict[str, Any] = {"step": step, "optimizer_steps": student.optimizer_steps}
+                state |= resume_signature(student.config, student.objective, student.needs)
                 state["adaptive_gaps"] = student.adaptive.state()
                 if student.objective.trains_in_parts:
                     state["partial_training_updates"] = student.partial_training.state
@@ -168,7 +169,10 @@ def check_resume_signature(root: Path, step: int, config: Config, objective: Obj
 
 
 def load_checkpoint(root: Path, step: int, student: Student) -> None:
-    """Loads model and optimizer, at whatever layout the student has now; every rank of the world calls this."""
+    """Loads model and optimizer, at whatever layout the student has now; every rank of the world calls this.
+
+    Checkpoints of earlier versions do not count their optimizer steps: the present `train.updates_per_rollout` counts.
+    """
     from megatron.core import dist_checkpointing
 
     quieten_checkpoints()
@@ -182,13 +186,14 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
         for i, chunk in enumerate(average.chunks if average is not None else ()):
             if f"average{i}" in state:
                 chunk.load_state_dict(loaded[f"average{i}"])
+    saved = read_state(directory)
+    student.optimizer_steps = saved.get("optimizer_steps", step * student.config.train.updates_per_rollout)
     if not student.role.is_member:
         return
     for i, chunk in enumerate(student.ddp):
         chunk.module.load_state_dict(loaded[f"model{i}"])
     if "optimizer" in state:
         load_optimizer_state(student.optimizer, loaded["optimizer"])
-    saved = read_state(directory)
     student.adaptive.restore(saved["adaptive_gaps"])
     if student.objective.trains_in_parts:
         student.partial_training.restore(saved["partial_training_updates"])

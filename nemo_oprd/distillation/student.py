@@ -66,7 +66,8 @@ class Student:
     """The trained model. Every rank builds it; `role.is_member` says whether this rank holds a part of the model.
 
     `chunks` are this rank's model chunks (none outside the role), and `ddp` the same, wrapped for gradient reduction.
-    With `teacher.weights=ema`, `average` is the teacher; else None.
+    With `teacher.weights=ema`, `average` is the teacher; else None. `optimizer_steps` counts those of the whole run,
+    also the skipped ones, and is the same on every rank.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Student:
         self.ddp: list[Any] = []
         self.optimizer: Any = None
         self.average: EmaTeacher | None = None
+        self.optimizer_steps = 0
         self._teacher_heads: list[torch.Tensor | None] = [None] * len(objective.teachers)
         if not role.is_member:
             if trainable:
@@ -167,8 +169,9 @@ class Student:
 
         Args:
             step: number of steps before this one; it determines the learning rate.
-            metrics: of the batch of the gradients; None on ranks outside the role.
+            metrics: of the batch of the gradients; None on ranks outside the role, which only count.
         """
+        self.optimizer_steps += 1
         if metrics is None:
             return None
         self.adaptive.update(metrics)

@@ -50,7 +50,7 @@ class RolloutFiles:
             self._aside.start(lambda: self._write(files))
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits until all files are complete. `failed`: another error is on its way, an error is a warning."""
+        """Waits until all files are complete; `failed`: another error is on its way, see `Aside.abandon`."""
         (self._aside.abandon if failed else self._aside.finish)()
 
     def _write(self, files: list[RolloutFile]) -> None:

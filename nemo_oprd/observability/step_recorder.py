@@ -98,7 +98,7 @@ class StepRecorder:
         self._files.write(files)
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits for the files that are being written. `failed`: another error is on its way, an error is a warning."""
+        """Waits for the files that are being written; `failed`: another error is on its way, see `Aside.abandon`."""
         self._files.finish(failed=failed)
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], metrics: StepMetrics) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """Packed arrays of single ranks -> every rank, through host memory only: how sampled responses reach the trainer.
 
-Each machine gets every array once, in one file of its shared memory that all of its ranks map. Between machines the
-bytes go over gloo, from one rank per machine to the others, one broadcast per machine and without padding. Nothing is
-pickled but the sizes, and nothing passes through a GPU.
+Each machine gets every array once, in one file of its shared memory that all of its ranks map, or on its disk if the
+shared memory is too small for it. Every byte is reserved before it is touched: where there is no room for a page of a
+mapped file, touching it ends the process (SIGBUS). Between machines the bytes go over gloo, from one rank per machine
+to the others, one broadcast per machine and without padding. Nothing is pickled but the sizes, and nothing passes
+through a GPU.
 
 A rank's plan needs some of the responses only, but the plans of the student and of the teachers, whose layouts differ,
 need different ones, and all ranks compute the plans from all responses. A token takes 8 bytes (id and log-probability),
@@ -11,9 +13,11 @@ so a million tokens take 8 MB per machine, whatever its number of ranks: less th
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import socket
+import tempfile
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,12 +29,20 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.models.megatron.parallel import everyones, host_group
+from nemo_oprd.runtime.signals import agree
+
+logger = logging.getLogger(__name__)
 
 # what is shared of one item, by name; equal names have equal dtypes and shapes but for the first dimension
 Columns: TypeAlias = "dict[str, np.ndarray]"
 SHARED_MEMORY = Path("/dev/shm")
 # the most bytes of one broadcast
 PIECE_BYTES = 256 << 20
+_EXPECTED = (
+    "; expected room for all responses of a step, once per machine, in shared memory or on disk: enlarge /dev/shm "
+    "(docker --shm-size), set TMPDIR to a larger place, or lower train.prompts_per_step, rollout.per_prompt or "
+    "rollout.max_new_tokens"
+)
 # arrays begin at multiples of this
 _ALIGNMENT = 16
 
@@ -74,10 +86,14 @@ class Part:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before they share: its part; a leader also its machine's file, or what failed."""
+    """What a rank tells the others before they share: its part; a leader also its machine's file, or what failed.
+
+    `on_disk`: the file is not in shared memory.
+    """
 
     part: Part
     file: str | None = None
+    on_disk: bool = False
     problem: str | None = None
 
 
@@ -86,11 +102,14 @@ class Exchange:
 
     Args:
         preferred: ranks that speak for their machine; where there is none, the machine's first rank does.
-        folder: where such a rank makes its file; whoever removes this folder removes what a killed rank left.
+        folder: where such a rank makes its file; whoever removes this folder removes what a killed rank left. A file
+            for which there is no room is in a folder of its own among the temporary files of the machine (TMPDIR), and
+            so are all later ones.
     """
 
     def __init__(self, preferred: Iterable[int] = (), folder: Path | None = None) -> None:
         self._machines, self._folder = everyones(machine_name()), folder or SHARED_MEMORY
+        self._on_disk = False
         wanted = set(preferred)
         order = sorted(range(len(self._machines)), key=lambda rank: (rank not in wanted, rank))
         leaders: dict[str, int] = {}
@@ -111,27 +130,42 @@ class Exchange:
         The arrays are read-only views of one mapping, whose memory lives as long as one of them.
 
         Raises:
-            ValueError: the shared memory of a machine is too small, or not the same for all of its ranks; raised on
-                every rank.
+            ValueError: a machine has no room for them, or its ranks share no memory; raised on every rank.
         """
         if len(self._machines) == 1:
             return own
         part, arrays = pack(own)
+        shared = None
+        while shared is None:
+            shared = self._share(part, arrays)
+        return shared
+
+    def _share(self, part: Part, arrays: list[np.ndarray]) -> dict[int, Columns] | None:
+        """As `share`; None on every rank if a machine had no room, whose next file is on disk."""
         offers = everyones(self._offer(part))
         own_file = offers[self._rank].file
         if own_file is not None and any(offer.problem for offer in offers):
-            Path(own_file).unlink(missing_ok=True)
+            self._remove(Path(own_file))
         _check(offer.problem for offer in offers)
         order = sorted(range(len(offers)), key=lambda rank: (self._leader_of[rank], rank))
         ends = np.cumsum([offers[rank].part.size for rank in order]).tolist()
         starts = dict(zip(order, [0, *ends[:-1]], strict=True))
-        with self._open(Path(str(offers[self._leader_of[self._rank]].file))) as file:
-            mapping = self._map(file, ends[-1])
-            for place, array in zip(part.arrays, arrays, strict=True):
-                _write(file.fileno(), array, starts[self._rank] + place.start)
-        dist.barrier(group=host_group())
-        self._broadcast(mapping, {rank: (starts[rank], offers[rank].part.size) for rank in order})
-        dist.barrier(group=host_group())
+        ranges = {rank: (starts[rank], offers[rank].part.size) for rank in order}
+        offer = offers[self._leader_of[self._rank]]
+        path = Path(str(offer.file))
+        with self._open(path) as file:
+            problem = self._fill(file.fileno(), part, arrays, ranges)
+            if problem is not None:  # what is on disk is in a folder of its own
+                problem = f"{path.parents[offer.on_disk]} of {machine_name().strip()}: {problem}"
+            if failed := _of_all(problem):
+                whose = list(zip(failed, self._leader_of, strict=True))
+                _check(why and why + _EXPECTED for why, leader in whose if offers[leader].on_disk)
+                self._go_to_disk([why for why, leader in whose if leader == self._rank])
+                return None
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if self._leads else mmap.ACCESS_READ)
+        if len(self._leaders) > 1:
+            self._broadcast(mapping, ranges)
+            dist.barrier(group=host_group())
         items: dict[int, Columns] = {}
         for rank in order:
             items |= unpack(offers[rank].part, mapping, starts[rank])
@@ -141,12 +175,21 @@ class Exchange:
         """With the file of this machine, which is empty until everybody has opened it and it has lost its name."""
         if not self._leads:
             return _Offer(part)
-        path = self._folder / f"nemo_oprd_shared_{uuid.uuid4().hex}"
+        folder = self._folder
         try:
+            if self._on_disk:  # of mode 0700
+                folder = Path(tempfile.mkdtemp(prefix="nemo_oprd_shared_"))
+            path = folder / f"nemo_oprd_shared_{uuid.uuid4().hex}"
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         except OSError as error:
-            return _Offer(part, problem=f"{path}: can't be made ({error.strerror}); expected a writable /dev/shm")
-        return _Offer(part, str(path))
+            where = "the directory of temporary files (TMPDIR)" if self._on_disk else str(folder)
+            return _Offer(part, problem=f"{where}: no file can be made ({error.strerror}); expected a writable one")
+        return _Offer(part, str(path), self._on_disk)
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        if self._on_disk:
+            path.parent.rmdir()
 
     def _open(self, path: Path) -> BinaryIO:
         """The file of this rank's machine, which loses its name; ValueError on all ranks if one can't open its own."""
@@ -159,28 +202,41 @@ class Exchange:
                 f"({machine_name().strip()}) has made ({error.strerror}); expected the ranks of a machine to share "
                 "/dev/shm: start them in one container, or give each container a host name of its own"
             )
-        problems = everyones(problem)
+        problems = _of_all(problem)
         if self._leads:
-            path.unlink(missing_ok=True)
+            self._remove(path)
         _check(problems)
         assert file is not None
         return file
 
-    def _map(self, file: BinaryIO, size: int) -> mmap.mmap:
-        """Room for `size` bytes, mapped by every rank; ValueError on all ranks if a machine has less."""
-        problem = None
-        if self._leads:
-            try:
-                os.posix_fallocate(file.fileno(), 0, max(size, 1))
-            except OSError as error:
-                problem = (
-                    f"{self._folder} of {machine_name().strip()}: {size:,} bytes of sampled responses don't fit into "
-                    f"shared memory ({error.strerror}); expected room for all responses of a step, once per machine: "
-                    "enlarge /dev/shm (docker --shm-size), or lower train.prompts_per_step, rollout.per_prompt or "
-                    "rollout.max_new_tokens"
-                )
-        _check(everyones(problem))
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if self._leads else mmap.ACCESS_READ)
+    def _fill(self, file: int, part: Part, arrays: list[np.ndarray], ranges: dict[int, tuple[int, int]]) -> str | None:
+        """Writes this rank's part at its place; a leader reserves those of other machines. What failed, if anything.
+
+        The ranks do this at the same time: each of them reserves bytes that no other one touches.
+        """
+        try:
+            if self._leads:
+                os.ftruncate(file, max(1, *map(sum, ranges.values())))  # which reserves nothing
+            for rank, (start, size) in ranges.items():
+                of_others = self._leads and self._leader_of[rank] != self._rank
+                if size and (rank == self._rank or of_others):
+                    os.posix_fallocate(file, start, size)
+            for place, array in zip(part.arrays, arrays, strict=True):
+                _write(file, array, ranges[self._rank][0] + place.start)
+        except OSError as error:
+            size = sum(size for _, size in ranges.values())
+            return f"{size:,} bytes of sampled responses don't fit ({error.strerror})"
+        return None
+
+    def _go_to_disk(self, failed: list[str | None]) -> None:
+        """Lets a leader make its next files on disk if one of the ranks of its machine has `failed`."""
+        why = next(filter(None, failed), None)
+        if why is not None:
+            self._on_disk = True
+            logger.warning(
+                f"{why}; from here on they are in a temporary file (TMPDIR): enlarge /dev/shm (docker --shm-size) to "
+                "keep them in memory"
+            )
 
     def _broadcast(self, mapping: mmap.mmap, ranges: dict[int, tuple[int, int]]) -> None:
         """Every leader gets the bytes of the other machines; `ranges`: (start, size) of each rank, by machine."""
@@ -243,6 +299,12 @@ def _write(file: int, array: np.ndarray, start: int) -> None:
     while left:
         written = os.pwrite(file, left, start)
         left, start = left[written:], start + written
+
+
+def _of_all(problem: str | None) -> list[str | None]:
+    """The problem that each rank has; empty if none has any, which takes one short collective."""
+    (any_failed,) = agree(torch.device("cpu"), problem is not None, group=host_group())
+    return everyones(problem) if any_failed else []
 
 
 def _check(problems: Iterable[str | None]) -> None:

@@ -77,7 +77,7 @@ class ResumeCache:
         self._aside.check()
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits until the rollouts are on the disk. `failed`: another error is on its way, an error is a warning."""
+        """Waits until the rollouts are on the disk; `failed`: another error is on its way, see `Aside.abandon`."""
         (self._aside.abandon if failed else self._aside.finish)()
 
     def take(

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from nemo_oprd.runtime import messages, watchdog
+from nemo_oprd.runtime import aside, messages, watchdog
 from nemo_oprd.runtime.disk import describe, is_about_files, no_space
 from nemo_oprd.runtime.signals import STOPPED_EXIT_CODE, Stopped
 
@@ -35,20 +35,23 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     messages.show()
     watchdog.enabled = alone
+    is_idle = True
     try:
         code = work()
         _leave()
     except Exception as error:
         code = _report(error)
+        is_idle = aside.leave(aside.LEAVE_S)
     except KeyboardInterrupt:
         code = 130
     else:
         if code:
             sys.exit(code)
         return
-    if watchdog.current() is None:
+    if watchdog.current() is None and is_idle:
         sys.exit(code)
-    # other ranks may have died in a collective, and closing the communicators would wait for them
+    # other ranks may have died in a collective, and closing the communicators would wait for them; so would the
+    # interpreter for a thread that writes to a disk that hangs
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

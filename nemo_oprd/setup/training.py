@@ -95,8 +95,8 @@ class TrainingRun:
         """How far the student is from those that sampled the rollouts of a step; nothing without `rollout.max_lag`."""
         if not self.config.rollout.max_lag:
             return {}
-        now = step * self.config.train.updates_per_rollout
-        return lag_metrics(rollouts, now) | self.sampling_check.drift(self.distiller.student, rollouts, step)
+        student = self.distiller.student
+        return lag_metrics(rollouts, student.optimizer_steps) | self.sampling_check.drift(student, rollouts, step)
 
     def finish(self) -> None:
         """Saves the trained bridge, exports the student to Hugging Face and prints the table of evaluations."""
@@ -164,7 +164,10 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
 
 @contextmanager
 def _written_aside(run: TrainingRun) -> Iterator[None]:
-    """At the end, or at a stop, waits for the files that are written aside, and raises what went wrong with them."""
+    """At the end, or at a stop, waits for the files that are written aside, and raises what went wrong with them.
+
+    Another error is told first: the process waits for these files when it ends (`runtime/aside.py`).
+    """
     failed = True
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import torch.distributed as dist
+from messages import messages
 from object_bytes import object_bytes
 
 from nemo_oprd.batch.types import Rollout
@@ -75,28 +77,54 @@ def share(folder: str, machines: str, parts: list[dict[int, int]], preferred: tu
     return [sorted(kept[0]), all(everybody), exchange._leaders, files, sent[0]]
 
 
-def without_room(folder: str, machines: str, small: int) -> str:
-    """The shared memory of rank `small` has no room; the message, which all ranks agree about."""
+def without_room(folder: str, machines: str, small: int, disk: str, full: tuple[str, ...]) -> dict[str, Any]:
+    """Rank `small` has no room in the folders `full`, of shared memory and of temporary files (`disk`).
+
+    Returns the "error" of the first exchange, which all ranks agree about; what was "said"; and of a second one, in
+    which only the shared memory is full, whether the files were on disk, per rank.
+    """
     init_distributed()
-    rank = dist.get_rank()
+    rank, reserve = dist.get_rank(), os.posix_fallocate
+    world = set(range(dist.get_world_size()))
 
-    def full(file: int, start: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def refuse(file: int, start: int, size: int) -> None:
+        place = os.readlink(f"/proc/self/fd/{file}")
+        places.append(place)
+        if rank == small and any(place.startswith(each) for each in refused):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(file, start, size)
 
-    found = ""
-    with on_machine(machines[rank]):
+    error, refused, places = "", full, list[str]()
+    with (
+        on_machine(machines[rank]),
+        mock.patch.object(tempfile, "tempdir", disk),
+        mock.patch.object(os, "posix_fallocate", refuse),
+        messages("nemo_oprd.rollout") as said,
+    ):
         exchange = Exchange(folder=Path(folder))
         try:
-            with mock.patch.object(os, "posix_fallocate", full if rank == small else os.posix_fallocate):
-                exchange.share({rank: item(rank, 1000)})
-        except ValueError as error:
-            found = str(error)
-        again = exchange.share({rank: item(rank, 5)})
-    assert sorted(again) == list(range(dist.get_world_size()))
-    everybody = [""] * dist.get_world_size()
-    dist.all_gather_object(everybody, found)
-    assert set(everybody) == {found} and not left_in(folder)
-    return found
+            found = exchange.share({rank: item(rank, 1000)})
+            assert found.keys() == world and all(same(found[key], item(key, 1000)) for key in world)
+        except ValueError as raised:
+            error = str(raised)
+        refused, places = (folder,), []
+        found = exchange.share({rank: item(rank, 5)})
+        assert found.keys() == world and all(same(found[key], item(key, 5)) for key in world)
+    everybody: list[Any] = [None] * len(world)
+    dist.all_gather_object(everybody, (error, said, places[-1].startswith(disk)))
+    assert {theirs for theirs, _, _ in everybody} == {error} and not left_in(folder) and not left_in(disk)
+    on_disk = [theirs for _, _, theirs in everybody]
+    return {"error": error, "said": [line for _, lines, _ in everybody for line in lines], "on_disk": on_disk}
+
+
+def in_little_memory(folder: str, tokens: int) -> list[str]:
+    """Shares items in a `folder` that is smaller; what the first rank said. Nothing dies of it."""
+    init_distributed()
+    rank, world = dist.get_rank(), range(dist.get_world_size())
+    with messages("nemo_oprd.rollout") as said:
+        found = Exchange(folder=Path(folder)).share({rank: item(rank, tokens)})
+    assert all(same(found[key], item(key, tokens)) for key in world) and not left_in(folder)
+    return said
 
 
 def not_shared(folder: str, machines: str) -> str:

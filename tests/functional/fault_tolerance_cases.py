@@ -1,4 +1,4 @@
-"""What the pool's workers run for test_skipped_updates.py: training whose numbers go wrong in chosen steps."""
+"""What the pool's workers run for test_skipped_updates.py and test_updates_per_rollout.py: training that is watched."""
 
 from __future__ import annotations
 
@@ -85,3 +85,19 @@ def run_poisoned_train(
 def weights(student: Student) -> dict[str, torch.Tensor]:
     """Copies of all whole weights; every student rank calls this."""
     return {name: value.clone() for name, value in student.hf_weights()} if student.role.is_member else {}
+
+
+def versions_of_weights(overrides: list[str]) -> list[int]:
+    """`train` on recorded rollouts; the optimizer steps of each update of the engine, the same on every rank."""
+    import torch.distributed as dist
+
+    from nemo_oprd.rollout.replay import ReplayEngine
+    from nemo_oprd.train import train
+
+    given: list[int] = []
+    with mock.patch.object(ReplayEngine, "update_weights", lambda self, weights, step: given.append(step)):
+        train(load_config("verify", overrides))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, given)
+    assert all(theirs == given for theirs in everyones)
+    return given

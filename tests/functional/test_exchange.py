@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,36 @@ def test_no_object_collective_carries_tokens(pools: Pools, tmp_path: Path) -> No
     assert 0 < sent[1] < sent[0] + 400
 
 
-@pytest.mark.parametrize(("machines", "small"), [("ab", 1), ("aabb", 2)])
-def test_a_machine_whose_shared_memory_is_too_small(pools: Pools, tmp_path: Path, machines: str, small: int) -> None:
-    arguments = {"folder": str(tmp_path), "machines": machines, "small": small}
-    message = pools[len(machines)].run("exchange_cases:without_room", **arguments)
-    assert "bytes of sampled responses don't fit into shared memory (No space left on device)" in message
-    assert "enlarge /dev/shm (docker --shm-size)" in message and "\n" not in message
+@pytest.mark.parametrize(("machines", "small"), [("ab", 1), ("aabb", 2), ("aab", 1)])
+@pytest.mark.parametrize("both", [False, True], ids=["shared memory", "and disk"])
+def test_a_machine_without_room(pools: Pools, tmp_path: Path, machines: str, small: int, both: bool) -> None:
+    """It goes on with files on disk, and says so once; with neither, all ranks raise. Nothing is left."""
+    folder, disk = (str(tmp_path / name) for name in ("memory", "disk"))
+    for place in (folder, disk):
+        Path(place).mkdir()
+    arguments = {"folder": folder, "disk": disk, "machines": machines, "small": small}
+    found = pools[len(machines)].run("exchange_cases:without_room", full=(folder, disk)[: 1 + both], **arguments)
+    (said,) = found["said"]
+    assert f"{folder} of " in said and "bytes of sampled responses don't fit (No space left on device); from" in said
+    assert "in a temporary file (TMPDIR): enlarge /dev/shm (docker --shm-size)" in said and "\n" not in said
+    assert found["on_disk"] == [machine == machines[small] for machine in machines]
+    if both:
+        assert f"{disk} of " in found["error"] and "enlarge /dev/shm (docker --shm-size), set TMPDIR" in found["error"]
+        assert "\n" not in found["error"]
+    else:
+        assert found["error"] == ""
+
+
+def test_shared_memory_of_one_megabyte(pools: Pools, tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no tmpfs could be mounted (needs root)")
+    try:
+        (said,) = pools[2].run("exchange_cases:in_little_memory", folder=str(tmp_path), tokens=50_000)
+        assert "don't fit (No space left on device)" in said
+        assert pools[2].run("exchange_cases:in_little_memory", folder=str(tmp_path), tokens=500) == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_ranks_that_share_no_memory_are_told_apart(pools: Pools, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from nemo_oprd.commands.toy.task import write_tokenizer
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.runtime.run_lock import RunLock
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = {"student": GOLDEN / "student", "teacher": GOLDEN / "wide_teacher"}
@@ -208,6 +209,11 @@ def test_mistakes(pools: Pools, tmp_path: Path, rollouts: Path) -> None:
     bridge = tmp_path / "bridge"
     with pytest.raises(WorkerError, match="bridge.rank=40: expected at most 32"):
         pools[1].run("cases:run_fit_bridge", overrides=[*base, "bridge.rank=40", f"output={bridge}"])
+    assert not bridge.exists()
+    lock = RunLock(bridge)
+    with pytest.raises(WorkerError, match=f"output={bridge} is in use by process"):
+        pools[1].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={bridge}"])
+    lock.release()
     pools[1].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={bridge}"])
     (bridge / "notes.txt").write_text("mine")
     with pytest.raises(WorkerError, match="is not a bridge; choose another directory"):

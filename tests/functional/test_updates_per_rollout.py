@@ -169,3 +169,21 @@ def test_resume(pools: Pools, tmp_path: Path) -> None:
     assert told == [[0, UPDATES], [UPDATES, 2 * UPDATES]]
     got, once = weights(parts / "hf"), weights(whole / "hf")
     assert all(torch.equal(got[name], value) for name, value in once.items())
+
+
+def test_the_optimizer_steps_behind_the_weights_go_on_after_a_change(pools: Pools, tmp_path: Path) -> None:
+    """Also on ranks outside the student, and from a checkpoint that does not count them."""
+    sizes = ["teacher.placement=dedicated", "teacher.ranks=1", "train.tokens_per_microbatch=32", "train.save_every=2"]
+
+    def given(updates: int, steps: int) -> list[int]:
+        changed = [f"train.updates_per_rollout={updates}", "train.allow_changes=[train.updates_per_rollout]"]
+        overrides = [*BASE, *sizes, *changed, f"train.steps={steps}", f"output={tmp_path}", "train.export_hf=false"]
+        return pools[2].run("fault_tolerance_cases:versions_of_weights", overrides=overrides)
+
+    assert given(2, 2) == [0, 2, 4]
+    assert given(3, 4) == [4, 7, 10]
+    file = tmp_path / "checkpoints" / "iter_0000004" / "state.json"
+    state = json.loads(file.read_text())
+    assert state.pop("optimizer_steps") == 10
+    file.write_text(json.dumps(state))
+    assert given(3, 5) == [12, 15]

@@ -263,12 +263,24 @@ class TestEndpoint:
             found = self.run(pools, endpoint)
             assert (found["error"], found["sampled"]) == (None, [expected(1, PROMPTS)])
 
-    def test_a_second_run_is_refused_at_the_door(self, pools: Pools, endpoint: dict[str, Any]) -> None:
+    @staticmethod
+    def leasing(endpoint: dict[str, Any], output: Path) -> Endpoint:
+        """The endpoint as a run in the directory `output` sees it."""
+        url = endpoint["url"]
+        return Endpoint(0, 1, url=url, generation=1, headers=caller(endpoint["token_file"], str(output), url))
+
+    def test_a_killed_run_is_started_again_at_once(self, pools: Pools, endpoint: dict[str, Any]) -> None:
+        """In its directory."""
+        killed, server = Client(), self.leasing(endpoint, Path(endpoint["root"]) / "run")
+        killed.run(killed.post(server, "/pause", timeout=20))
+        found = self.run(pools, endpoint, plan=["load 1", "generate"])
+        assert (found["error"], found["sampled"]) == (None, [expected(1, PROMPTS)])
+        killed.close()
+
+    def test_a_second_run_is_refused_at_the_door(self, pools: Pools, endpoint: dict[str, Any], tmp_path: Path) -> None:
         """Before anything of the server changes, with one line that says who has it."""
         first, calls = Client(), len(lines(endpoint["root"]))
-        server = Endpoint(
-            0, 1, url=endpoint["url"], generation=1, headers=caller(endpoint["token_file"], "/runs/the first\n")
-        )
+        server = self.leasing(endpoint, tmp_path / "the first\n")
         first.run(first.post(server, "/pause", timeout=20))
         found = self.run(pools, endpoint)
         said = found["error"]
@@ -289,11 +301,13 @@ class TestEndpoint:
         assert "refuses /collective_rpc with status 401: the call has no token, or another one; expected" in said
         assert "x" * 40 not in said and len(lines(endpoint["root"])) == calls
 
-    def test_an_idle_run_keeps_its_lease(self, endpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_idle_run_keeps_its_lease(
+        self, endpoint: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """While the trainer computes, nothing else asks the server."""
         monkeypatch.setattr(client_module, "LEASE_S", 0.3)
         idle = Client()
-        server = Endpoint(0, 1, url=endpoint["url"], generation=1, headers=caller(endpoint["token_file"], "idle"))
+        server = self.leasing(endpoint, tmp_path / "idle")
         asked: list[str] = []
         post = idle.post
 

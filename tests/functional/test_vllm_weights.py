@@ -118,6 +118,16 @@ class TestSharedGpus:
         times = [line["time"] for line in lines(found["root"]) if line["path"] == "/sleep?level=1&mode=wait"]
         assert len(times) == 3 and max(times) - min(times) < 1
 
+    @pytest.mark.parametrize(
+        ("path", "plan"), [("/sleep", "load 1, generate"), ("/wake_up", "load 1, generate, generate")]
+    )
+    def test_a_refusal_ends_all_controllers(self, run: Any, path: str, plan: str) -> None:
+        """With the server's own words; the controller whose server sleeps well does not wait for the other one."""
+        refuse = {"call": path, "at": 2 if path == "/sleep" else 3, "text": "no memory to keep the weights in"}
+        found = run(plan, "rollout.vllm.replicas=2", memory="freed", ranks=2, nodes=True, faults={"refuse": refuse})
+        assert f"refuses {path}" in found["error"] and refuse["text"] in found["error"]
+        assert found["seconds"][-1] < 20
+
     def test_a_server_is_restarted_in_memory_that_the_trainer_gives_back(self, run: Any) -> None:
         found = run("load 1, occupy, kill, generate", memory="freed", faults={"start_while": True})
         assert found["error"] is None and found["sampled"] == [expected(1, PROMPTS)]

@@ -10,6 +10,7 @@ context parallel ranks, and the pairs are divided among those ranks for the fit 
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from nemo_oprd.distillation.gradient_injection import row_chunks
 from nemo_oprd.distillation.objective import model_identity
 from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.runtime.disk import check_output
-from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.runtime.messages import ON_STDOUT, is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, agree
 from nemo_oprd.setup.checks import check_experts_train
 from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
@@ -48,8 +50,8 @@ def fit_bridge(spec: RunSpec) -> None:
     `output/rollouts`; when the command is started again, it reads them instead of sampling them again.
 
     Raises:
-        ValueError: the configuration, a model or the data are wrong, hidden states are not finite, or there are fewer
-            rows than the rank needs.
+        ValueError: the configuration, a model or the data are wrong, hidden states are not finite, there are fewer
+            rows than the rank needs, or another process uses the directory.
         Stopped: a signal asked the process to stop; the same command resumes with the rollouts that were kept.
     """
     output = Path(spec.config.output)
@@ -57,10 +59,13 @@ def fit_bridge(spec: RunSpec) -> None:
     check_directory(output, "fit-bridge")
     spec = _without_sequence_parallelism(spec)
     config, files = spec.config, RunFiles(spec.config, spec.models)
-    source = rollout_source(spec, files)
-    plan = make_plan(spec, files, fitting=True)
-    distiller = build_distiller(plan, trainable=False)
-    with Signals() as signals:
+    with ExitStack() as stack:
+        if is_first_rank():
+            stack.callback(RunLock(output).undo)
+        source = rollout_source(spec, files)
+        plan = make_plan(spec, files, fitting=True)
+        distiller = build_distiller(plan, trainable=False)
+        signals = stack.enter_context(Signals())
         statistics = _collect_statistics(config, distiller, source, signals)
         # a signal that arrives from here on is ignored: the remaining work is short
         bridge = _fit(config, distiller, statistics, source)

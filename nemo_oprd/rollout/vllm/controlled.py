@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -46,24 +45,6 @@ class Controlled:
                 server.start()
         # that of a server ends with it; between its death and its restart nobody else would remove the folder
         self.folder.guard()
-
-    def call_sleepers(self, path: str) -> None:
-        """Calls the servers that share GPUs with the trainer, all at the same time (not yet run).
-
-        A dead one is found by the next update.
-        """
-        if self.client is None or not self.sleepers:
-            return
-        client = self.client
-
-        async def call(server: Server) -> None:
-            with suppress(ServerDied):
-                await client.post_watched(server, path)
-
-        async def all_of_them() -> None:
-            await asyncio.gather(*(call(self.servers[number]) for number in self.sleepers))
-
-        client.run(all_of_them())
 
     def report_deaths(self) -> None:
         """Tells the client process which servers have ended, which their parent alone sees."""

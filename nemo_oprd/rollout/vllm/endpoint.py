@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import secrets
@@ -12,11 +13,14 @@ from urllib.parse import urlsplit
 
 from nemo_oprd.rollout.vllm.server import Server
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import LEASE, RUN, read_tokens
+from nemo_oprd.runtime.files import replacing
 from nemo_oprd.runtime.messages import ON_STDOUT
 
 logger = logging.getLogger(__name__)
 
 UNIX = "unix://"
+# in a run directory: a secret of mode 0600, by which its endpoints know a later start
+LEASE_FILE = Path("vllm", "lease")
 
 
 @dataclass
@@ -48,17 +52,38 @@ class Endpoint(Server):
         self.generation += 1
 
 
-def caller(token_file: str, output: str) -> dict[str, str]:
-    """The headers by which an endpoint knows this run: the token, a lease of its own, and what others are told of it.
+def caller(token_file: str, output: str, url: str) -> dict[str, str]:
+    """The headers by which an endpoint knows this run: the token, a lease, and what others are told of it.
+
+    The lease is the same for all starts in the directory `output`, but for the name of this start: whoever starts there
+    holds the directory's lock, so that the earlier ones have ended. It is another one for each endpoint, and in a copy
+    of the directory.
 
     Raises:
         ValueError: `token_file` holds no token.
+        OSError: `output` can't be written.
     """
+    of_endpoint = f"{os.path.realpath(output)} {url}".encode()
+    lease = hmac.digest(_secret(Path(output) / LEASE_FILE), of_endpoint, "sha256").hex()
     return {
         "authorization": f"Bearer {read_tokens(token_file)[0]}",
-        LEASE: secrets.token_hex(16),
+        LEASE: f"{lease}.{secrets.token_hex(16)}",
         RUN: ascii(f"{Path(output).name} (process {os.getpid()} on {socket.gethostname()})")[1:-1],
     }
+
+
+def _secret(file: Path) -> bytes:
+    """What the file holds; a fresh one if there is none, or if others can read it, as in a copy of the directory."""
+    try:
+        return read_tokens(str(file))[0].encode()
+    except ValueError:
+        secret = secrets.token_hex(32)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as partial:
+            partial.unlink(missing_ok=True)
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                stream.write(f"{secret}\n")
+        return secret.encode()
 
 
 def check_endpoints(urls: list[str], token_file: str | None) -> None:

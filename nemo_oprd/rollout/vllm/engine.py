@@ -117,7 +117,7 @@ class VllmEngine(Generates):
         """A server of this rank, not yet started."""
         common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
-            headers = caller(str(self._settings.token_file), self._config.output)
+            headers = caller(str(self._settings.token_file), self._config.output, place.url)
             return Endpoint(*common, generation=1, url=place.url, headers=headers)
         assert self._mine.folder is not None
         return LocalServer(
@@ -285,9 +285,8 @@ class VllmEngine(Generates):
     def rest(self, level: int = 2) -> None:
         """See `RolloutEngine`; weights that are replaced next need not be copied to the host (level 2)."""
         self._asleep = level
-        self._mine.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
-        if self._any_sleeps:
-            dist.barrier()  # no rank computes before the memory of its GPU is free
+        if self._any_sleeps:  # no rank computes before the memory of its GPU is free
+            self._push.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
 
     def _wake_up(self) -> None:
         """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
@@ -297,7 +296,7 @@ class VllmEngine(Generates):
         if self._asleep == 2:
             self._push_again()
         else:
-            self._mine.call_sleepers("/wake_up")
+            self._push.call_sleepers("/wake_up")
         self._asleep = 0
 
     def _push_again(self) -> None:

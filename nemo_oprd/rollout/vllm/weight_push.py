@@ -155,6 +155,19 @@ class WeightPush:
                 return
             self.revive(failures.died)
 
+    def call_sleepers(self, path: str) -> None:
+        """Calls the servers that share GPUs with the trainer, all at the same time (not yet run).
+
+        A dead one is found by the next update. Returns on every rank when all have answered; every rank calls this.
+
+        Raises:
+            ServerRefused: a server refuses.
+        """
+        failures, client = Failures(), self._mine.client
+        if client is not None:
+            self._each(self._mine.sleepers, lambda server: client.post_watched(server, path), failures)
+        failures.shared().check()
+
     def revive(self, died: dict[int, str]) -> None:
         """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
 

@@ -23,6 +23,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.observability import rollout_files, rollout_lines
 from nemo_oprd.observability.rollout_files import RolloutFile, RolloutFiles
 from nemo_oprd.rollout.replay import write_rollouts
+from nemo_oprd.runtime import aside
 
 
 def rollouts(count: int = 3, length: int = 50) -> list[Rollout]:
@@ -104,6 +105,7 @@ def test_an_error_beside_another_one_is_a_warning(tmp_path: Path, caplog: pytest
     files = RolloutFiles(None)
     files.write([RolloutFile(tmp_path / "a.jsonl", rollouts())])
     files.finish(failed=True)
+    assert aside.leave(60)
     assert "files of rollouts: [Errno 28] No space left on device" in caplog.text
 
 

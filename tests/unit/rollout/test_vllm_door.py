@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import socket
 import stat
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from nemo_oprd.commands import serve
 from nemo_oprd.rollout.vllm import weight_group
+from nemo_oprd.rollout.vllm.endpoint import LEASE_FILE, caller
 from nemo_oprd.rollout.vllm.server import server_environment
 from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.weight_group import open_store, own_address
@@ -125,6 +127,52 @@ def test_a_late_call_takes_no_lease_that_was_given_back(visitor: Visitor) -> Non
     assert visitor.knock(RENEW, "first") == (200, "")
     assert visitor.knock("/pause", "second")[0] == 0
     assert visitor.let_in == ["/pause"] * 2
+
+
+def test_a_later_start_of_a_run_takes_its_lease_over(visitor: Visitor) -> None:
+    """At once, as often as the run is started; what an earlier start has left behind can't use it, or give it back."""
+    for number in ("1", "2", "3"):
+        assert visitor.knock("/pause", f"first.{number}")[0] == 0
+    for lease in ("first.1", "first.2", "second.3", ".3", ""):
+        assert visitor.knock(RELEASE, lease)[0] == visitor.knock(RENEW, lease)[0] == 423
+    assert "it is leased by run of first.3; expected" in visitor.knock("/resume", "first.1")[1]
+    assert visitor.knock("/resume", "first.3")[0] == 0
+    assert visitor.knock(RELEASE, "first.3")[0] == 200
+    assert visitor.knock("/pause", "second.1")[0] == 0 and visitor.knock("/pause", "first.4")[0] == 423
+    visitor.clock.now += LEASE_S + 1
+    assert visitor.knock("/pause", "first.4")[0] == 0
+    assert visitor.let_in == [*["/pause"] * 3, "/resume", "/pause", "/pause"]
+
+
+class TestLease:
+    def leases(self, directory: Path, url: str = "http://a:1") -> tuple[str, str]:
+        """(Of the run, of the start.)"""
+        file = token_file(directory.parent)
+        lease, start = caller(str(file), str(directory), url)[LEASE].split(".")
+        return lease, start
+
+    def test_it_is_that_of_the_run_directory(self, tmp_path: Path) -> None:
+        """And of the endpoint, which does not learn those of others; a copy of the directory is another run."""
+        first, again = self.leases(tmp_path / "run"), self.leases(tmp_path / "run")
+        assert first[0] == again[0] and first[1] != again[1]
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        others = [self.leases(tmp_path / name, url) for name, url in (("run", "http://a:2"), ("copy", "http://a:1"))]
+        assert len({lease for lease, _ in (first, *others)}) == 3
+        secret = (tmp_path / "run" / LEASE_FILE).read_text().strip()
+        assert len(secret) == 64 and secret not in (first[0], again[0], others[0][0])
+
+    def test_nobody_else_reads_its_secret(self, tmp_path: Path) -> None:
+        """A file that others could read is replaced, and so is what a killed start has left of one."""
+        file, umask = tmp_path / "run" / LEASE_FILE, os.umask(0)
+        try:
+            found = [self.leases(tmp_path / "run")[0]]
+            for spoil in (lambda: file.chmod(0o644), lambda: file.write_text("")):
+                spoil()
+                found.append(self.leases(tmp_path / "run")[0])
+                assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        finally:
+            os.umask(umask)
+        assert len({*found}) == 3 and [path.name for path in file.parent.iterdir()] == ["lease"]
 
 
 def test_a_call_of_no_run_takes_no_lease(visitor: Visitor) -> None:

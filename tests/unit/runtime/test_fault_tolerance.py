@@ -42,6 +42,7 @@ from nemo_oprd.rollout import resume_cache
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.training_rollouts import RolloutSampler, TrainingPrompts
+from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.runtime import watchdog
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.run_lock import RunLock
@@ -437,3 +438,45 @@ def test_a_disk_that_is_full_for_torch_is_named(elements: int) -> None:
     with pytest.raises(OSError, match="No space left") as caught, naming("runs/a"):
         torch.save({"weight": torch.zeros(elements)}, "/dev/full")
     assert caught.value.filename == "runs/a"
+
+
+# what is written aside while a run fails; sys.argv: the seconds that it takes, and the file to write
+FAILS = """
+import sys, time
+from pathlib import Path
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.observability.rollout_files import RolloutFile, RolloutFiles
+from nemo_oprd.runtime import aside
+from nemo_oprd.runtime.exits import run_as_command
+
+aside.LEAVE_S = 1.0
+
+def work():
+    files = RolloutFiles(lambda ids: time.sleep(float(sys.argv[1])) or "text")
+    files.write([RolloutFile(Path(sys.argv[2]), [Rollout([1], [2])])])
+    time.sleep(0.3)
+    files.finish(failed=True)
+    raise ValueError("the student is on fire")
+
+run_as_command(work)
+"""
+
+
+@pytest.mark.parametrize(("takes_s", "is_written"), [(0.6, True), (60.0, False)])
+def test_an_error_is_told_before_files_are_waited_for(tmp_path: Path, takes_s: float, is_written: bool) -> None:
+    """Which have some seconds after that; no process stays behind."""
+    file = tmp_path / "step.jsonl"
+    command = [sys.executable, "-c", FAILS, str(takes_s), str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as failing:
+        assert failing.stderr is not None
+        assert failing.stderr.readline() == "error: the student is on fire\n"
+        told = time.monotonic()
+        assert not file.exists()
+        rest = failing.stderr.read()  # until the process that writes has ended, too
+        assert failing.wait() == 2 and time.monotonic() - told < 20
+    assert file.exists() == is_written
+    assert ("files of rollouts: given up" in rest) == (not is_written)
+    deadline = time.monotonic() + 20
+    while guard.group_members(failing.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -3,8 +3,9 @@
 `Door` is ASGI middleware that a server loads by `--middleware nemo_oprd_door.Door`. It stands before every call but
 GET /health; vLLM's own `--api-key` leaves the calls open that change weights. A call that is not a GET also needs the
 lease: the first run that makes one gets it, keeps it by calling, and loses it LEASE_S seconds after its last call, or
-by a call of RELEASE. A lease that was given back is over: a call that comes late does not take it again. The trainer
-and the server both import this module, so it needs the standard library alone.
+by a call of RELEASE. What a start has given back is over: a call of it that comes late does not take the lease again. A
+later start of the same run takes a lease over at once; the starts before have then lost it. The trainer and the server
+both import this module, so it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 # environment of a server: the file with its tokens
 TOKEN_FILE = "NEMO_OPRD_TOKEN_FILE"  # the name of a variable, no secret
-# headers of a call: a secret of the run, and what others are told of it
+# headers of a call: a secret of the run with a name of its start, "SECRET.START", and what others are told of both
 LEASE, RUN = "x-nemo-oprd-lease", "x-nemo-oprd-run"
 LEASE_S = 120.0
 # calls that the door answers by itself: to keep the lease, and to give it back
@@ -74,6 +75,7 @@ class Door:
         self._app = app
         self._tokens = [token.encode() for token in read_tokens(os.environ[TOKEN_FILE])]
         self._lease, self._run, self._since, self._ends = b"", "", "", 0.0
+        self._starts: list[bytes] = []  # of the run that has the lease; the last one uses it
         self._given_back = deque[bytes](maxlen=_MOST_GIVEN_BACK)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -101,24 +103,30 @@ class Door:
         return None if reads else self._check_lease(path, headers)
 
     def _check_lease(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        lease, now = headers.get(LEASE.encode(), b""), time.monotonic()
+        whole = headers.get(LEASE.encode(), b"")
+        lease, _, start = whole.partition(b".")
+        now = time.monotonic()
         if now > self._ends:
             self._lease = b""
-        if self._lease and not hmac.compare_digest(lease, self._lease):
+        if not self._lease:
+            self._starts = []
+        is_others = self._lease and not hmac.compare_digest(lease, self._lease)
+        if is_others or start in self._starts[:-1]:
             return 423, (
                 f"since {self._since} it is leased by {self._run}; expected a server that no other run uses: wait for "
                 f"the end of that run (if it is dead, {self._ends - now:.0f} s), or start another server"
             )
         if path == RENEW and not self._lease:  # of a run that has given it back meanwhile
             return 200, ""
-        if lease in self._given_back:  # a request that was on its way when its run ended
+        if whole in self._given_back:  # a request that was on its way when its run ended
             return 423, "the run that makes the call has given its lease back; expected a run with a lease of its own"
-        if lease and not self._lease:
+        if lease and start not in self._starts:
+            self._starts.append(start)
             self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             said = headers.get(RUN.encode(), b"").decode(errors="replace")[:200]
             self._run = "".join(letter for letter in said if letter.isprintable()) or "a run"
         self._lease, self._ends = lease, now + LEASE_S
         if path == RELEASE and lease:
             self._lease = b""
-            self._given_back.append(lease)
+            self._given_back.append(whole)
         return (200, "") if path in (RENEW, RELEASE) else None
