@@ -82,7 +82,16 @@ class Estimate:
     @property
     def step_seconds(self) -> float:
         """Seconds of one step."""
-        return sum(self.seconds.values())
+        return sum(self.seconds.values()) - self.overlap_seconds
+
+    @property
+    def overlap_seconds(self) -> float:
+        """Of the sampling of a step, what servers on GPUs of their own do while an update is computed."""
+        config, sampling = self.work.config, self.rollout
+        if not config.rollout.max_lag or sampling is None or sampling.groups.placement == "colocated":
+            return 0.0
+        update = self.seconds["update"] / config.train.updates_per_rollout  # until the weights first change
+        return min(self.seconds["sampling"], self.seconds["teacher"] + self.seconds["targets"] + update)
 
 
 @dataclass(frozen=True)

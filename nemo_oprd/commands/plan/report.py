@@ -104,6 +104,8 @@ def _step(found: Estimate) -> Iterator[str]:
         shares = ", ".join(f"{role} {share:.0%}" for role, share in waiting.items())
         yield f"share of a pipeline's time in which a rank waits: {shares}"
     seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in found.seconds.items())
+    if found.overlap_seconds:
+        seconds += f", of which {found.overlap_seconds:.1f} at a time"
     steps = found.work.config.train.steps
     hours = found.step_seconds * steps / 3600
     yield f"seconds per step, estimated: {found.step_seconds:.1f} ({seconds}); {steps} steps: {hours:.1f} h"
