@@ -209,8 +209,9 @@ def _against_plan(
         "whole": memory.peak,
         "teacher": always + max(parts["teacher"], parts["transfer"]),
         "update": always + parts["update"],
+        "optimizer": always + parts["optimizer"],
     }
-    peaks = {name: phases[name]["peak_gb"] for name in ("teacher", "update")}
+    peaks = {name: phases[name]["peak_gb"] for name in ("teacher", "update", "optimizer")}
     peaks["whole"] = max((p["peak_gb"] for p in phases.values() if p["peak_gb"] is not None), default=None)
     return {
         "transformer_engine": engine,

@@ -68,7 +68,9 @@ def test_quick_check(project: Path, tmp_path: Path) -> None:
         assert all(phase["seconds"] > 0 for phase in step["phases"].values())
         assert set(step["phases"]) == {"teacher", "update", "optimizer"}
         planned = step["memory"]["plan_gb"]
-        assert 0 < step["memory"]["resident_plan_gb"] < planned["teacher"] < planned["whole"] == planned["update"]
+        whole = planned.pop("whole")
+        assert set(planned) == set(step["phases"])
+        assert 0 < step["memory"]["resident_plan_gb"] < min(planned.values()) < max(planned.values()) == whole
         assert set(step["memory"]["ratio"].values()) == {None}  # memory is not measured without a GPU
     assert numbers["generation"]["tokens_per_s"] > 0
     contexts = [numbers["generation_16k"][prompt] for prompt in ("short", "long")]
