@@ -1,0 +1,38 @@
+"""Where Megatron makes the host wait for the device in a step, and why that is left as it is.
+
+A wait of a step at any other place is a mistake: on a GPU the host would fall behind. No line of this project is here,
+because none of them waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# (file, function) of the innermost line, which differ little between versions -> what waits there, and how often
+KNOWN_WAITS = {
+    ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): "the gradient's norm, once per step",
+    ("megatron/core/utils.py", "local_multi_tensor_l2_norm"): (
+        "the norm of each parameter's gradient, where neither Transformer Engine nor Apex is installed"
+    ),
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
+        "the shape of a pipeline message, twice per message"
+    ),
+}
+
+
+def unknown_waits(waits: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One mistake for each place of `waits` that is not known."""
+    return [
+        {
+            "code": "unknown-wait",
+            "file": wait["file"],
+            "line": wait["line"],
+            "text": f"the host waits {wait['count']} times per step{_below(wait)}: {wait['what']}",
+        }
+        for wait in waits
+        if tuple(wait["innermost"]) not in KNOWN_WAITS
+    ]
+
+
+def _below(wait: dict[str, Any]) -> str:
+    return f" in {wait['below']}" if wait["below"] else ""
