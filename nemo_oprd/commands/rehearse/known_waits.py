@@ -1,7 +1,7 @@
-"""Where Megatron makes the host wait for the device in a step, and why that is left as it is.
+"""Where a step makes the host wait for the device, and why that is left as it is.
 
-A wait of a step at any other place is a mistake: on a GPU the host would fall behind. No line of this project is here,
-because none of them waits.
+A wait of a step at any other place is a mistake: on a GPU the host would fall behind. Nothing of this project that runs
+per layer, microbatch, row or token is here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from typing import Any
 
 # (file, function) of the innermost line, which differ little between versions -> what waits there, and how often
 KNOWN_WAITS = {
-    ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): "the gradient's norm, once per step",
-    ("megatron/core/utils.py", "local_multi_tensor_l2_norm"): (
-        "the norm of each parameter's gradient, where neither Transformer Engine nor Apex is installed"
+    ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): "the gradient's norm, twice per step",
+    ("nemo_oprd/distillation/student.py", "optimizer_step"): (
+        "the same, where Megatron leaves it on the device: whether it is finite, once per step"
+    ),
+    ("megatron/core/distributed/finalize_model_grads.py", "finalize_model_grads"): (
+        "whether the number of tokens is zero, once per step"
     ),
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
         "the shape of a pipeline message, twice per message"
     ),
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate"): "after a pipeline message, once",
 }
 
 

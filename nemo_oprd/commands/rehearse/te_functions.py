@@ -44,6 +44,10 @@ class NotRehearsed(Exception):  # noqa: N818 - a finding, not a fault of this pr
 class _Enumeration(type):
     """A class of the compiled module; its members get numbers as they are asked for."""
 
+    @property
+    def __members__(cls) -> dict[str, int]:
+        return dict(cls.__dict__["numbers"])
+
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -76,7 +80,7 @@ class Functions(types.ModuleType):
             setattr(self, function.__name__, function)
         for function in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd, fused_attn_fwd, fused_attn_bwd):
             setattr(self, function.__name__, self._counted(function))
-        for function in (multi_tensor_l2norm, multi_tensor_scale, multi_tensor_adam):
+        for function in (multi_tensor_l2norm, multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_adam):
             setattr(self, function.__name__, self._counted(function))
         # `from transformer_engine_torch import *` takes what is there
         for file in (sources / "transformer_engine" / "pytorch").rglob("*.py"):
@@ -204,12 +208,10 @@ def _queries_keys_values(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [each for each in args if isinstance(each, torch.Tensor) and each.ndim >= 3][:3]  # noqa: PLR2004
 
 
-def fused_attn_fwd(max_q: int, max_kv: int, is_training: bool, *args: Any) -> list[torch.Tensor]:
-    """The output; for training also the logarithm of each head's sum, and the random numbers' state."""
+def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
+    """The output, the logarithm of each head's sum, and the random numbers' state."""
     queries, _, values = _queries_keys_values(args)
     out = queries.new_empty((*queries.shape[:-1], values.shape[-1]))
-    if not is_training:
-        return [out]
     logarithms = torch.empty(*queries.shape[:-1], 1, dtype=torch.float32, device=queries.device)
     return [out, logarithms, torch.empty(2, dtype=torch.int64, device=queries.device)]
 
@@ -230,6 +232,10 @@ def multi_tensor_l2norm(
 
 def multi_tensor_scale(*_: Any) -> None:
     """Scales in place."""
+
+
+def multi_tensor_scale_tensor(*_: Any) -> None:
+    """Scales in place, by a number on the device."""
 
 
 def multi_tensor_adam(*_: Any) -> None:
