@@ -9,6 +9,7 @@ from nemo_oprd.commands.plan.memory import (
     Memory,
     buffers,
     captured_bytes,
+    engine_buffers,
     optimizer_step,
     student_state,
     target_bytes,
@@ -225,6 +226,8 @@ def _without_sampling(
         if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
             always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)
+    if layers == "transformer_engine":
+        always |= engine_buffers(work, student, trains=learns is not None)
     phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
     if learns is not None:
         moments = update_memory(work, student, learns, layers=layers)

@@ -25,6 +25,9 @@ from nemo_oprd.models import ModelSpec
 ROW_TENSORS = 5
 # `DivergenceEntry.live_tensors` of a divergence that is only measured
 WATCHED_TENSORS = (2, 1, 1)
+# what Transformer Engine gives a product on Hopper and later to work in, and each stream of experts' products
+CUBLAS_WORKSPACE = 32 * 2**20 + 1024
+GROUPED_STREAMS = 4
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,24 @@ def buffers(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
     return {
         "gather buffer": state if gathers else 0.0,
         "last input": state / (layout.tensor if gathers else 1) if pipeline else 0.0,
+    }
+
+
+def engine_buffers(work: Workload, layout: Layout, *, trains: bool) -> dict[str, float]:
+    """What Transformer Engine keeps on a rank: room for cuBLAS, and for training a gradient per shape of a weight.
+
+    Weights' gradients are added to Megatron's buffer inside the product; autograd gets tensors that nobody reads.
+    """
+    specs = [work.student] if trains else [teacher.spec for teacher in work.teachers]
+    streams = 1 + (GROUPED_STREAMS if any(spec.experts for spec in specs) else 0)
+    spec = work.student
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sizes = [] if spec.experts is not None and all(spec.experts.sparse) else [spec.ffn_size]
+    sizes += [spec.experts.ffn_size] if spec.experts is not None else []
+    values = spec.hidden_size * (2 * q + 2 * kv + (3 if spec.gated else 2) * sum(sizes)) / layout.tensor
+    return {
+        "cuBLAS workspace": float(streams * CUBLAS_WORKSPACE),
+        "unread gradients": values * work.value_bytes if trains else 0.0,
     }
 
 

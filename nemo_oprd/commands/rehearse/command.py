@@ -186,12 +186,12 @@ def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any
 
 def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Where the host waits in a step, over all its phases, and how often."""
+    keys = ("file", "line", "below", "what", "innermost")
     counts: Counter[tuple[Any, ...]] = Counter()
     for name, seen in found["phases"].items():
         if name in PLANNED and name != "build":
             for wait in seen["waits"]:
-                counts[wait["file"], wait["line"], wait["below"], wait["what"], tuple(wait["innermost"])] += wait["count"]
-    keys = ("file", "line", "below", "what", "innermost")
+                counts[tuple(tuple(wait[key]) if key == "innermost" else wait[key] for key in keys)] += wait["count"]
     return [dict(zip(keys, place, strict=True)) | {"count": count} for place, count in sorted(counts.items())]
 
 

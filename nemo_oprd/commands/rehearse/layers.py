@@ -1,4 +1,4 @@
-"""Whose layers a rehearsal builds: Megatron's local ones, or Transformer Engine's, whose files may have to be fetched."""
+"""Whose layers a rehearsal builds: Megatron's local ones, or Transformer Engine's, whose files must be there."""
 
 from __future__ import annotations
 

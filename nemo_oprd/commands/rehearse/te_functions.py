@@ -124,7 +124,7 @@ def _not_rehearsed(name: str) -> Callable[..., Any]:
     return function
 
 
-def get_cublasLt_version() -> int:  # noqa: N802 - its name
+def get_cublasLt_version() -> int:
     """The version of cuBLAS."""
     return CUBLAS_VERSION
 
@@ -205,7 +205,7 @@ def rmsnorm_bwd(
 
 def _queries_keys_values(args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The first tensors with heads among the arguments, whose positions differ between versions."""
-    return [each for each in args if isinstance(each, torch.Tensor) and each.ndim >= 3][:3]  # noqa: PLR2004
+    return [each for each in args if isinstance(each, torch.Tensor) and each.ndim >= 3][:3]
 
 
 def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:

@@ -78,7 +78,7 @@ def install(functions: types.ModuleType) -> None:
     # otherwise the package looks for CUDA's libraries, and torch.compile would look for a GPU's compiler
     os.environ.update(NVTE_PROJECT_BUILDING="1", NVTE_TORCH_COMPILE="0")
     sys.modules["transformer_engine_torch"] = functions
-    import torch._dynamo  # it asks for triton, which must not be a stand-in
+    importlib.import_module("torch._dynamo")  # it asks for triton, which must not be a stand-in
 
     absent = tuple(name for name in _NEVER_RUN if importlib.util.find_spec(name) is None)
     finder = _Absent(absent)
