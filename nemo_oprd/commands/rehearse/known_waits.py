@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_DISPATCHER = "how many tokens go to each expert, several times per layer with experts and microbatch"
 # (file, function) of the innermost line, which differ little between versions -> what waits there, and how often
 KNOWN_WAITS = {
     ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): "the gradient's norm, twice per step",
@@ -17,6 +18,9 @@ KNOWN_WAITS = {
     ("megatron/core/distributed/finalize_model_grads.py", "finalize_model_grads"): (
         "whether the number of tokens is zero, once per step"
     ),
+    ("megatron/core/transformer/moe/moe_utils.py", "maybe_move_tensor_to_cpu"): _DISPATCHER,
+    ("megatron/core/transformer/moe/moe_utils.py", "permute"): _DISPATCHER,
+    ("megatron/core/transformer/moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize"): _DISPATCHER,
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
         "the shape of a pipeline message, twice per message"
     ),

@@ -52,7 +52,7 @@ def rehearse(task: dict[str, Any]) -> dict[str, Any]:
 
     recorder = Recorder(stand_in)
     fake_cuda.install(task["gpu_bytes"], lambda: recorder.live, lambda: recorder.peak, recorder.wait)
-    layers.choose(task["layers"], recorder)
+    layers.choose(task.get("layers", "local"), recorder)
     fake_world.join(task["rank"], task["ranks"], task["gpus_per_node"])
     device_kernels.install()
     # a tensor that is made on the device is otherwise made in host memory first

@@ -33,9 +33,9 @@ _NEVER_RUN = ("nvdlfw_inspect", "onnx", "onnxscript", "triton")
 
 
 def folder() -> Path:
-    """Where the files of Transformer Engine's wheel are looked for."""
+    """Where the files of Transformer Engine's wheel are: in the user's cache, or where the variable says."""
     chosen = os.environ.get(FOLDER_VARIABLE)
-    return Path(chosen) if chosen else cache_directory() / "transformer_engine"
+    return Path(chosen) if chosen else cache_directory() / f"transformer_engine-{accepted()[1]}"
 
 
 def accepted() -> tuple[SpecifierSet, str]:
