@@ -222,7 +222,7 @@ def _without_sampling(
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)
-        always |= buffers(work, student, learns)
+        always |= buffers(work, student, learns, layers=layers)
         if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
             always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)

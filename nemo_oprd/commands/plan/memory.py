@@ -79,18 +79,25 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
     }
 
 
-def buffers(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
+def buffers(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, float]:
     """What Megatron keeps between steps on a rank of stage `pipeline`.
 
-    Sequence parallelism gathers states into one buffer for all layers, and a stage keeps the last state that came from
-    the one before.
+    Sequence parallelism gathers states into one buffer for all layers, where Transformer Engine makes a tensor each
+    time, and a stage keeps the last state that came from the one before.
     """
     state = work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
-    gathers = layout.sequence and layout.tensor > 1
+    split = layout.tensor if layout.sequence else 1
     return {
-        "gather buffer": state if gathers else 0.0,
-        "last input": state / (layout.tensor if gathers else 1) if pipeline else 0.0,
+        "gather buffer": gathered_state(work, layout) if layers != "transformer_engine" else 0.0,
+        "last input": state / split if pipeline else 0.0,
     }
+
+
+def gathered_state(work: Workload, layout: Layout) -> float:
+    """Bytes of the states of a microbatch that sequence parallelism gathers from the tensor ranks."""
+    if not layout.sequence or layout.tensor == 1:
+        return 0.0
+    return work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
 
 
 def engine_buffers(work: Workload, layout: Layout, *, trains: bool) -> dict[str, float]:
@@ -200,6 +207,8 @@ def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Laye
     kept = tokens * (kept_bytes(len(trained), each, *settings) + ends)
     activations = kept * microbatches_in_flight(layout, pipeline, batches.count)
     transient = tokens * max(transient_bytes(len(trained), each, *settings), each.norm if last else 0.0)
+    if layers == "transformer_engine":
+        transient += gathered_state(work, layout)
     if work.rows:
         transient = max(transient, injection_bytes(work, layout, tokens * each.input))
     moments = {"update": {"activations": activations, "backward of a layer": transient}}

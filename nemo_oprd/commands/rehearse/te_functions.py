@@ -78,9 +78,7 @@ class Functions(types.ModuleType):
         self._on_call, self._on_mistake = on_call, on_mistake
         for function in (get_cublasLt_version, get_cudnn_version, get_num_cublas_streams, get_fused_attn_backend):
             setattr(self, function.__name__, function)
-        for function in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd, fused_attn_fwd, fused_attn_bwd):
-            setattr(self, function.__name__, self._counted(function))
-        for function in (multi_tensor_l2norm, multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_adam):
+        for function in _COUNTED:
             setattr(self, function.__name__, self._counted(function))
         # `from transformer_engine_torch import *` takes what is there
         for file in (sources / "transformer_engine" / "pytorch").rglob("*.py"):
@@ -101,9 +99,11 @@ class Functions(types.ModuleType):
             on_host = [tensor for tensor in tensors if tensor.ndim and tensor.device.type != "cuda"]
             if on_host:
                 self._on_mistake("host-tensor", f"{function.__name__} takes a tensor of the host")
-            if function is generic_gemm and args[0].dtype != args[2].dtype:
-                names = ", ".join(str(each.dtype).removeprefix("torch.") for each in (args[0], args[2]))
-                self._on_mistake("mixed-dtypes", f"{function.__name__} multiplies {names}")
+            if function in (generic_gemm, te_general_grouped_gemm):
+                factors = [next(iter(_leaves([args[position]]))).dtype for position in (0, 2)]
+                if factors[0] != factors[1]:
+                    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in factors)
+                    self._on_mistake("mixed-dtypes", f"{function.__name__} multiplies {names}")
             return function(*args, **kwargs)
 
         return called
@@ -240,3 +240,50 @@ def multi_tensor_scale_tensor(*_: Any) -> None:
 
 def multi_tensor_adam(*_: Any) -> None:
     """AdamW in place."""
+
+
+def te_general_grouped_gemm(*args: Any) -> Any:
+    """Experts' products, which are written to the tensors that are given; the biases, or their gradients."""
+    return args[7]
+
+
+def thd_read_half_tensor(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """One of the two chunks of a context rank, of states [s, heads, channels] or [2, s, heads, channels]."""
+    axis = tensor.ndim - 3
+    return tensor.new_empty([size // 2 if i == axis else size for i, size in enumerate(tensor.shape)])
+
+
+def thd_read_second_half_lse(lse: torch.Tensor, offsets: torch.Tensor, packed: bool, half: int) -> torch.Tensor:
+    """The logarithms [heads, s / 2] of the second chunk."""
+    return lse.new_empty((lse.shape[0], half) if packed else (*lse.shape[:2], half))
+
+
+def thd_second_half_lse_correction(*_: Any) -> None:
+    """Adds a partner's keys to the logarithms, in place."""
+
+
+def thd_out_correction(*_: Any) -> None:
+    """Adds what a partner's keys give to the output, in place."""
+
+
+def thd_grad_correction(*_: Any) -> None:
+    """Adds what a partner's queries give to a gradient, in place."""
+
+
+_COUNTED = (
+    generic_gemm,
+    te_general_grouped_gemm,
+    rmsnorm_fwd,
+    rmsnorm_bwd,
+    fused_attn_fwd,
+    fused_attn_bwd,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_adam,
+    thd_read_half_tensor,
+    thd_read_second_half_lse,
+    thd_second_half_lse_correction,
+    thd_out_correction,
+    thd_grad_correction,
+)
