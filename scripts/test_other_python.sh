@@ -1,7 +1,7 @@
 #!/bin/bash
 # Tests of the supported Python and Megatron-core that .venv does not have, in the environment of Megatron-Bridge
 # (scripts/setup_nemo_bridge.sh): layouts, golden cases, conversion, checkpoints, experts, adopted models, Transformer
-# Engine's stand-in. scripts/test.sh --integration calls this script; tests/e2e/test_other_python.py adds whole runs.
+# Engine's stand-in, rehearsals. scripts/test.sh --integration calls this script; tests/e2e/test_other_python.py adds whole runs.
 # Arguments go to pytest and replace the files.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,7 +20,7 @@ if [ $# = 0 ]; then
   set -- -m "not (slow or slurm or vllm or nemo or smollm or wandb or chromium or npm)" \
     tests/unit/models/test_{megatron_calls,cpu_patches}.py tests/unit/checkpointing/test_checkpoints.py \
     tests/functional/test_{layouts,golden,step,convert,adopt,forward_step,expert_layouts,expert_training}.py \
-    tests/functional/test_{transformer_engine,capacity,generate}.py
+    tests/functional/test_{transformer_engine,capacity,generate,rehearsal}.py
 fi
 # away from .venv's cache, because both may run at the same time
 exec "$other/bin/python" -m pytest -p no:cacheprovider "$@"

@@ -59,6 +59,21 @@ def item_in_a_layer() -> None:
     observed_layer.ObservedLayer.forward = looking  # type: ignore[method-assign]
 
 
+def wait_in_a_layer() -> None:
+    """A layer waits for the device before its attention."""
+    import torch
+
+    from nemo_oprd.models.megatron import rotary
+
+    forward = rotary.RotatedSelfAttention.forward
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.synchronize()
+        return forward(*args, **kwargs)
+
+    rotary.RotatedSelfAttention.forward = waiting
+
+
 def not_contiguous() -> None:
     """The rows of the output loss are summed over tensor ranks in a transposed tensor."""
     from nemo_oprd.distillation import output_head

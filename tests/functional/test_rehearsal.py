@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rehearsal_golden
 
+from nemo_oprd.commands.rehearse import te_package
 from nemo_oprd.commands.rehearse.agreement import disagreements
+from nemo_oprd.commands.rehearse.command import waits_of_a_step
+from nemo_oprd.commands.rehearse.known_waits import unknown_waits
 from nemo_oprd.commands.rehearse.shim import COMPILERS
 
 MODEL = {
@@ -39,8 +43,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A run of two ranks: TP2 with sequence parallelism, the output loss measured."""
-    place = tmp_path_factory.mktemp("rehearsal")
+    """See `settings`."""
+    return settings(tmp_path_factory.mktemp("rehearsal"))
+
+
+def settings(place: Path) -> list[str]:
+    """A run of two ranks: TP2 with sequence parallelism, the output loss measured; its model is written to `place`."""
     (place / "config.json").write_text(json.dumps(MODEL))
     layout = ("parallel.tensor=2", "parallel.sequence=true")
     roles = [f"{role}.{key}" for role in ("student", "teacher") for key in layout]
@@ -63,7 +71,7 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def rehearsed(overrides: list[str], folder: Path, mistake: str, rank: int = 0) -> dict[str, Any]:
+def rehearsed(overrides: list[str], folder: Path, mistake: str, rank: int = 0, layers: str = "local") -> dict[str, Any]:
     """What a rank's process saw."""
     result = folder / "result.json"
     task = {
@@ -71,6 +79,7 @@ def rehearsed(overrides: list[str], folder: Path, mistake: str, rank: int = 0) -
         "ranks": RANKS,
         "gpu_bytes": 80_000_000_000,
         "gpus_per_node": 8,
+        "layers": layers,
         "config_name": "oprd_1p5b",
         "config_dir": None,
         "overrides": overrides,
@@ -97,15 +106,27 @@ def peaks(found: dict[str, Any]) -> dict[str, int]:
     return {name: phase["bytes"] for name, phase in found["phases"].items()}
 
 
-def test_a_sound_step_has_no_mistake_and_own_code_never_waits(sound: dict[str, Any]) -> None:
+def test_a_sound_step_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]) -> None:
+    """Nothing of this project waits but, where Megatron leaves that to it, for the gradient's norm."""
     assert (sound["mistakes"], sound["failure"]) == ([], None)
-    waits = [wait for name in ("teacher", "update", "optimizer") for wait in sound["phases"][name]["waits"]]
-    assert [wait for wait in waits if wait["file"].startswith("nemo_oprd/") and not wait["below"]] == []
-    assert {wait["below"].partition(":")[0] for wait in waits} <= {
-        "megatron/core/optimizer/clip_grads.py",
-        "megatron/core/utils.py",
-        "megatron/core/distributed/finalize_model_grads.py",
-    }
+    assert unknown_waits(waits_of_a_step(sound)) == []
+    key = rehearsal_golden.key("local")
+    assert rehearsal_golden.summary(sound) == rehearsal_golden.golden()[key], rehearsal_golden.__doc__
+
+
+def test_transformer_engines_layers_wait_and_call_what_they_did(
+    overrides: list[str], sound: dict[str, Any], tmp_path: Path
+) -> None:
+    try:
+        te_package.version()
+    except ValueError as error:
+        pytest.skip(f"{error}, or bash scripts/setup_te_files.sh")
+    found = rehearsed(overrides, tmp_path, "nothing", layers="te")
+    assert (found["mistakes"], found["failure"]) == ([], None)
+    assert unknown_waits(waits_of_a_step(found)) == []
+    key = rehearsal_golden.key("te")
+    assert rehearsal_golden.summary(found) == rehearsal_golden.golden()[key], rehearsal_golden.__doc__
+    assert rehearsal_golden.summary(sound)["calls"] == {}
 
 
 @pytest.mark.parametrize(
@@ -117,13 +138,15 @@ def test_a_sound_step_has_no_mistake_and_own_code_never_waits(sound: dict[str, A
         ("float32_weight", "mixed-dtypes", "nemo_oprd/models/megatron/rotary.py"),
         slow("item_in_a_layer", "failed", "nemo_oprd/models/megatron/model.py"),
         slow("not_contiguous", "not-contiguous", "nemo_oprd/distillation/output_head.py"),
+        slow("wait_in_a_layer", "unknown-wait", "nemo_oprd/models/megatron/observed_layer.py"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(
     overrides: list[str], tmp_path: Path, mistake: str, code: str, file: str
 ) -> None:
     found = rehearsed(overrides, tmp_path, mistake)
-    said = [*found["mistakes"], *([found["failure"]] if found["failure"] else [])]
+    said = [*found["mistakes"], *unknown_waits(waits_of_a_step(found))]
+    said += [found["failure"]] if found["failure"] else []
     assert (code, file) in [(one["code"], one["file"]) for one in said], said
 
 

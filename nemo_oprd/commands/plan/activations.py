@@ -1,7 +1,7 @@
 """Bytes of activations: what one layer keeps for its backward pass, and what passes through memory besides.
 
 The terms of a layer are the tensors that autograd saves, counted for Megatron's local layers with saved-tensor hooks on
-a CPU. Those of Transformer Engine's layers follow its documentation and were not yet compared with a GPU.
+a CPU, and for Transformer Engine's in rehearsals of its Python layer. They were not yet compared with a GPU.
 
 S tokens of this context rank, D hidden size, F feed-forward size, A heads, G key/value groups, C channels of a head,
 t tensor-parallel size.
@@ -72,12 +72,16 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
         qkv = q * e + (2 * layout.context + 1) * q * e
     attention = qkv + q * e  # and its output
     if spec.qk_norm:
-        attention += (q + kv) * ((4 if layers == "cpu" else e) + e) + 4 * (heads + spec.num_kv_heads / t)
-        # in float32 the keys before their norm are a part of the whole product, which stays
-        attention += (q + kv) * e if e == 4 or layers != "cpu" else 0
+        attention += 4 * (heads + spec.num_kv_heads / t)
+        if layers == "transformer_engine":  # the inputs of both norms
+            attention += (q + kv) * e
+        else:
+            attention += (q + kv) * ((4 if layers == "cpu" else e) + e)
+            # in float32 the keys before their norm are a part of the whole product, which stays
+            attention += (q + kv) * e if e == 4 or layers != "cpu" else 0
     mlp = 5 * f * e  # both products of the first layer, what the activation makes of them, and their product
     # selective: the inputs of attention stay, and the values among them keep the whole product they are a part of
-    saved = lse if layers == "transformer_engine" else core - (q + kv) * e
+    saved = (lse if layers == "transformer_engine" else core) - (q + kv) * e
     kept = norms + attention + (lse if layers == "transformer_engine" else core) + mlp
     norm = d * (16 if layers == "cpu" else 4 * e)
     # the MLP runs backward first; where attention is wide, its gradients come to more than what the MLP has freed

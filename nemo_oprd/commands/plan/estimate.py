@@ -9,6 +9,7 @@ from nemo_oprd.commands.plan.memory import (
     Memory,
     buffers,
     captured_bytes,
+    engine_buffers,
     optimizer_step,
     student_state,
     target_bytes,
@@ -230,10 +231,12 @@ def _without_sampling(
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)
-        always |= buffers(work, student, learns)
+        always |= buffers(work, student, learns, layers=layers)
         if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
             always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)
+    if layers == "transformer_engine":
+        always |= engine_buffers(work, student, trains=learns is not None)
     phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
     if learns is not None:
         moments = update_memory(work, student, learns, layers=layers)

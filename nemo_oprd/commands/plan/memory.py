@@ -25,6 +25,9 @@ from nemo_oprd.models import ModelSpec
 ROW_TENSORS = 5
 # `DivergenceEntry.live_tensors` of a divergence that is only measured
 WATCHED_TENSORS = (2, 1, 1)
+# what Transformer Engine gives a product on Hopper and later to work in, and each stream of experts' products
+CUBLAS_WORKSPACE = 32 * 2**20 + 1024
+GROUPED_STREAMS = 4
 
 
 @dataclass(frozen=True)
@@ -76,17 +79,42 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
     }
 
 
-def buffers(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
+def buffers(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, float]:
     """What Megatron keeps between steps on a rank of stage `pipeline`.
 
-    Sequence parallelism gathers states into one buffer for all layers, and a stage keeps the last state that came from
-    the one before.
+    Sequence parallelism gathers states into one buffer for all layers, where Transformer Engine makes a tensor each
+    time, and a stage keeps the last state that came from the one before.
     """
     state = work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
-    gathers = layout.sequence and layout.tensor > 1
+    split = layout.tensor if layout.sequence else 1
     return {
-        "gather buffer": state if gathers else 0.0,
-        "last input": state / (layout.tensor if gathers else 1) if pipeline else 0.0,
+        "gather buffer": gathered_state(work, layout) if layers != "transformer_engine" else 0.0,
+        "last input": state / split if pipeline else 0.0,
+    }
+
+
+def gathered_state(work: Workload, layout: Layout) -> float:
+    """Bytes of the states of a microbatch that sequence parallelism gathers from the tensor ranks."""
+    if not layout.sequence or layout.tensor == 1:
+        return 0.0
+    return work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
+
+
+def engine_buffers(work: Workload, layout: Layout, *, trains: bool) -> dict[str, float]:
+    """What Transformer Engine keeps on a rank: room for cuBLAS, and for training a gradient per shape of a weight.
+
+    Weights' gradients are added to Megatron's buffer inside the product; autograd gets tensors that nobody reads.
+    """
+    specs = [work.student] if trains else [teacher.spec for teacher in work.teachers]
+    streams = 1 + (GROUPED_STREAMS if any(spec.experts for spec in specs) else 0)
+    spec = work.student
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sizes = [] if spec.experts is not None and all(spec.experts.sparse) else [spec.ffn_size]
+    sizes += [spec.experts.ffn_size] if spec.experts is not None else []
+    values = spec.hidden_size * (2 * q + 2 * kv + (3 if spec.gated else 2) * sum(sizes)) / layout.tensor
+    return {
+        "cuBLAS workspace": float(streams * CUBLAS_WORKSPACE),
+        "unread gradients": values * work.value_bytes if trains else 0.0,
     }
 
 
@@ -179,6 +207,8 @@ def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Laye
     kept = tokens * (kept_bytes(len(trained), each, *settings) + ends)
     activations = kept * microbatches_in_flight(layout, pipeline, batches.count)
     transient = tokens * max(transient_bytes(len(trained), each, *settings), each.norm if last else 0.0)
+    if layers == "transformer_engine":
+        transient += gathered_state(work, layout)
     if work.rows:
         transient = max(transient, injection_bytes(work, layout, tokens * each.input))
     moments = {"update": {"activations": activations, "backward of a layer": transient}}

@@ -17,7 +17,9 @@ from typing import Any
 from nemo_oprd.commands.options import add_config, config_of, json_file, positive
 from nemo_oprd.commands.plan.estimate import Estimate, Lengths, RankKind, estimate
 from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster
+from nemo_oprd.commands.rehearse import layers
 from nemo_oprd.commands.rehearse.agreement import disagreements
+from nemo_oprd.commands.rehearse.known_waits import unknown_waits
 from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains
@@ -44,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
     parser.add_argument("--response-tokens", type=positive, metavar="N", help="default: rollout.max_new_tokens")
+    text = "whose layers: Megatron's local ones, or Transformer Engine's (default: %(default)s)"
+    parser.add_argument("--layers", choices=layers.CHOICES, default="local", help=text)
     parser.add_argument("--json", metavar="FILE", help="also write all numbers there")
 
 
@@ -51,18 +55,22 @@ def run(options: argparse.Namespace) -> int:
     """Prints one line per finding; 1 if a rank would fail, or does not fit.
 
     Raises:
-        ValueError: the configuration, a model or the number of ranks is wrong, or there is no compiler.
+        ValueError: the configuration, a model or the number of ranks is wrong, or a compiler or the files of
+            Transformer Engine are not there.
     """
     file = json_file(options, r'\{\s*"ranks":')
     config = config_of(options)
     check_trains(config)
+    layers.check(options.layers, config)
     run_spec = resolve(config, options.ranks)
     prompt = options.prompt_tokens or config.data.max_prompt_tokens or 256
     response = min(options.response_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
-    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, "local")
+    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, layers.NAMES[options.layers])
     # the plan of memory is that of the longest responses
     planned = estimate(_shortened(run_spec, response), cluster, Lengths(prompt, response))
     ranks = [_rank(options, run_spec)] if options.rank is not None else ranks_of_interest(run_spec, planned)
+    stack = layers.stack(options.layers)
+    print(f"rehearsed: {', '.join(f'{name} {value}' for name, value in stack.items())}", flush=True)
     found = {}
     for rank in ranks:
         print(f"rank {rank} of {options.ranks}: {role_of(run_spec, rank)}", flush=True)
@@ -78,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         problems += 1
         print(f"error: {line}")
     if file is not None:
-        content = {"ranks": reports, "disagreements": between}
+        content = {"ranks": reports, "disagreements": between, "stack": stack}
         write_atomically(file, json.dumps(content, indent=1) + "\n")
     return 1 if problems else 0
 
@@ -128,6 +136,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
             "ranks": options.ranks,
             "gpu_bytes": int(GPUS[options.gpu].memory),
             "gpus_per_node": options.gpus_per_node,
+            "layers": options.layers,
             "config_name": options.config_name,
             "config_dir": options.config_dir,
             "overrides": options.overrides,
@@ -151,33 +160,39 @@ def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any
     """One rank's part of the JSON; bytes per phase, waits, kernels and collectives per step."""
     kind = kind_of(run_spec, planned, rank)
     phases: dict[str, dict[str, Any]] = {}
-    waits: Counter[tuple[str, int, str, str]] = Counter()
     collectives: dict[str, Any] = {}
     for name, seen in found["phases"].items():
         phases[name] = {"measured_bytes": seen["bytes"], "planned_bytes": planned_bytes(kind, name)}
         phases[name] |= {"kernels": seen["kernels"], "at_peak": seen["at_peak"]}
         if name in PLANNED and name != "build":
-            for wait in seen["waits"]:
-                waits[wait["file"], wait["line"], wait["below"], wait["what"]] += wait["count"]
             sums = collectives.setdefault(name, {})
             for message in seen["messages"]:
                 key = f"{message['kind']} of {message['dtype']} in {len(message['ranks'])} ranks"
                 one = sums.setdefault(key, {"count": 0, "bytes": 0})
                 one["count"] += 1
                 one["bytes"] += message["bytes"]
-    mistakes = [*found["mistakes"], *([found["failure"]] if found["failure"] else [])]
+    waits = waits_of_a_step(found)
     return {
         "rank": rank,
         "role": role_of(run_spec, rank),
         "phases": phases,
-        "waits": [
-            {"file": file, "line": line, "below": below, "what": what, "count": count}
-            for (file, line, below, what), count in sorted(waits.items())
-        ],
-        "mistakes": mistakes,
+        "waits": waits,
+        "mistakes": [*found["mistakes"], *unknown_waits(waits), *([found["failure"]] if found["failure"] else [])],
         "collectives": collectives,
+        "te_calls": found["te_calls"],
         "seconds": found["seconds"],
     }
+
+
+def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where the host waits in a step, over all its phases, and how often."""
+    keys = ("file", "line", "below", "what", "innermost")
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for name, seen in found["phases"].items():
+        if name in PLANNED and name != "build":
+            for wait in seen["waits"]:
+                counts[tuple(tuple(wait[key]) if key == "innermost" else wait[key] for key in keys)] += wait["count"]
+    return [dict(zip(keys, place, strict=True)) | {"count": count} for place, count in sorted(counts.items())]
 
 
 def kind_of(run_spec: RunSpec, planned: Estimate, rank: int) -> RankKind:

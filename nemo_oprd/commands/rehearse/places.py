@@ -1,4 +1,4 @@
-"""Where in the source something happens: the innermost line of this package, and of Megatron where it calls deeper."""
+"""Where in the source something happens: the innermost line of this package, and of a library where it calls deeper."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2]
 _OWN, _HERE = f"{PACKAGE}/", f"{Path(__file__).parent}/"
-_MEGATRON = "/megatron/core/"
+# Megatron and Transformer Engine
+_LIBRARIES = ("/megatron/core/", "/transformer_engine/")
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A line of this package, and the innermost line of Megatron below it.
+    """A line of this package, and the innermost line of a library below it.
 
     Attributes:
-        file: relative to the package's parent, such as nemo_oprd/distillation/step.py; of Megatron where no line of
+        file: relative to the package's parent, such as nemo_oprd/distillation/step.py; of a library where no line of
             this package is on the stack (a backward pass).
         function: its name.
-        below: FILE:LINE of Megatron; empty if this package calls torch itself.
+        below: FILE:LINE of the library; empty if this package calls torch itself.
         innermost: (file, function) of the innermost line of the two.
     """
 
@@ -47,8 +48,9 @@ def current_place() -> Place:
         if name.startswith(_OWN) and not name.startswith(_HERE):
             file, function = f"{PACKAGE.name}/{name[len(_OWN) :]}", frame.f_code.co_name
             return Place(file, frame.f_lineno, function, below, innermost if below else (file, function))
-        if not below and _MEGATRON in name:
-            innermost = f"megatron/core/{name.rpartition(_MEGATRON)[2]}", frame.f_code.co_name
+        library = None if below else next((part for part in _LIBRARIES if part in name), None)
+        if library is not None:
+            innermost = library[1:] + name.rpartition(library)[2], frame.f_code.co_name
             below = f"{innermost[0]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     file, _, line = below.partition(":")

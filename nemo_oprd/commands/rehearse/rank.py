@@ -27,6 +27,7 @@ def main() -> None:
     """Reads the task, rehearses, and writes what was seen, or the error that ended it, as JSON to the task's file."""
     task = json.load(sys.stdin)
     started = time.monotonic()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, for which there is no GPU
     try:
         shim.load()
         found = rehearse(task)
@@ -45,12 +46,13 @@ def rehearse(task: dict[str, Any]) -> dict[str, Any]:
     import torch.nn.attention.bias  # it lists the functions of torch.cuda, so it comes before they are replaced
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from nemo_oprd.commands.rehearse import device_kernels, fake_cuda, fake_world
+    from nemo_oprd.commands.rehearse import device_kernels, fake_cuda, fake_world, layers
     from nemo_oprd.commands.rehearse.recorder import Recorder
     from nemo_oprd.commands.rehearse.stand_ins import stand_in
 
     recorder = Recorder(stand_in)
     fake_cuda.install(task["gpu_bytes"], lambda: recorder.live, lambda: recorder.peak, recorder.wait)
+    layers.choose(task.get("layers", "local"), recorder)
     fake_world.join(task["rank"], task["ranks"], task["gpus_per_node"])
     device_kernels.install()
     # a tensor that is made on the device is otherwise made in host memory first
@@ -145,12 +147,13 @@ def unread_files(run: Any, fake: Any) -> Any:
 
 
 def described(recorder: Recorder) -> dict[str, Any]:
-    """What was seen, as JSON; waits, kernels and messages are those of the last step."""
+    """What was seen, as JSON; waits, calls, kernels and messages are those of the last step."""
     phases = {}
     for name, phase in recorder.phases.items():
         largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:20]
         waits = [
             {"file": place.file, "line": place.line, "below": place.below, "what": what, "count": count}
+            | {"innermost": place.innermost}
             for (place, what), count in sorted(phase.waits.items())
         ]
         messages = [as_json(message) for message in phase.messages]
@@ -160,7 +163,11 @@ def described(recorder: Recorder) -> dict[str, Any]:
         {"code": m.code, "file": m.place.file, "line": m.place.line, "text": m.text, "count": count}
         for m, count in recorder.mistakes.items()
     ]
-    return {"phases": phases, "mistakes": mistakes}
+    calls = [
+        {"function": function, "tensors": tensors, "count": count}
+        for (function, tensors), count in sorted(recorder.calls.items())
+    ]
+    return {"phases": phases, "mistakes": mistakes, "te_calls": calls}
 
 
 def as_json(message: Message) -> dict[str, Any]:

@@ -88,6 +88,8 @@ class Recorder(TorchDispatchMode):
         self.live = self.peak = self._rounded = 0
         self.phases: dict[str, Phase] = {}
         self.mistakes: Counter[Mistake] = Counter()
+        # functions of a library that stand-ins answer, with their tensors
+        self.calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._phase = self.phases.setdefault("build", Phase())
         self._alive: dict[int, tuple[int, str]] = {}
         self._known = HostValues()
@@ -104,7 +106,8 @@ class Recorder(TorchDispatchMode):
             self._phase = before
 
     def begin_step(self) -> None:
-        """Forgets what earlier steps waited for, started and sent; their peaks count."""
+        """Forgets what earlier steps waited for, called, started and sent; their peaks count."""
+        self.calls.clear()
         for phase in self.phases.values():
             phase.kernels = 0
             phase.waits.clear()
@@ -113,6 +116,11 @@ class Recorder(TorchDispatchMode):
     def wait(self, what: str) -> None:
         """Notes that the host waits for the device."""
         self._phase.waits[current_place(), what] += 1
+
+    def call(self, function: str, tensors: list[torch.Tensor]) -> None:
+        """Notes a call of a function that a stand-in answers."""
+        self._phase.kernels += 1
+        self.calls[function, tuple(_described(tensor) for tensor in tensors)] += 1
 
     def mistake(self, code: str, text: str) -> None:
         """Notes a mistake at the current place."""
@@ -286,6 +294,11 @@ class Recorder(TorchDispatchMode):
         for size, where in self._alive.values():
             found[where] += size
         return dict(found)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """Such as "bfloat16[16384, 1, 1536]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _group(value: Any) -> dist.ProcessGroup | None:

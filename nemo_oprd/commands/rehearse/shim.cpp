@@ -18,8 +18,12 @@ struct RehearsalHooks final : at::CUDAHooksInterface {
   at::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
+// preferred: torch's CUDA build, which is loaded later, has hooks of its own and leaves these
 const at::RegistererCUDAHooksRegistry hooks(
-    "CUDAHooks", at::CUDAHooksRegistry(), at::RegistererCUDAHooksRegistry::DefaultCreator<RehearsalHooks>);
+    "CUDAHooks",
+    c10::REGISTRY_PREFERRED,
+    at::CUDAHooksRegistry(),
+    at::RegistererCUDAHooksRegistry::DefaultCreator<RehearsalHooks>);
 
 struct RehearsalGuard final : c10::impl::DeviceGuardImplInterface {
   static c10::Device only() { return c10::Device(c10::DeviceType::CUDA, 0); }
@@ -45,6 +49,10 @@ struct RehearsalGuard final : c10::impl::DeviceGuardImplInterface {
 };
 
 RehearsalGuard guard;
-const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
 
 }  // namespace
+
+// Called after torch's libraries are loaded, because the guard that is registered last is the one that is asked.
+extern "C" void register_rehearsal_guard() {
+  const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+}

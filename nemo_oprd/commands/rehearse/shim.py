@@ -1,4 +1,4 @@
-"""Builds `shim.cpp` once per torch and loads it; imported before torch."""
+"""Builds `shim.cpp` once per torch and loads it with torch, of which this module is imported first."""
 
 from __future__ import annotations
 
@@ -17,30 +17,23 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def load() -> None:
-    """Loads torch's own libraries and the shim, which registers itself; torch must not be imported yet.
+    """Imports torch with the shim in it; torch must not be imported yet.
+
+    The shim's hooks register themselves and are there before those of a CUDA build of torch, which finds them in its
+    place. Its device guard comes after torch's.
 
     Raises:
-        ValueError: there is no C++ compiler, or torch is a CUDA build.
+        ValueError: there is no C++ compiler, or it refuses the source.
     """
-    torch = torch_directory()
-    library = build(torch)
-    for path in (torch / "lib" / "libc10.so", torch / "lib" / "libtorch_cpu.so", library):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-
-
-def torch_directory() -> Path:
-    """Where torch is installed; ValueError unless it is a CPU build."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None, "torch is a dependency of this package"
-    directory = Path(found.origin).parent
-    if (directory / "lib" / "libtorch_cuda.so").exists():
-        version = importlib.metadata.version("torch")
-        raise ValueError(
-            f"torch {version} is built with CUDA, which has a device guard of its own and looks for a GPU in every "
-            "backward pass; expected the CPU build of torch: rehearse in the environment of the quickstart "
-            "(scripts/environment.sh)"
-        )
-    return directory
+    torch = Path(found.origin).parent
+    library = build(torch)
+    for path in (torch / "lib" / "libc10.so", torch / "lib" / "libtorch_cpu.so"):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    shim = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    importlib.import_module("torch")
+    shim.register_rehearsal_guard()
 
 
 def build(torch: Path) -> Path:

@@ -29,7 +29,7 @@ class StandIn:
 STAND_INS = {
     ("nemo_oprd/distillation/metrics/named_sums.py", "reduced"): StandIn(1.0, "sums of losses, for metrics"),
     ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): StandIn(1.0, "the gradient's norm, finite"),
-    ("megatron/core/utils.py", "local_multi_tensor_l2_norm"): StandIn(1.0, "a parameter's gradient norm"),
+    ("nemo_oprd/distillation/student.py", "optimizer_step"): StandIn(1.0, "the same, left on the device"),
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): StandIn(
         1.0, "shapes from the neighbouring stage, which are then taken from the plan"
     ),

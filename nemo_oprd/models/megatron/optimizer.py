@@ -10,8 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    clip_grads,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from nemo_oprd.config.schema import TrainConfig
 from nemo_oprd.models.megatron.model import DistillingModel
@@ -105,11 +111,21 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
         config, ddp_chunks, overrides, use_gloo_process_groups=False, pg_collection=role.groups
     )
     _index_mixed_groups(optimizer)
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # neither Transformer Engine nor Apex is installed
+        clip_grads.l2_norm_impl = norm_of_all
     for part in optimizer.chained_optimizers:
         # the distributed optimizer is gathered over it to be saved
         experts = any(group.get("is_expert_parallel") for group in part.param_groups)
         part.data_parallel_group_gloo = role.expert_host_group if experts else role.host_group
     return optimizer
+
+
+def norm_of_all(chunk: int, overflow: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
+    """The norm [1] of all tensors of `lists[0]`, float32; the same number as Megatron's own.
+
+    Megatron's `local_multi_tensor_l2_norm` reads the norm of every tensor on the host, one wait for the device each.
+    """
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
 
 
 def _index_mixed_groups(optimizer: Any) -> None:

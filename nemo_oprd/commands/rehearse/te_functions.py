@@ -1,0 +1,289 @@
+"""`transformer_engine_torch` in a rehearsal: the functions that a bfloat16 step calls, with their shapes and dtypes.
+
+Each makes what the compiled one returns, of the same shapes and dtypes, and computes nothing. What it is called with is
+counted. Any other function ends the rehearsal with its name.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# those of transformer_engine/common/include/transformer_engine/transformer_engine.h
+DType = enum.IntEnum(
+    "DType",
+    {
+        "kByte": 0,
+        "kInt32": 2,
+        "kFloat32": 4,
+        "kFloat16": 5,
+        "kBFloat16": 6,
+        "kFloat8E4M3": 7,
+        "kFloat8E5M2": 8,
+        "kFloat4E2M1": 10,
+    },
+)
+_TORCH = {DType.kByte: torch.uint8, DType.kInt32: torch.int32, DType.kFloat32: torch.float32}
+_TORCH |= {DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
+# versions that have every kernel of the layers: cuDNN 9.13, cuBLAS 13
+CUDNN_VERSION, CUBLAS_VERSION, CUBLAS_STREAMS = 91300, 130000, 4
+ATTENTION = "NVTE_F16_arbitrary_seqlen"
+
+
+class NotRehearsed(Exception):  # noqa: N818 - a finding, not a fault of this program
+    """The step called a function of Transformer Engine for which there is no stand-in."""
+
+
+class _Enumeration(type):
+    """A class of the compiled module; its members get numbers as they are asked for."""
+
+    @property
+    def __members__(cls) -> dict[str, int]:
+        return dict(cls.__dict__["numbers"])
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        numbers: dict[str, int] = cls.__dict__["numbers"]
+        numbers[name] = len(numbers)
+        member = enum.IntEnum(f"{cls.__name__}_{name}", {name: numbers[name]})[name]  # type: ignore[misc]
+        setattr(cls, name, member)
+        return member
+
+
+class Functions(types.ModuleType):
+    """The module.
+
+    Args:
+        sources: the folder of Transformer Engine's Python files, which say what the compiled module has.
+        on_call: called with a function's name and its tensors before each call.
+        on_mistake: called with a code and a text where a GPU would refuse a call.
+    """
+
+    def __init__(
+        self,
+        sources: Path,
+        on_call: Callable[[str, list[torch.Tensor]], None],
+        on_mistake: Callable[[str, str], None],
+    ) -> None:
+        super().__init__("transformer_engine_torch")
+        self.DType = DType
+        self._on_call, self._on_mistake = on_call, on_mistake
+        for function in (get_cublasLt_version, get_cudnn_version, get_num_cublas_streams, get_fused_attn_backend):
+            setattr(self, function.__name__, function)
+        for function in _COUNTED:
+            setattr(self, function.__name__, self._counted(function))
+        # `from transformer_engine_torch import *` takes what is there
+        for file in (sources / "transformer_engine" / "pytorch").rglob("*.py"):
+            for name in set(re.findall(r"\btex\.([A-Za-z]\w+)", file.read_text())):
+                getattr(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        made: Any = _Enumeration(name, (), {"numbers": {}}) if name[0].isupper() else _not_rehearsed(name)
+        setattr(self, name, made)
+        return made
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, torch.Tensor)]
+            self._on_call(function.__name__, tensors)
+            on_host = [tensor for tensor in tensors if tensor.ndim and tensor.device.type != "cuda"]
+            if on_host:
+                self._on_mistake("host-tensor", f"{function.__name__} takes a tensor of the host")
+            if function in (generic_gemm, te_general_grouped_gemm):
+                factors = [next(iter(_leaves([args[position]]))).dtype for position in (0, 2)]
+                if factors[0] != factors[1]:
+                    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in factors)
+                    self._on_mistake("mixed-dtypes", f"{function.__name__} multiplies {names}")
+            return function(*args, **kwargs)
+
+        return called
+
+
+def _leaves(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _not_rehearsed(name: str) -> Callable[..., Any]:
+    def function(*_: Any, **__: Any) -> Any:
+        raise NotRehearsed(f"Transformer Engine's {name} was called; expected a function that te_functions.py has")
+
+    return function
+
+
+def get_cublasLt_version() -> int:
+    """The version of cuBLAS."""
+    return CUBLAS_VERSION
+
+
+def get_cudnn_version() -> int:
+    """The version of cuDNN."""
+    return CUDNN_VERSION
+
+
+def get_num_cublas_streams() -> int:
+    """Streams for grouped products."""
+    return CUBLAS_STREAMS
+
+
+def get_fused_attn_backend(*args: Any) -> Any:
+    """cuDNN's attention for any length; since 2.20, which gives one argument, with a reason against it."""
+    import transformer_engine_torch as functions
+
+    chosen = getattr(functions.NVTE_Fused_Attn_Backend, ATTENTION)
+    return (chosen, "") if len(args) == 1 else chosen
+
+
+def generic_gemm(
+    a: torch.Tensor,
+    transa: bool,
+    b: torch.Tensor,
+    transb: bool,
+    out: torch.Tensor | None,
+    quantizer: Any,
+    out_dtype: Any,
+    bias: torch.Tensor | None,
+    bias_dtype: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    *_: Any,
+    extra_output: Any = None,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, None, Any]:
+    """A product of column-major matrices: y = b a^T (TN), b's gradient b a (NN) or the weight's b^T a (NT)."""
+    rows, columns = a.shape[-1], b.shape[-1]
+    if transb:
+        shape, inner = (columns, rows), (a.numel() // rows, b.numel() // columns)
+    elif transa:
+        shape, inner = (*b.shape[:-1], a.shape[0]), (rows, columns)
+    else:
+        shape, inner = (*b.shape[:-1], rows), (a.numel() // rows, columns)
+    if inner[0] != inner[1]:
+        raise RuntimeError(f"generic_gemm can't multiply {list(b.shape)} and {list(a.shape)}")
+    if out is None:
+        out = torch.empty(shape, dtype=_torch_dtype(out_dtype, a.dtype), device=a.device)
+    elif out.numel() != math.prod(shape):
+        raise RuntimeError(f"generic_gemm can't write {list(shape)} to {list(out.shape)}")
+    bias_gradient = b.new_empty(columns) if grad and bias is not None else None
+    return out, bias_gradient, None, extra_output
+
+
+def _torch_dtype(dtype: Any, default: torch.dtype) -> torch.dtype:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype or default
+    return _TORCH[DType(int(dtype))]
+
+
+def rmsnorm_fwd(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None, quantizer: Any, dtype: Any, *_: Any
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """The normed state, no mean, and a scale per row."""
+    made = torch.empty(x.shape, dtype=_torch_dtype(dtype, x.dtype), device=x.device) if out is None else out
+    return made, None, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+
+
+def rmsnorm_bwd(
+    gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the state and of the weight."""
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _queries_keys_values(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The first tensors with heads among the arguments, whose positions differ between versions."""
+    return [each for each in args if isinstance(each, torch.Tensor) and each.ndim >= 3][:3]
+
+
+def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
+    """The output, the logarithm of each head's sum, and the random numbers' state."""
+    queries, _, values = _queries_keys_values(args)
+    out = queries.new_empty((*queries.shape[:-1], values.shape[-1]))
+    logarithms = torch.empty(*queries.shape[:-1], 1, dtype=torch.float32, device=queries.device)
+    return [out, logarithms, torch.empty(2, dtype=torch.int64, device=queries.device)]
+
+
+def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
+    """The gradients of queries, keys and values; none of a bias and of an offset."""
+    return [*map(torch.empty_like, _queries_keys_values(args)), None, None]
+
+
+def multi_tensor_l2norm(
+    chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of all tensors, and of each."""
+    first = lists[0][0]
+    each = len(lists[0]) if per_tensor else 0
+    return tuple(torch.empty(size, dtype=torch.float32, device=first.device) for size in (1, each))  # type: ignore[return-value]
+
+
+def multi_tensor_scale(*_: Any) -> None:
+    """Scales in place."""
+
+
+def multi_tensor_scale_tensor(*_: Any) -> None:
+    """Scales in place, by a number on the device."""
+
+
+def multi_tensor_adam(*_: Any) -> None:
+    """AdamW in place."""
+
+
+def te_general_grouped_gemm(*args: Any) -> Any:
+    """Experts' products, which are written to the tensors that are given; the biases, or their gradients."""
+    return args[7]
+
+
+def thd_read_half_tensor(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """One of the two chunks of a context rank, of states [s, heads, channels] or [2, s, heads, channels]."""
+    axis = tensor.ndim - 3
+    return tensor.new_empty([size // 2 if i == axis else size for i, size in enumerate(tensor.shape)])
+
+
+def thd_read_second_half_lse(lse: torch.Tensor, offsets: torch.Tensor, packed: bool, half: int) -> torch.Tensor:
+    """The logarithms [heads, s / 2] of the second chunk."""
+    return lse.new_empty((lse.shape[0], half) if packed else (*lse.shape[:2], half))
+
+
+def thd_second_half_lse_correction(*_: Any) -> None:
+    """Adds a partner's keys to the logarithms, in place."""
+
+
+def thd_out_correction(*_: Any) -> None:
+    """Adds what a partner's keys give to the output, in place."""
+
+
+def thd_grad_correction(*_: Any) -> None:
+    """Adds what a partner's queries give to a gradient, in place."""
+
+
+_COUNTED = (
+    generic_gemm,
+    te_general_grouped_gemm,
+    rmsnorm_fwd,
+    rmsnorm_bwd,
+    fused_attn_fwd,
+    fused_attn_bwd,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_adam,
+    thd_read_half_tensor,
+    thd_read_second_half_lse,
+    thd_second_half_lse_correction,
+    thd_out_correction,
+    thd_grad_correction,
+)

@@ -1,0 +1,56 @@
+"""What a rehearsed step of a small model waits for and calls, per version: `rehearsal_golden.json`.
+
+A new version of Megatron-core or Transformer Engine shows there what has changed.
+
+    python tests/functional/rehearsal_golden.py     writes the entries of the versions that are installed
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.commands.rehearse import te_package
+from nemo_oprd.commands.rehearse.command import waits_of_a_step
+
+FILE = Path(__file__).with_name("rehearsal_golden.json")
+
+
+def key(layers: str) -> str:
+    """The versions of which the file has an entry."""
+    core = f"Megatron-core {version('megatron-core')}"
+    return f"{core}, local layers" if layers == "local" else f"{core}, Transformer Engine {te_package.version()}"
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Waits by function and kind, calls by function and tensors -> how often, in one step."""
+    waits: Counter[str] = Counter()
+    for wait in waits_of_a_step(found):
+        waits[f"{', '.join(wait['innermost'])}: {wait['what']}"] += wait["count"]
+    calls = {f"{call['function']}({', '.join(call['tensors'])})": call["count"] for call in found["te_calls"]}
+    return {"waits": dict(sorted(waits.items())), "calls": dict(sorted(calls.items()))}
+
+
+def golden() -> dict[str, Any]:
+    """The file's entries."""
+    entries: dict[str, Any] = json.loads(FILE.read_text())
+    return entries
+
+
+def main() -> None:
+    """Rehearses with both kinds of layers and writes the file."""
+    from test_rehearsal import rehearsed, settings
+
+    entries = golden() if FILE.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        for layers in ("local", "te"):
+            entries[key(layers)] = summary(rehearsed(settings(Path(folder)), Path(folder), "nothing", layers=layers))
+    FILE.write_text(json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
