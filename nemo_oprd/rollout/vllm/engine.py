@@ -214,8 +214,7 @@ class VllmEngine:
                 keep({i: _rollout(task.requests[i], response) for i, response in responses.items()})
 
             slots = -(-len(order) // len(self._places))
-            takes = None if keep is None else keep_rollouts
-            job = Job(task, self._version, self._step, claim, slots, takes)
+            job = Job(task, self._version, self._step, claim, slots, keep and keep_rollouts)
             work = sampler.start(job, [*self._mine.servers.values()], mine)
         cancelled = self._wait(work, should_cancel)
         found = RoundSummary.joined(everyones(RoundSummary.of(mine, cancelled)))
