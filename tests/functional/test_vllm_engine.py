@@ -214,6 +214,13 @@ def test_responses_that_cannot_be_kept_end_the_call(run: Any) -> None:
     assert refused(run("load 1, full")) == "the disk is full"
 
 
+def test_keeping_a_response_holds_up_no_other(run: Any) -> None:
+    """The servers are asked on meanwhile, and all responses are kept when the call returns."""
+    found = run("load 1, slow", "rollout.max_batch=1")
+    assert found["error"] is None
+    assert [i for i, *_ in found["kept"][0]] == list(range(COUNT))
+
+
 @pytest.mark.parametrize(
     ("faults", "message"),
     [

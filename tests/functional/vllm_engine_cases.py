@@ -255,9 +255,9 @@ def run(
 
     "load 1" and "update 2" give weights, "change 3" changes them without an update; "kill" ends all servers, "occupy"
     the memory of the GPUs. "generate" samples a response to each prompt, with what an earlier "cancel" has completed as
-    `done`, "generate last" before an update; "full" samples while responses can't be kept. "lose" samples while the
-    last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per response
-    and counts bytes.
+    `done`, "generate last" before an update; "full" samples while responses can't be kept, "slow" while the first one
+    is kept only when all were asked for. "lose" samples while the last controller's client process is killed, "lose
+    idle" after that. "count 6" samples at most 6 tokens per response and counts bytes.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
@@ -347,10 +347,18 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
     def full(_: dict[int, Any]) -> None:
         raise ValueError("the disk is full")
 
+    def slow(rollouts: dict[int, Any]) -> None:
+        deadline = time.monotonic() + 15
+        while len(requests(root)) < len(PROMPTS):
+            if time.monotonic() > deadline:
+                raise ValueError("while a response was kept, no other one was asked for")
+            time.sleep(0.02)
+        keep(rollouts)
+
     def carry_out(what: str) -> None:
         nonlocal done, step, changed
         kind, _, number = what.partition(" ")
-        if kind in ("generate", "cancel", "lose"):
+        if kind in ("generate", "cancel", "lose", "slow"):
             found["kept"].append([])
         if kind == "load":
             made.load(weights(int(number)).__getitem__, "a test")
@@ -377,6 +385,8 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             found["counted"].append((sum(len(r.response_ids) for r in rollouts), sent[0]))
         elif kind == "full":
             made.generate(asked, sampling, keep=full)
+        elif kind == "slow":
+            made.generate(asked, sampling, keep=slow)
         else:
             if what == "lose idle":
                 kill_client(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -9,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_oprd.rollout.vllm import segments
 from nemo_oprd.rollout.vllm.channel import Channel
+from nemo_oprd.rollout.vllm.client_main import ToldRound
 from nemo_oprd.rollout.vllm.client_process import MODULE, ClientProcess
 from nemo_oprd.rollout.vllm.segments import SegmentReader, SegmentWriter
 
@@ -74,6 +78,49 @@ def ignores(process: int, number: signal.Signals) -> bool:
     status = (Path("/proc") / str(process) / "status").read_text()
     mask = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")), 16)
     return bool(mask & (1 << (number - 1)))
+
+
+class OneTurn:
+    """In place of a channel and of a client: notes messages, and answers every request in the next turn."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any], file: int | None = None) -> None:
+        self.sent.append(message)
+
+    async def post(self, *_: Any, **__: Any) -> bytes:
+        await asyncio.sleep(0)
+        spans, logprobs = [{"version": "1-a", "start": 0, "end": 1}], {"content": [{"logprob": -1.0}]}
+        choice = {"token_ids": [1], "weight_versions": spans, "logprobs": logprobs, "finish_reason": "stop"}
+        return json.dumps({"choices": [choice]}).encode()
+
+    async def watch(self, _: Any) -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+
+def test_what_arises_in_one_turn_goes_in_one_message() -> None:
+    """Claims in the order of the servers; claims that get less than they ask for are the last ones."""
+    fake, body = OneTurn(), {"sampling_params": {"max_tokens": 4}}
+    servers = [{"number": number, "in_flight": 8} for number in range(2)]
+    limits = {"version": "1-a", "known_ids": 9, "timeout_s": 9.0, "slots": 4}
+
+    async def carry_out() -> None:
+        made: Any = ToldRound(fake, fake, {"servers": servers, **limits})  # type: ignore[arg-type]
+        work = asyncio.create_task(made.run())
+        for count in (8, 5):
+            while not fake.sent or fake.sent[-1].get("claims") != 8:
+                await asyncio.sleep(0)
+            fake.sent[-1] = dict(fake.sent[-1], claims="answered")
+            made.claimed([(i, body) for i in range(count)])
+        await work
+
+    asyncio.run(asyncio.wait_for(carry_out(), 10))
+    first, segment, second, third, over = fake.sent
+    assert (first["kind"], first["responses"], segment, over["kind"]) == ("news", [], {"kind": "segment"}, "over")
+    assert [(each["index"], each["server"]) for each in second["responses"]] == [(i, i // 4) for i in range(8)]
+    assert (third["claims"], [each["index"] for each in third["responses"]]) == (0, list(range(5)))
 
 
 def test_messages_and_files_arrive_in_order(tmp_path: Path) -> None:
