@@ -55,4 +55,4 @@ def test_killed_once_in_every_phase(run: Callable[..., str]) -> None:
 @pytest.mark.slow
 def test_sampled_ahead_it_ends_as_if_never_killed(run: Callable[..., str]) -> None:
     """With the responses of two later steps under way, in memory, or in the checkpoint."""
-    run(len(PHASES) + 3, 12, 1, "--lag", "2")
+    run(20, 16, 1, "--lag", "2")
