@@ -216,17 +216,9 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     )
     teacher = files.teachers[0]
     models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
-    sampler = RolloutSampler(
-        config,
-        plan.run.models.routing,
-        engine,
-        data.prompts,
-        data.teacher_inputs,
-        cache,
-        first_step,
-        checkpointer.asked_to_stop,
-        checkpointer.stop_while_sampling,
-    )
+    stopping = checkpointer.asked_to_stop, checkpointer.stop_while_sampling
+    inputs = data.prompts, data.teacher_inputs
+    sampler = RolloutSampler(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
     checkpointer.write_ahead = sampler.write_ahead
     if first_step:
         sampler.read_ahead(iteration_directory(checkpoints, first_step))

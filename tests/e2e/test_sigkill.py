@@ -50,3 +50,9 @@ def test_killed_once_in_every_phase(run: Callable[..., str]) -> None:
     """As many kills as the recorded run of docs/results.md, in fewer steps."""
     said = run(kills=20, steps=16, seed=1)
     assert {phase.name for phase in PHASES if f" {phase.name} " in said} == {phase.name for phase in PHASES}
+
+
+@pytest.mark.slow
+def test_sampled_ahead_it_ends_as_if_never_killed(run: Callable[..., str]) -> None:
+    """With the responses of two later steps under way, in memory, or in the checkpoint."""
+    run(20, 16, 1, "--lag", "2")
