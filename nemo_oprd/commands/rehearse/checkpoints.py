@@ -58,8 +58,8 @@ def _save(recorder: Recorder, root: Path, student: Student, source: Path) -> Non
 def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, Any]) -> None:
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-    from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from torch.distributed._shard.sharded_tensor import Shard
 
     strategies = torch_dist.TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
     saved = {"adaptive_gaps": student.adaptive.state()}
@@ -67,8 +67,9 @@ def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, An
         saved["partial_training_updates"] = student.partial_training.state
 
     def read(state: dict[str, Any], *_: Any, **__: Any) -> None:
-        parts = [part for value in state.values() for part in getattr(value, "_local_shards", [value])]
-        tensors = [part._sh_ten.data for part in parts if isinstance(part, CheckpointableShardedTensor)]
+        whole = [value for value in state.values() if not isinstance(value, io.BytesIO)]
+        parts = [part for value in whole for part in getattr(value, "_local_shards", [value])]
+        tensors = [part.tensor if isinstance(part, Shard) else part._sh_ten.data for part in parts]
         recorder.leave("checkpoint files, read", sum(map(_bytes, tensors)))
         for name, value in state.items():
             if isinstance(value, io.BytesIO):  # an object; here as this process has just written it

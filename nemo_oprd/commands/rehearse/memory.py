@@ -79,16 +79,17 @@ class Memory:
         """The next `settled` at this moment is the first one."""
         self._marks.pop(moment, None)
 
-    def settled(self, moment: str) -> tuple[Place, int] | None:
-        """If more is alive than when this moment came last: the line that allocated most of what is new, its bytes."""
+    def settled(self, moment: str) -> dict[Place, int]:
+        """If more is alive than when this moment came last: the lines that allocated what is new, and its bytes."""
         before, self._marks[moment] = self._marks.get(moment), (self.live, self._count)
-        if before is None or self.live - before[0] <= _TOLERATED_GROWTH * before[0]:
-            return None
+        tolerated = 0.0 if before is None else _TOLERATED_GROWTH * before[0]
+        if before is None or self.live - before[0] <= tolerated:
+            return {}
         newer: Counter[Place] = Counter()
         for block in self._blocks.values():
             if block.number > before[1]:
                 newer[block.place] += block.size
-        return newer.most_common(1)[0]
+        return {place: size for place, size in newer.items() if size > tolerated}
 
     def allocated_at(self, tensor: torch.Tensor) -> Place:
         """The line that allocated the memory of a tensor on the device."""

@@ -6,17 +6,20 @@ boundary, and what would leave is counted. Checkpoints are in `checkpoints.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.engine_records import RECORDS
-from nemo_oprd.distillation.sampling_check import SamplingCheck
+from nemo_oprd.distillation import sampling_check
 from nemo_oprd.distillation.student import Student
+from nemo_oprd.models.weights import hf
+from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.rollout.engine import TRAINING_STREAM, GenerationCancelled, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.setup.resolve import RunSpec
@@ -79,7 +82,7 @@ def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: in
     requests = [Request([1] * prompt)] * (config.train.prompts_per_step * config.rollout.per_prompt)
     sampling = SamplingParams(config.rollout.temperature, config.rollout.top_p, response, (0, TRAINING_STREAM, 0))
     engine._exchange.share = share  # type: ignore[attr-defined]
-    with recorder.phase("generation"), _replaced(decoding, "CANCEL_CHECK_EVERY", TOKENS):
+    with recorder.phase("generation"), mock.patch.object(decoding, "CANCEL_CHECK_EVERY", TOKENS):
         try:
             engine.generate(requests, sampling, should_cancel)
         except GenerationCancelled:
@@ -88,10 +91,10 @@ def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: in
 
 
 def check_sampling(recorder: Recorder, run: RunSpec, student: Student, rollouts: list[Rollout], step: int) -> None:
-    """What `train.py` does with the log-probabilities of an engine that records them."""
+    """What `train.py` does with the log-probabilities of an engine that records them, but for the comparison."""
     if RECORDS[run.config.rollout.engine].no_logprobs is None:
-        with recorder.phase("sampling check"):
-            SamplingCheck(run.config, run.models.vocab_limit)(student, rollouts, step)
+        with recorder.phase("sampling check"), mock.patch.object(sampling_check, "compare", return_value={}):
+            sampling_check.SamplingCheck(run.config, run.models.vocab_limit)(student, rollouts, step)
 
 
 def send_weights(
@@ -100,7 +103,12 @@ def send_weights(
     """The student's weights, as one stream, into the in-process engine or up to the boundary of the servers."""
     if run.config.rollout.replay is not None:
         return
-    with recorder.phase("weights"):
+    whole = {p.mapping.megatron: (p.shape, student.dtype) for p in checkpoint_parameters(student.spec)}
+
+    def everyones(own: dict[str, Any], _: Any) -> list[dict[str, Any]]:
+        return [whole, own]  # what the other stages would say of their parameters
+
+    with recorder.phase("weights"), mock.patch.object(hf, "everyones", everyones):
         if engine is not None:
             engine.update_weights(student.hf_weights, 1)
         else:
@@ -122,7 +130,8 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     students = range(layout.first_rank, layout.first_rank + layout.size)
     machines = [f"machine {rank // gpus_per_node}" for rank in ranks]
     places = place_servers(settings, machines, [str(rank % gpus_per_node) for rank in ranks], students)
-    own: Any = {place.number: f"server {place.number}" for place in places if place.controller == dist.get_rank()}
+    numbers = [place.number for place in places if place.controller == dist.get_rank()]
+    own: Any = {number: SimpleNamespace(number=number, generation=1) for number in numbers}
     names = {name for mapping in mappings_by_name(student.spec).values() for name in mapping.hf}
     mine = Controlled(own, folder=transport.SharedFolder() if own else None)
     calls = UpdateCalls(None, places, len(names), lambda *_: None, settings.start_timeout, settings.request_timeout)
@@ -160,28 +169,13 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     try:
         with (
             recorder.invented_host_memory(),
-            _replaced(weight_push, "WeightGroup", Group),
-            _replaced(transport, "memory_handle", handle),
-            _replaced(transport, "shareable_room", transport.room),  # a setting of the CUDA allocator
-            _replaced(FakeTensor, "numpy", Unwritten),
+            mock.patch.object(weight_push, "WeightGroup", Group),
+            mock.patch.object(transport, "memory_handle", handle),
+            mock.patch.object(transport, "shareable_room", transport.room),  # a setting of the CUDA allocator
+            mock.patch.object(FakeTensor, "numpy", Unwritten),
         ):
             push = weight_push.WeightPush(places, mine, calls, names, device(), students, settings.memory_share)
             push.push(student.hf_weights, 1)
     finally:
         if mine.folder is not None:
             mine.folder.close()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, `owner.name` is `value`."""
-    before = getattr(owner, name)
-    own = name in vars(owner)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -32,6 +32,8 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.baddbmm.default: (0, 1, 2),
     aten._grouped_mm.default: (0, 1),
 }
+# operations of a layer that keep what they take for a backward pass, in which gradients are enabled for sums only
+_KEEPING = (aten.mul, aten.silu, aten._fused_rms_norm, aten._scaled_dot_product_flash_attention, aten.bmm)
 _READS = (aten._local_scalar_dense.default,)
 _COUNTS_ROWS = (aten.nonzero.default,)
 # phases that every step passes through; "step" is what is in none of the others
@@ -129,12 +131,9 @@ class Recorder(TorchDispatchMode):
             self._invents_host = False
 
     def settled(self, moment: str) -> None:
-        """Notes a mistake if more is alive than when this moment came last, at the line that allocated most of it."""
-        found = self.memory.settled(moment)
-        if found is not None:
-            place, size = found
-            text = f"{size:,} bytes that are allocated here are still held {moment}"
-            self.mistakes[Mistake("held-too-long", place, text)] += 1
+        """Notes a mistake if more is alive than when this moment came last, at the lines that allocated it."""
+        for place, size in self.memory.settled(moment).items():
+            self.mistake("held-too-long", f"{size:,} bytes that are allocated here are still held {moment}", place)
 
     def wait(self, what: str) -> None:
         """Notes that the host waits for the device."""
@@ -245,8 +244,9 @@ class Recorder(TorchDispatchMode):
             if len(set(found)) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
                 self.mistake("mixed-dtypes", f"{func.overloadpacket.__name__} multiplies {names}")
-        if self.phase_name in FORWARD_PHASES and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            self.mistake("graph-without-backward", f"{func.overloadpacket.__name__} keeps what a backward pass needs")
+        enabled = self.phase_name in FORWARD_PHASES and torch.is_grad_enabled()
+        if enabled and func.overloadpacket in _KEEPING and any(tensor.requires_grad for tensor in tensors):
+            self.mistake("graph-without-backward", "what a backward pass needs is kept, and none follows")
         if func is aten.copy_.default or len(tensors) < 2:
             return
         devices = {tensor.device.type for tensor in tensors if tensor.ndim}
