@@ -190,6 +190,21 @@ def swapped_message() -> None:
     P2PCommunicator._communicate = swapped
 
 
+def not_contiguous_send() -> None:
+    """The state for the next stage is sent as it lies in memory: transposed."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    communicate = P2PCommunicator._communicate
+
+    def transposed(self: Any, **message: Any) -> Any:
+        state = message["tensor_send_next"]
+        if state is not None:
+            message["tensor_send_next"] = state.transpose(0, 2).contiguous().transpose(0, 2)
+        return communicate(self, **message)
+
+    P2PCommunicator._communicate = transposed
+
+
 def changed_models(change: Callable[[Any], None]) -> None:
     """Changes every model chunk after it was built."""
     from nemo_oprd.setup import models

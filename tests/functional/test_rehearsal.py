@@ -232,9 +232,14 @@ def test_stages_that_do_not_meet(overrides: list[str], tmp_path: Path) -> None:
     stages = [part.replace("parallel.tensor", "parallel.pipeline") for part in overrides if "sequence" not in part]
     first, last, swapped = (
         rehearsed(stages, tmp_path, mistake, rank=rank)
-        for mistake, rank in (("nothing", 0), ("nothing", 1), ("swapped_message", 1))
+        for mistake, rank in (("not_contiguous_send", 0), ("nothing", 1), ("swapped_message", 1))
     )
+    assert {(one["code"], one["file"]) for one in first["mistakes"]} == {
+        ("not-contiguous", "nemo_oprd/models/megatron/pipeline_schedule.py")
+    }
+    assert last["mistakes"] == []
     assert disagreements({0: first, 1: last}) == []
     lines = disagreements({0: first, 1: swapped})
     assert lines
     assert all(line.startswith(("rank 0 and rank 1 do not meet", "rank 1 and rank 0 do not meet")) for line in lines)
+    assert all("pipeline_schedule.py" in line for line in lines)
