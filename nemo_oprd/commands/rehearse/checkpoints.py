@@ -62,7 +62,7 @@ def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, An
     from torch.distributed._shard.sharded_tensor import Shard
 
     strategies = torch_dist.TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
-    saved = {"adaptive_gaps": student.adaptive.state()}
+    saved: dict[str, Any] = {"adaptive_gaps": student.adaptive.state()}
     if student.objective.trains_in_parts:
         saved["partial_training_updates"] = student.partial_training.state
 

@@ -25,13 +25,14 @@ from nemo_oprd.setup.resolve import RunSpec, resolve
 
 # a larger difference between what was measured and what `plan` says is reported
 TOLERANCE = 0.05
-# phase of a rehearsal -> the phases of `plan` that it passes through
+# phase of a step -> the phases of `plan` that it passes through
 PLANNED: dict[str, tuple[str, ...]] = {
     "teacher": ("teacher", "transfer"),
     "update": ("update", "output loss"),
     "optimizer": ("optimizer",),
-    "generation": ("rollout",),
 }
+# the same of phases around the steps
+AROUND: dict[str, tuple[str, ...]] = {"generation": ("rollout",)}
 # phase of building -> what it adds to what is there, of `plan`'s parts that are always there
 BUILT = {
     "build engine": ("rollout copy",),
@@ -39,8 +40,8 @@ BUILT = {
     "build optimizer": ("gradients", "optimizer"),
     "build teachers": ("teacher's head", "teacher weights"),
 }
-# phases of every step
-STEP = ("step", "teacher", "update", "optimizer")
+# all phases of a step
+STEP = ("step", *PLANNED)
 # parts of a run around its steps -> what a rehearsal of them is; see phases.py and checkpoints.py
 PARTS = {
     "check": "the check of an engine's log-probabilities",
@@ -251,10 +252,10 @@ def planned_bytes(kind: RankKind, phase: str, config: Config) -> float | None:
             copied = sum(memory.always.get(part, 0.0) for part in ("rollout copy", "weights", "weights", "gradients"))
             held = max(held, copied)
         return held
-    if phase not in PLANNED or not any(name in memory.phases for name in PLANNED[phase]):
+    passed = [name for name in (PLANNED | AROUND).get(phase, ()) if name in memory.phases]
+    if not passed:
         return None
-    always = sum(memory.always.values())
-    return always + max(sum(memory.phases.get(name, {}).values()) for name in PLANNED[phase])
+    return sum(memory.always.values()) + max(sum(memory.phases[name].values()) for name in passed)
 
 
 def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:

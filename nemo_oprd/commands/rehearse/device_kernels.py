@@ -113,7 +113,7 @@ def _read_scalars() -> None:
         copied = tensor.cpu() if tensor.device.type == "cuda" else tensor
         return one_by_one(copied) if isinstance(copied, FakeTensor) else copied.tolist()
 
-    FakeTensor.tolist = at_once  # type: ignore[method-assign]
+    FakeTensor.tolist = at_once  # type: ignore[method-assign,assignment]
     general = torch.tensor
 
     def numbers(data: Any) -> Any:

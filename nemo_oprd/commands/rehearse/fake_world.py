@@ -30,7 +30,7 @@ def join(rank: int, ranks: int, gpus_per_node: int) -> None:
         # groups for tensors in host memory are fake, too, and say what they are
         return enumerated(ranks, backend="fake", group_desc=HOST if backend == "gloo" else None)
 
-    dist.new_subgroups_by_enumeration = subgroups
+    dist.new_subgroups_by_enumeration = subgroups  # type: ignore[assignment]
     from nemo_oprd.models.megatron import parallel
 
     parallel.watchdog.start = parallel.wait_for_all = nothing  # there is no store to watch

@@ -66,7 +66,7 @@ class Injections:
                         recorder.mistake("target-dtype", text, recorder.memory.allocated_at(target))
             return sent
 
-        distiller_module.Distiller.targets = checked  # type: ignore[method-assign]
+        distiller_module.Distiller.targets = checked  # type: ignore[method-assign,assignment]
 
     def check(self, sums: Any, plan: BatchPlan, num_layers: int) -> None:
         """Raises CaptureError unless each layer of this rank got its gradient once per microbatch with rows."""

@@ -7,6 +7,7 @@ boundary, and what would leave is counted. Checkpoints are in `checkpoints.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -68,7 +69,9 @@ def in_process_engine(recorder: Recorder, run: RunSpec, files: Any) -> RolloutEn
 def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: int, response: int) -> None:
     """The first batch of a step's responses: the prompts, and `TOKENS` tokens with a cache for all of them."""
     from nemo_oprd.rollout.in_process import decoding
+    from nemo_oprd.rollout.in_process import engine as engine_module
 
+    agree = engine_module.agree
     config, asked = run.config, 0
 
     def should_cancel() -> bool:
@@ -79,15 +82,20 @@ def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: in
     def share(_: Any) -> dict[int, Any]:
         return {}  # no response is complete
 
+    def agreed(place: torch.device, *flags: bool, group: Any = None) -> tuple[bool, ...]:
+        found = agree(place, *flags, group=group)
+        return found if group is not None else (True,) * len(found)  # some rank of the world has cancelled
+
     requests = [Request([1] * prompt)] * (config.train.prompts_per_step * config.rollout.per_prompt)
     sampling = SamplingParams(config.rollout.temperature, config.rollout.top_p, response, (0, TRAINING_STREAM, 0))
     engine._exchange.share = share  # type: ignore[attr-defined]
-    with recorder.phase("generation"), mock.patch.object(decoding, "CANCEL_CHECK_EVERY", TOKENS):
-        try:
-            engine.generate(requests, sampling, should_cancel)
-        except GenerationCancelled:
-            return
-    assert response <= TOKENS, "the generation was not cancelled"
+    with (
+        recorder.phase("generation"),
+        mock.patch.object(decoding, "CANCEL_CHECK_EVERY", TOKENS),
+        mock.patch.object(engine_module, "agree", agreed),
+        suppress(GenerationCancelled),
+    ):
+        engine.generate(requests, sampling, should_cancel)
 
 
 def check_sampling(recorder: Recorder, run: RunSpec, student: Student, rollouts: list[Rollout], step: int) -> None:
@@ -130,8 +138,8 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     students = range(layout.first_rank, layout.first_rank + layout.size)
     machines = [f"machine {rank // gpus_per_node}" for rank in ranks]
     places = place_servers(settings, machines, [str(rank % gpus_per_node) for rank in ranks], students)
-    numbers = [place.number for place in places if place.controller == dist.get_rank()]
-    own: Any = {number: SimpleNamespace(number=number, generation=1) for number in numbers}
+    near = [place for place in places if place.controller == dist.get_rank() and place.transport != "group"]
+    own: Any = {number: SimpleNamespace(number=number, generation=1) for number in (place.number for place in near)}
     names = {name for mapping in mappings_by_name(student.spec).values() for name in mapping.hf}
     mine = Controlled(own, folder=transport.SharedFolder() if own else None)
     calls = UpdateCalls(None, places, len(names), lambda *_: None, settings.start_timeout, settings.request_timeout)

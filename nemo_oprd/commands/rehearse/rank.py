@@ -51,7 +51,7 @@ def rehearse(task: dict[str, Any]) -> dict[str, Any]:
     from nemo_oprd.commands.rehearse.stand_ins import stand_in
 
     recorder = Recorder(stand_in)
-    fake_cuda.install(task["gpu_bytes"], lambda: recorder.memory.live, lambda: recorder.memory.most, recorder.wait)
+    fake_cuda.install(task["gpu_bytes"], lambda: recorder.live, lambda: recorder.peak, recorder.wait)
     fake_world.join(task["rank"], task["ranks"], task["gpus_per_node"])
     device_kernels.install()
     # a tensor that is made on the device is otherwise made in host memory first

@@ -98,6 +98,16 @@ class Recorder(TorchDispatchMode):
         self.phase_name, self._phase = "", Phase()  # between the phases
         self._invents_host = False
 
+    @property
+    def live(self) -> int:
+        """Bytes of the device that are in use."""
+        return self.memory.live
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of the device that were in use."""
+        return self.memory.most
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts what happens inside for the phase `name`; what is alive at its begin counts, too."""
@@ -160,7 +170,7 @@ class Recorder(TorchDispatchMode):
             if self._invents_host and not tensors:
                 made = func(*args, **kwargs)
                 if isinstance(made, FakeTensor) and made.numel() > LARGEST:
-                    self.memory.track(made, func.overloadpacket.__name__)
+                    self._track(made, func)
                     return made
             with _disable_current_modes():  # host memory: real numbers
                 return func(*args, **kwargs)
@@ -177,7 +187,7 @@ class Recorder(TorchDispatchMode):
         self._phase.kernels += 1
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.memory.track(tensor, func.overloadpacket.__name__)
+                self._track(tensor, func)
         self._known.follow(func, args, kwargs, out)
         return out
 
@@ -203,7 +213,7 @@ class Recorder(TorchDispatchMode):
                 real = func(twin)
             out = tensor.new_empty(real.shape, dtype=real.dtype)
             self._known.put(out, real)
-        self.memory.track(out, func.overloadpacket.__name__)
+        self._track(out, func)
         return out
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -287,6 +297,9 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, torch.Tensor | tuple | list):  # (tensors, work): the tensors are those of the arguments
             return tree_map_only(torch.Tensor, lambda tensor: tensors[0], out)
         return out
+
+    def _track(self, tensor: torch.Tensor, func: Any) -> None:
+        self.memory.track(tensor, func.overloadpacket.__name__)
 
 
 def _group(value: Any) -> dist.ProcessGroup | None:
