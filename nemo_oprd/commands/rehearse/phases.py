@@ -82,9 +82,9 @@ def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: in
     def share(_: Any) -> dict[int, Any]:
         return {}  # no response is complete
 
-    def agreed(place: torch.device, *flags: bool, group: Any = None) -> tuple[bool, ...]:
+    def agreed(place: torch.device, *flags: bool, group: Any = None) -> list[bool]:
         found = agree(place, *flags, group=group)
-        return found if group is not None else (True,) * len(found)  # some rank of the world has cancelled
+        return found if group is not None else [True] * len(found)  # some rank of the world has cancelled
 
     requests = [Request([1] * prompt)] * (config.train.prompts_per_step * config.rollout.per_prompt)
     sampling = SamplingParams(config.rollout.temperature, config.rollout.top_p, response, (0, TRAINING_STREAM, 0))
