@@ -15,7 +15,7 @@ import rehearsal_golden
 
 from nemo_oprd.commands.rehearse import te_package
 from nemo_oprd.commands.rehearse.agreement import disagreements
-from nemo_oprd.commands.rehearse.command import waits_of_a_step
+from nemo_oprd.commands.rehearse.command import PARTS, lines, waits_of_a_step
 from nemo_oprd.commands.rehearse.known_waits import unknown_waits
 from nemo_oprd.commands.rehearse.shim import COMPILERS
 
@@ -34,6 +34,10 @@ MODEL = {
     "rope_theta": 10000.0,
 }
 RANKS, RESPONSE, PROMPT = 2, 448, 64
+# embedding and head; per layer attention with biases, MLP and norms; the final norm
+PARAMETERS = 2 * 512 * 256 + 2 * (256 * (512 + 256) + 512 + 3 * 256 * 1024 + 2 * 256) + 256
+# responses that a rank samples
+BATCH = 2
 PLANTS = Path(__file__).with_name("rehearsal_plants.py")
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +52,8 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def settings(place: Path) -> list[str]:
-    """A run of two ranks: TP2 with sequence parallelism, the output loss measured; its model is written to `place`."""
+    """A run of two ranks: TP2 with sequence parallelism, the output loss measured; in several groups of
+    microbatches; its model is written to `place`."""
     (place / "config.json").write_text(json.dumps(MODEL))
     layout = ("parallel.tensor=2", "parallel.sequence=true")
     roles = [f"{role}.{key}" for role in ("student", "teacher") for key in layout]
@@ -58,6 +63,7 @@ def settings(place: Path) -> list[str]:
         *roles,
         "student.recompute=none",
         "train.prompts_per_step=2",
+        "teacher.resident_microbatches=2",
         f"train.tokens_per_microbatch={PROMPT + RESPONSE}",
         f"rollout.max_new_tokens={RESPONSE}",
         "loss.representation.k=100",
@@ -71,8 +77,15 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def rehearsed(overrides: list[str], folder: Path, mistake: str, rank: int = 0, layers: str = "local") -> dict[str, Any]:
-    """What a rank's process saw."""
+def rehearsed(
+    overrides: list[str],
+    folder: Path,
+    mistake: str,
+    rank: int = 0,
+    layers: str = "local",
+    phases: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """What a rank's process saw; `mistake`: names in rehearsal_plants.py, with commas."""
     result = folder / "result.json"
     task = {
         "rank": rank,
@@ -85,6 +98,7 @@ def rehearsed(overrides: list[str], folder: Path, mistake: str, rank: int = 0, l
         "overrides": overrides,
         "prompt_tokens": PROMPT,
         "response_tokens": RESPONSE,
+        "phases": phases,
         "result": str(result),
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -97,16 +111,37 @@ def rehearsed(overrides: list[str], folder: Path, mistake: str, rank: int = 0, l
 
 
 @pytest.fixture(scope="module")
-def sound(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A step without a mistake."""
-    return rehearsed(overrides, tmp_path_factory.mktemp("sound"), "nothing")
+def with_servers(overrides: list[str]) -> list[str]:
+    """The same run with servers that sample."""
+    return [*overrides, "rollout.engine=vllm"]
 
 
-def peaks(found: dict[str, Any]) -> dict[str, int]:
-    return {name: phase["bytes"] for name, phase in found["phases"].items()}
+@pytest.fixture(scope="module")
+def sound(with_servers: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run without a mistake, with all of its phases."""
+    return rehearsed(with_servers, tmp_path_factory.mktemp("sound"), "nothing", phases=tuple(PARTS))
 
 
-def test_a_sound_step_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]) -> None:
+# mistakes that do not end the rehearsal, all in one run -> code, file and a part of the line that reports each
+NOT_FATAL = {
+    "float32_weight": ("mixed-dtypes", "nemo_oprd/models/megatron/rotary.py", "mm multiplies bfloat16, float32"),
+    "host_shards": ("host-tensor-in-collective", "nemo_oprd/losses/vocab_parallel.py", "in host memory, over NCCL"),
+    "not_contiguous": ("not-contiguous", "nemo_oprd/distillation/output_head.py", "not contiguous"),
+    "wide_targets": ("target-dtype", "nemo_oprd/distillation/teacher.py", "float32, expected bfloat16"),
+    "teacher_with_gradients": ("graph-without-backward", "nemo_oprd/models/megatron/observed_layer.py", "none follows"),
+    "retained_graph": ("held-too-long", "nemo_oprd/models/megatron/observed_layer.py", "after the next step"),
+    "targets_kept": ("held-too-long", "nemo_oprd/distillation/teacher.py", "when the next group"),
+}
+
+
+@pytest.fixture(scope="module")
+def mistaken(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run with the mistakes `NOT_FATAL` and every weight twice, which samples in the trainer's processes."""
+    mistakes = ",".join([*NOT_FATAL, "second_copy_of_weights"])
+    return rehearsed(overrides, tmp_path_factory.mktemp("mistaken"), mistakes, phases=("generation",))
+
+
+def test_a_sound_run_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]) -> None:
     """Nothing of this project waits but, where Megatron leaves that to it, for the gradient's norm."""
     assert (sound["mistakes"], sound["failure"]) == ([], None)
     assert unknown_waits(waits_of_a_step(sound)) == []
@@ -129,19 +164,49 @@ def test_transformer_engines_layers_wait_and_call_what_they_did(
     assert rehearsal_golden.summary(sound)["calls"] == {}
 
 
+def test_what_surrounds_the_steps_is_counted(sound: dict[str, Any], mistaken: dict[str, Any]) -> None:
+    phases, weights = sound["phases"], 2 * PARAMETERS
+    student = phases["build student"]["bytes"]
+    assert weights / 2 <= student < 1.05 * weights / 2
+    assert [name for name in phases if name.startswith("build ")] == [
+        "build student",
+        "build optimizer",
+        "build teachers",
+    ]
+    assert phases["sampling check"]["messages"]
+    # every rank gathers the tensors that are split, and hands a bucket of them to the server on its GPU
+    assert phases["weights"]["leaves"] == {"handles of device memory": weights}
+    assert len(phases["weights"]["messages"]) == 12
+    # weights in bfloat16, and a copy and two moments in float32, which Megatron gathers in host memory
+    written, read = phases["save"]["leaves"], phases["load"]["leaves"]
+    assert written["checkpoint files"] == pytest.approx(student + 6 * student, rel=0.01)
+    assert read["checkpoint files, read"] == pytest.approx(student + 6 * student, rel=0.01)
+    assert phases["save"]["host_bytes"] >= 6 * student
+    assert phases["save"]["bytes"] < 1.01 * phases["step"]["bytes"], "saving needs no memory of the device"
+    tokens, per_token = PROMPT + RESPONSE, 2 * 2 * 2 * 2 * (256 // 4)
+    held = mistaken["phases"]["generation"]["at_peak"]
+    assert sum(size for place, size in held.items() if "kv_cache.py" in place) == BATCH * tokens * per_token
+
+
+@pytest.mark.parametrize("mistake", NOT_FATAL)
+def test_a_mistake_is_named_with_its_place(mistaken: dict[str, Any], mistake: str) -> None:
+    assert mistaken["failure"] is None, mistaken["failure"]
+    code, file, text = NOT_FATAL[mistake]
+    alike = [one for one in mistaken["mistakes"] if (one["code"], one["file"]) == (code, file)]
+    assert any(text in one["text"] for one in alike), mistaken["mistakes"]
+
+
 @pytest.mark.parametrize(
     ("mistake", "code", "file"),
     [
         slow("host_tokens", "failed", "nemo_oprd/models/megatron/model.py"),
+        slow("host_positions", "host-tensor", "nemo_oprd/models/megatron/rotary.py"),
         slow("host_sums", "host-tensor", "nemo_oprd/distillation/metrics/named_sums.py"),
-        slow("host_budget", "host-tensor-in-collective", "nemo_oprd/distillation/target_budget.py"),
-        ("float32_weight", "mixed-dtypes", "nemo_oprd/models/megatron/rotary.py"),
-        slow("item_in_a_layer", "failed", "nemo_oprd/models/megatron/model.py"),
-        slow("not_contiguous", "not-contiguous", "nemo_oprd/distillation/output_head.py"),
+        ("item_in_a_layer", "failed", "nemo_oprd/models/megatron/model.py"),
         slow("wait_in_a_layer", "unknown-wait", "nemo_oprd/models/megatron/observed_layer.py"),
     ],
 )
-def test_a_mistake_is_named_with_its_place(
+def test_a_mistake_that_ends_the_rehearsal_is_named_with_its_place(
     overrides: list[str], tmp_path: Path, mistake: str, code: str, file: str
 ) -> None:
     found = rehearsed(overrides, tmp_path, mistake)
@@ -150,25 +215,60 @@ def test_a_mistake_is_named_with_its_place(
     assert (code, file) in [(one["code"], one["file"]) for one in said], said
 
 
-@pytest.mark.parametrize(
-    ("mistake", "phase"),
-    [
-        slow("teacher_with_gradients", "teacher"),
-        slow("second_copy_of_weights", "build"),
-    ],
-)
-def test_what_is_held_too_long_shows_in_the_peak(
-    overrides: list[str], sound: dict[str, Any], tmp_path: Path, mistake: str, phase: str
+def test_a_second_copy_of_the_weights_shows_with_the_line_that_made_it(
+    sound: dict[str, Any], mistaken: dict[str, Any]
 ) -> None:
-    found = rehearsed(overrides, tmp_path, mistake)
-    assert found["failure"] is None, found["failure"]
-    assert peaks(found)[phase] > 1.05 * peaks(sound)[phase]
+    once, twice = (found["phases"]["build student"] for found in (sound, mistaken))
+    engine = mistaken["phases"]["build engine"]["bytes"]
+    assert twice["bytes"] - engine > 1.9 * once["bytes"]
+    one = {
+        "rank": 0,
+        "role": "student",
+        "seconds": 1.0,
+        "waits": [],
+        "mistakes": [],
+        "collectives": {"build student": {}},
+        "phases": {
+            "build student": {
+                "measured_bytes": twice["bytes"] - engine,
+                "planned_bytes": once["bytes"],
+                "kernels": 1,
+                "waits": 0,
+                "host_bytes": 0,
+                "leaves": {},
+                "lines_at_peak": twice["lines_at_peak"],
+            }
+        },
+    }
+    (finding,) = [line for line, _ in lines(one, usable=1e12) if line.startswith("finding: ")]
+    assert finding.startswith("finding: build student holds +1")
+    assert "nemo_oprd/commands/rehearse" not in finding
+    assert "nemo_oprd/distillation/student.py:" in finding, "the line that builds the chunks"
 
 
-def test_ranks_that_do_not_meet(overrides: list[str], sound: dict[str, Any], tmp_path: Path) -> None:
-    whole = rehearsed(overrides, tmp_path, "nothing", rank=1)
+def test_ranks_that_do_not_meet(with_servers: list[str], sound: dict[str, Any], tmp_path: Path) -> None:
+    whole = rehearsed(with_servers, tmp_path, "nothing", rank=1, phases=tuple(PARTS))
     assert disagreements({0: sound, 1: whole}) == []
-    (line,) = disagreements({0: sound, 1: rehearsed(overrides, tmp_path, "missing_all_reduce", rank=1)})
+    mistaken = rehearsed(with_servers, tmp_path, "missing_all_reduce", rank=1, phases=tuple(PARTS))
+    (line,) = disagreements({0: sound, 1: mistaken})
     assert line.startswith("rank 0 and rank 1 do not meet at their message ")
     assert "allreduce_" in line
     assert "nemo_oprd/distillation/output_head.py" in line
+
+
+@pytest.mark.slow
+def test_stages_that_do_not_meet(overrides: list[str], tmp_path: Path) -> None:
+    stages = [part.replace("parallel.tensor", "parallel.pipeline") for part in overrides if "sequence" not in part]
+    first, last, swapped = (
+        rehearsed(stages, tmp_path, mistake, rank=rank)
+        for mistake, rank in (("not_contiguous_send", 0), ("nothing", 1), ("swapped_message", 1))
+    )
+    assert {(one["code"], one["file"]) for one in first["mistakes"]} == {
+        ("not-contiguous", "nemo_oprd/models/megatron/pipeline_schedule.py")
+    }
+    assert last["mistakes"] == []
+    assert disagreements({0: first, 1: last}) == []
+    lines = disagreements({0: first, 1: swapped})
+    assert lines
+    assert all(line.startswith(("rank 0 and rank 1 do not meet", "rank 1 and rank 0 do not meet")) for line in lines)
+    assert all("pipeline_schedule.py" in line for line in lines)

@@ -27,21 +27,47 @@ from nemo_oprd.setup.resolve import RunSpec, resolve
 
 # a larger difference between what was measured and what `plan` says is reported
 TOLERANCE = 0.05
-# phase of a rehearsal -> the phases of `plan` that it passes through
+# phase of a step -> the phases of `plan` that it passes through
 PLANNED: dict[str, tuple[str, ...]] = {
-    "build": (),
     "teacher": ("teacher", "transfer"),
     "update": ("update", "output loss"),
     "optimizer": ("optimizer",),
 }
-# parts of `plan` that a rehearsal does not build
-_ABSENT = ("rollout copy",)
+# the same of phases around the steps
+AROUND: dict[str, tuple[str, ...]] = {"generation": ("rollout",)}
+# phase of building -> what it adds to what is there, of `plan`'s parts that are always there
+BUILT = {
+    "build engine": ("rollout copy",),
+    "build student": ("weights",),
+    "build optimizer": ("gradients", "optimizer"),
+    "build teachers": ("teacher's head", "teacher weights"),
+}
+# all phases of a step
+STEP = ("step", *PLANNED)
+# parts of a run around its steps -> what a rehearsal of them is; see phases.py and checkpoints.py
+PARTS = {
+    "check": "the check of an engine's log-probabilities",
+    "generation": "some tokens of the in-process engine",
+    "weights": "weights on their way to the engine",
+    "checkpoint": "saving and loading a checkpoint, without files",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
-    parser.add_argument("--rank", type=int, metavar="R", help="only this rank (default: one of each kind)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, metavar="R", help="only this rank")
+    which.add_argument(
+        "--ranks-of-interest", action="store_true", help="the first and the fullest rank of each kind (default)"
+    )
+    parser.add_argument(
+        "--phases",
+        type=_parts,
+        default=tuple(PARTS),
+        metavar="NAMES",
+        help=f"what is rehearsed around the steps, of {','.join(PARTS)}, or none (default: all)",
+    )
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
@@ -49,6 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "whose layers: Megatron's local ones, or Transformer Engine's (default: %(default)s)"
     parser.add_argument("--layers", choices=layers.CHOICES, default="local", help=text)
     parser.add_argument("--json", metavar="FILE", help="also write all numbers there")
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    names = () if text == "none" else tuple(text.split(","))
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected some of {','.join(PARTS)}, or none")
+    return names
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,13 +140,28 @@ def _shortened(run_spec: RunSpec, response: int) -> RunSpec:
 
 
 def ranks_of_interest(run_spec: RunSpec, planned: Estimate) -> list[int]:
-    """Of each kind that `plan` tells apart, the first and the last tensor rank; the last has a response's last rows."""
+    """Of each kind that `plan` tells apart, the first rank, and the last tensor rank of student and teacher.
+
+    The last tensor rank is the fullest under sequence parallelism: it has the last rows of a response.
+    """
     chosen = set()
     for kind in planned.kinds:
+        alike = [rank for rank in range(planned.ranks) if stages(run_spec, rank) == (kind.student, kind.teacher)]
         chosen.add(kind.rank)
-        layout = run_spec.student_layout if kind.student is not None else run_spec.teacher_layout
-        chosen.add(kind.rank + layout.tensor - 1)
+        for layout in (run_spec.student_layout, run_spec.teacher_layout):
+            if kind.rank in layout.ranks:
+                last = max(layout.coordinates(rank).tensor for rank in alike)
+                chosen.add(next(rank for rank in alike if layout.coordinates(rank).tensor == last))
     return sorted(chosen)
+
+
+def stages(run_spec: RunSpec, rank: int) -> tuple[int | None, int | None]:
+    """The pipeline stages of a rank in student and teacher; None: it has no part in that model."""
+    student, teacher = (
+        layout.coordinates(rank).pipeline if rank in layout.ranks else None
+        for layout in (run_spec.student_layout, run_spec.teacher_layout)
+    )
+    return student, teacher
 
 
 def role_of(run_spec: RunSpec, rank: int) -> str:
@@ -142,6 +191,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
             "overrides": options.overrides,
             "prompt_tokens": prompt,
             "response_tokens": response,
+            "phases": options.phases,
             "result": str(result),
         }
         command = [sys.executable, "-m", f"{__package__}.rank"]
@@ -162,15 +212,19 @@ def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any
     phases: dict[str, dict[str, Any]] = {}
     collectives: dict[str, Any] = {}
     for name, seen in found["phases"].items():
-        phases[name] = {"measured_bytes": seen["bytes"], "planned_bytes": planned_bytes(kind, name)}
-        phases[name] |= {"kernels": seen["kernels"], "at_peak": seen["at_peak"]}
-        if name in PLANNED and name != "build":
-            sums = collectives.setdefault(name, {})
-            for message in seen["messages"]:
-                key = f"{message['kind']} of {message['dtype']} in {len(message['ranks'])} ranks"
-                one = sums.setdefault(key, {"count": 0, "bytes": 0})
-                one["count"] += 1
-                one["bytes"] += message["bytes"]
+        phases[name] = {
+            "measured_bytes": seen["bytes"],
+            "planned_bytes": planned_bytes(kind, name, run_spec.config),
+            **{key: seen[key] for key in ("host_bytes", "leaves", "kernels", "at_peak", "lines_at_peak")},
+            "waits": sum(wait["count"] for wait in seen["waits"]),
+        }
+        collectives[name] = {}
+        for message in seen["messages"]:
+            where = "" if message["device"] == "cuda" else " in host memory"
+            key = f"{message['kind']} of {message['dtype']} in {len(message['ranks'])} ranks{where}"
+            one = collectives[name].setdefault(key, {"count": 0, "bytes": 0})
+            one["count"] += 1
+            one["bytes"] += message["bytes"]
     waits = waits_of_a_step(found)
     return {
         "rank": rank,
@@ -189,7 +243,7 @@ def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
     keys = ("file", "line", "below", "what", "innermost")
     counts: Counter[tuple[Any, ...]] = Counter()
     for name, seen in found["phases"].items():
-        if name in PLANNED and name != "build":
+        if name in STEP:
             for wait in seen["waits"]:
                 counts[tuple(tuple(wait[key]) if key == "innermost" else wait[key] for key in keys)] += wait["count"]
     return [dict(zip(keys, place, strict=True)) | {"count": count} for place, count in sorted(counts.items())]
@@ -197,19 +251,26 @@ def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def kind_of(run_spec: RunSpec, planned: Estimate, rank: int) -> RankKind:
     """The kind of a rank in the plan."""
-    stages = [
-        layout.coordinates(rank).pipeline if rank in layout.ranks else None
-        for layout in (run_spec.student_layout, run_spec.teacher_layout)
-    ]
-    return next(kind for kind in planned.kinds if [kind.student, kind.teacher] == stages)
+    return next(kind for kind in planned.kinds if (kind.student, kind.teacher) == stages(run_spec, rank))
 
 
-def planned_bytes(kind: RankKind, phase: str) -> float | None:
-    """What `plan` says of a phase, without what a rehearsal does not build; None where it is silent."""
-    if phase not in PLANNED:
+def planned_bytes(kind: RankKind, phase: str, config: Config) -> float | None:
+    """What `plan` says of a phase; None where it is silent."""
+    memory = kind.memory
+    if phase in BUILT:
+        # an optimizer has its two moments from the first step on; a copy of bfloat16 weights in float32 at once
+        share = {"optimizer": 1 / 3 if config.precision == "bf16" else 0.0}
+        there = [*BUILT][: [*BUILT].index(phase) + 1]
+        held = sum(memory.always.get(part, 0.0) * share.get(part, 1.0) for name in there for part in BUILT[name])
+        if phase == "build optimizer" and config.train.distributed_optimizer:
+            # before that, Megatron copies the weights into one buffer
+            copied = sum(memory.always.get(part, 0.0) for part in ("rollout copy", "weights", "weights", "gradients"))
+            held = max(held, copied)
+        return held
+    passed = [name for name in (PLANNED | AROUND).get(phase, ()) if name in memory.phases]
+    if not passed:
         return None
-    always = sum(size for part, size in kind.memory.always.items() if part not in _ABSENT)
-    return always + max((sum(kind.memory.phases.get(name, {}).values()) for name in PLANNED[phase]), default=0.0)
+    return sum(memory.always.values()) + max(sum(memory.phases[name].values()) for name in passed)
 
 
 def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
@@ -218,13 +279,15 @@ def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
     for name, phase in one["phases"].items():
         measured, said = phase["measured_bytes"], phase["planned_bytes"]
         text = f"  {name:<16} {measured / 1e9:8.3f} GB"
-        if said is not None:
+        if said:
             text += f"   plan {said / 1e9:8.3f} GB ({measured / said - 1:+.1%})"
-        yield f"{text}   {phase['kernels']} kernels", False
+        yield f"{text}   {phase['kernels']} kernels{_around(one, name)}", False
         if measured > usable:
             yield f"error: {name} holds {measured / 1e9:.1f} GB, but {usable / 1e9:.1f} GB can be used", True
-        if said is not None and abs(measured / said - 1) > TOLERANCE and name != "build":
-            yield f"finding: {name} holds {measured / said - 1:+.1%} of what plan says; expected {TOLERANCE:.0%}", False
+        if said and abs(measured / said - 1) > TOLERANCE:
+            held = ", ".join(f"{size / 1e9:.3f} GB at {line}" for line, size in phase["lines_at_peak"].items())
+            text = f"finding: {name} holds {measured / said - 1:+.1%} of what plan says; expected {TOLERANCE:.0%}"
+            yield f"{text}; most is allocated here: {held}", False
     own = [wait for wait in one["waits"] if not wait["below"] and wait["file"].startswith("nemo_oprd/")]
     for wait in own:
         yield f"  the host waits {wait['count']} times: {wait['file']}:{wait['line']} ({wait['what']})", False
@@ -233,3 +296,20 @@ def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
         yield f"  the host waits {others} times in Megatron (see --json)", False
     for mistake in one["mistakes"]:
         yield f"error: {mistake['file']}:{mistake['line']}: {mistake['text']} [{mistake['code']}]", True
+
+
+def _around(one: dict[str, Any], name: str) -> str:
+    """What a phase outside of the steps waited for, sent and would have written."""
+    if name in STEP:
+        return ""
+    phase, sent = one["phases"][name], one["collectives"][name].values()
+    found = [
+        (phase["waits"], f"the host waits {phase['waits']} times"),
+        (
+            sent,
+            f"{sum(each['count'] for each in sent)} collectives of {sum(each['bytes'] for each in sent) / 1e9:.3f} GB",
+        ),
+        (phase["host_bytes"], f"{phase['host_bytes'] / 1e9:.3f} GB in host memory"),
+        *((True, f"{size / 1e9:.3f} GB: {where}") for where, size in phase["leaves"].items()),
+    ]
+    return "".join(f", {text}" for is_there, text in found if is_there)

@@ -103,7 +103,17 @@ def _move_modules() -> None:
 
 
 def _read_scalars() -> None:
-    """`torch.tensor([scalars on the device])` reads them one by one where no dispatch mode sees it."""
+    """`torch.tensor([scalars on the device])` reads them one by one where no dispatch mode sees it.
+
+    A list of a tensor is one copy to the host; fake tensors read its numbers one by one.
+    """
+    one_by_one = FakeTensor.tolist
+
+    def at_once(tensor: FakeTensor) -> Any:
+        copied = tensor.cpu() if tensor.device.type == "cuda" else tensor
+        return one_by_one(copied) if isinstance(copied, FakeTensor) else copied.tolist()
+
+    FakeTensor.tolist = at_once  # type: ignore[method-assign,assignment]
     general = torch.tensor
 
     def numbers(data: Any) -> Any:

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+# the description of groups for tensors in host memory
+HOST = "host memory"
+
 
 def join(rank: int, ranks: int, gpus_per_node: int) -> None:
     """This process becomes rank `rank` of `ranks`. Collectives change nothing; those of objects return one's own."""
@@ -21,9 +24,13 @@ def join(rank: int, ranks: int, gpus_per_node: int) -> None:
     nothing: Any = lambda *_, **__: None  # noqa: E731
     dist.all_gather_object = torch.distributed.all_gather_object = all_gather_object
     dist.broadcast_object_list = dist.barrier = nothing
+    enumerated = dist.new_subgroups_by_enumeration
+
+    def subgroups(ranks: list[list[int]], *_: Any, backend: str | None = None, **__: Any) -> Any:
+        # groups for tensors in host memory are fake, too, and say what they are
+        return enumerated(ranks, backend="fake", group_desc=HOST if backend == "gloo" else None)
+
+    dist.new_subgroups_by_enumeration = subgroups  # type: ignore[assignment]
     from nemo_oprd.models.megatron import parallel
 
-    subgroups = parallel._subgroups
-    # groups for tensors in host memory are fake, too
-    parallel._subgroups = lambda ranks, backend=None: subgroups(ranks, "fake" if backend == "gloo" else backend)
-    parallel.watchdog.start = nothing  # there is no store to watch
+    parallel.watchdog.start = parallel.wait_for_all = nothing  # there is no store to watch

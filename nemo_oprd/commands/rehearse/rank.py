@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,9 @@ def rehearse(task: dict[str, Any]) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, recorder:
         try:
             run_steps(task, recorder, fake)
-        except ValueError:
-            raise
         except Exception as error:  # whatever a GPU would stumble over, too: a finding
+            if isinstance(error, ValueError) and "step" not in recorder.phases:
+                raise  # of the configuration
             failure = failure_of(error)
     return described(recorder) | {"failure": failure}
 
@@ -79,9 +80,11 @@ def failure_of(error: Exception) -> dict[str, Any]:
 
 
 def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
-    """Builds the rank's models, checks gradients, and runs two steps."""
+    """Builds the rank's models, checks gradients, and runs two steps with what is around them."""
+    from nemo_oprd.commands.rehearse import checkpoints, phases
     from nemo_oprd.commands.rehearse.device_kernels import known_shapes
     from nemo_oprd.commands.rehearse.injections import Injections
+    from nemo_oprd.commands.rehearse.recorder import AFTER_STEP
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.distillation.gradient_check import check_gradients
     from nemo_oprd.setup.models import build_distiller, make_plan
@@ -90,21 +93,40 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
 
     config = load_config(task["config_name"], task["overrides"], task["config_dir"])
     run = resolve(config, task["ranks"])
-    plan = make_plan(run, unread_files(run, fake))
+    files = unread_files(run, fake)
     known_shapes()
     injections = Injections()
-    injections.install()
-    distiller = build_distiller(plan)
-    injections.role = distiller.student.role
+    injections.install(recorder)
+    phases.name_parts_of_building(recorder)
+    plan = make_plan(run, files)
+    with recorder.phase("build"):
+        engine = phases.in_process_engine(recorder, run, files.student)
+        distiller = build_distiller(plan)
+    student = distiller.student
+    injections.role = student.role
     with recorder.phase("gradient check"):
         check_gradients(distiller, accumulate_gradients)
-    rollouts = longest_responses(config, task["prompt_tokens"], task["response_tokens"])
+    prompt, response = task["prompt_tokens"], task["response_tokens"]
+    rollouts = longest_responses(config, prompt, response)
     for step in range(STEPS):
         recorder.begin_step()
-        batch = distiller.batch(rollouts, distiller.objective_of(step))
-        metrics, _ = accumulate_gradients(distiller, batch, recorder.phase)  # type: ignore[arg-type]
-        with recorder.phase("optimizer"):
-            distiller.student.optimizer_step(step, batch.objective, metrics)
+        injections.is_repeated = step > 0
+        if step == STEPS - 1:  # the optimizer has its state
+            if engine is not None and "generation" in task["phases"]:
+                phases.generate(recorder, engine, run, prompt, response)
+            if "check" in task["phases"]:
+                phases.check_sampling(recorder, run, student, rollouts, step)
+        with recorder.phase("step"):
+            batch = distiller.batch(rollouts, distiller.objective_of(step))
+            metrics, _ = accumulate_gradients(distiller, batch, recorder.phase)  # type: ignore[arg-type]
+            with recorder.phase("optimizer"):
+                student.optimizer_step(step, batch.objective, metrics)
+        del batch, metrics
+        recorder.settled(AFTER_STEP)
+    if "weights" in task["phases"]:
+        phases.send_weights(recorder, engine, run, student, task["gpus_per_node"])
+    if "checkpoint" in task["phases"]:
+        checkpoints.save_and_load(recorder, student, files.student.directory)
 
 
 def longest_responses(config: Any, prompt: int, response: int) -> list[Any]:
@@ -150,15 +172,26 @@ def described(recorder: Recorder) -> dict[str, Any]:
     """What was seen, as JSON; waits, calls, kernels and messages are those of the last step."""
     phases = {}
     for name, phase in recorder.phases.items():
-        largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:20]
+        peak = phase.peak
+        largest = sorted(peak.at_peak.items(), key=lambda item: -item[1])[:20]
+        lines: Counter[str] = Counter()
+        for where, size in peak.at_peak.items():
+            lines[where.partition(" ")[0]] += size
         waits = [
             {"file": place.file, "line": place.line, "below": place.below, "what": what, "count": count}
             | {"innermost": place.innermost}
             for (place, what), count in sorted(phase.waits.items())
         ]
-        messages = [as_json(message) for message in phase.messages]
-        phases[name] = {"bytes": phase.peak, "at_peak": dict(largest), "kernels": phase.kernels, "waits": waits}
-        phases[name]["messages"] = messages
+        phases[name] = {
+            "bytes": peak.bytes,
+            "at_peak": dict(largest),
+            "lines_at_peak": dict(lines.most_common(3)),
+            "host_bytes": peak.host,
+            "leaves": dict(phase.leaves),
+            "kernels": phase.kernels,
+            "waits": waits,
+            "messages": [as_json(message) for message in phase.messages],
+        }
     mistakes = [
         {"code": m.code, "file": m.place.file, "line": m.place.line, "text": m.text, "count": count}
         for m, count in recorder.mistakes.items()

@@ -6,7 +6,6 @@ memory are real, so that plans, rows and lengths are computed as in a run; only 
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from nemo_oprd.commands.rehearse.fake_world import HOST
 from nemo_oprd.commands.rehearse.host_values import LARGEST, HostValues
+from nemo_oprd.commands.rehearse.memory import Memory, Peak
 from nemo_oprd.commands.rehearse.places import Place, current_place
 
 aten = torch.ops.aten
@@ -31,10 +32,16 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.baddbmm.default: (0, 1, 2),
     aten._grouped_mm.default: (0, 1),
 }
+# operations of a layer that keep what they take for a backward pass, in which gradients are enabled for sums only
+_KEEPING = (aten.mul, aten.silu, aten._fused_rms_norm, aten._scaled_dot_product_flash_attention, aten.bmm)
 _READS = (aten._local_scalar_dense.default,)
 _COUNTS_ROWS = (aten.nonzero.default,)
-# what PyTorch's allocator rounds a block up to
-BLOCK = 512
+# phases that every step passes through; "step" is what is in none of the others
+STEP_PHASES = ("step", "teacher", "update", "optimizer")
+# phases without a backward pass
+FORWARD_PHASES = ("teacher", "sampling check", "generation")
+# moments at which what came before should have been freed
+BETWEEN_GROUPS, AFTER_STEP = "when the next group of microbatches begins", "after the next step"
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,11 @@ class Message:
 class Phase:
     """What was seen in a phase."""
 
-    peak: int = 0
-    rounded_peak: int = 0
-    at_peak: dict[str, int] = field(default_factory=dict)  # where it was allocated -> bytes
+    peak: Peak = field(default_factory=Peak)
     kernels: int = 0
     waits: Counter = field(default_factory=Counter)  # (place, what)
     messages: list[Message] = field(default_factory=list)
+    leaves: Counter = field(default_factory=Counter)  # where to -> bytes that leave the process there
 
 
 class Recorder(TorchDispatchMode):
@@ -85,33 +91,62 @@ class Recorder(TorchDispatchMode):
     def __init__(self, invent: Callable[[Place, torch.dtype], float | int | bool]) -> None:
         super().__init__()
         self._invent = invent
-        self.live = self.peak = self._rounded = 0
         self.phases: dict[str, Phase] = {}
         self.mistakes: Counter[Mistake] = Counter()
         # functions of a library that stand-ins answer, with their tensors
         self.calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        self._phase = self.phases.setdefault("build", Phase())
-        self._alive: dict[int, tuple[int, str]] = {}
         self._known = HostValues()
-        self._references: dict[int, Any] = {}
+        self.memory = Memory(self._known.freed)
+        self.phase_name, self._phase = "", Phase()  # between the phases
+        self._invents_host = False
+
+    @property
+    def live(self) -> int:
+        """Bytes of the device that are in use."""
+        return self.memory.live
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of the device that were in use."""
+        return self.memory.most
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts what happens inside for the phase `name`; what is alive at its begin counts, too."""
-        before, self._phase = self._phase, self.phases.setdefault(name, Phase())
-        self._phase.peak, self._phase.rounded_peak = max(self._phase.peak, self.live), self._rounded
+        before = self.phase_name, self._phase
+        self._enter(name, self.phases.setdefault(name, Phase()))
         try:
             yield
         finally:
-            self._phase = before
+            self._enter(*before)
+
+    def _enter(self, name: str, phase: Phase) -> None:
+        self.phase_name, self._phase = name, phase
+        self.memory.begin(phase.peak)
 
     def begin_step(self) -> None:
         """Forgets what earlier steps waited for, called, started and sent; their peaks count."""
         self.calls.clear()
-        for phase in self.phases.values():
+        self.memory.forget(BETWEEN_GROUPS)
+        for name in STEP_PHASES:
+            phase = self.phases.setdefault(name, Phase())
             phase.kernels = 0
             phase.waits.clear()
             phase.messages.clear()
+
+    @contextmanager
+    def invented_host_memory(self) -> Iterator[None]:
+        """Within the context, large tensors in host memory are fake and counted: they hold what is on the device."""
+        self._invents_host = True
+        try:
+            yield
+        finally:
+            self._invents_host = False
+
+    def settled(self, moment: str) -> None:
+        """Notes a mistake if more is alive than when this moment came last, at the lines that allocated it."""
+        for place, size in self.memory.settled(moment).items():
+            self.mistake("held-too-long", f"{size:,} bytes that are allocated here are still held {moment}", place)
 
     def wait(self, what: str) -> None:
         """Notes that the host waits for the device."""
@@ -122,9 +157,13 @@ class Recorder(TorchDispatchMode):
         self._phase.kernels += 1
         self.calls[function, tuple(_described(tensor) for tensor in tensors)] += 1
 
-    def mistake(self, code: str, text: str) -> None:
-        """Notes a mistake at the current place."""
-        self.mistakes[Mistake(code, current_place(), text)] += 1
+    def mistake(self, code: str, text: str, place: Place | None = None) -> None:
+        """Notes a mistake at a place; None: the current one."""
+        self.mistakes[Mistake(code, place or current_place(), text)] += 1
+
+    def leave(self, where_to: str, size: int) -> None:
+        """Notes bytes that a run would write to a file, or send to a process outside of the job."""
+        self._phase.leaves[where_to] += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,6 +175,11 @@ class Recorder(TorchDispatchMode):
         target = kwargs.get("device")
         on_device = target is not None and torch.device(target).type == "cuda"
         if not on_device and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if self._invents_host and not tensors:
+                made = func(*args, **kwargs)
+                if isinstance(made, FakeTensor) and made.numel() > LARGEST:
+                    self._track(made, func)
+                    return made
             with _disable_current_modes():  # host memory: real numbers
                 return func(*args, **kwargs)
         if func in _READS:
@@ -198,7 +242,8 @@ class Recorder(TorchDispatchMode):
         if not isinstance(source, FakeTensor) or source.device.type != "cuda":
             return None
         self.wait("copy to the host")
-        return self._host_copy(func, args, kwargs) if source.numel() <= LARGEST else None
+        invents = source.numel() > LARGEST or self._invents_host
+        return None if invents else self._host_copy(func, args, kwargs)
 
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """The host's copy of a small tensor of the device, filled with one invented number if there is no twin."""
@@ -217,6 +262,9 @@ class Recorder(TorchDispatchMode):
             if len(set(found)) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
                 self.mistake("mixed-dtypes", f"{func.overloadpacket.__name__} multiplies {names}")
+        enabled = self.phase_name in FORWARD_PHASES and torch.is_grad_enabled()
+        if enabled and func.overloadpacket in _KEEPING and any(tensor.requires_grad for tensor in tensors):
+            self.mistake("graph-without-backward", "what a backward pass needs is kept, and none follows")
         if func is aten.copy_.default or len(tensors) < 2:
             return
         devices = {tensor.device.type for tensor in tensors if tensor.ndim}
@@ -230,7 +278,7 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         group = next((found for found in map(_group, tree_leaves((args, kwargs))) if found is not None), None)
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
-        on_host = group is not None and "host" in getattr(group, "group_desc", "")
+        on_host = group is not None and group.group_desc == HOST
         for tensor in tensors:
             if tensor.device.type != "cuda" and not on_host:
                 self.mistake("host-tensor-in-collective", f"{name} of a tensor in host memory, over NCCL")
@@ -259,41 +307,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _track(self, tensor: torch.Tensor, func: Any) -> None:
-        if tensor.device.type != "cuda":
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
-        size = storage.nbytes()
-        rounded = -(-size // BLOCK) * BLOCK
-        self._alive[key] = (size, f"{current_place()} {func.overloadpacket.__name__}{list(tensor.shape)}")
-
-        def freed(_: Any) -> None:
-            self.live -= size
-            self._rounded -= rounded
-            self._alive.pop(key, None)
-            self._references.pop(key, None)
-            self._known.freed(key)
-
-        self._references[key] = weakref.ref(storage, freed)
-        self.live += size
-        self._rounded += rounded
-        self.peak = max(self.peak, self.live)
-        phase = self._phase
-        phase.rounded_peak = max(phase.rounded_peak, self._rounded)
-        if self.live > phase.peak:
-            # a list of all tensors is made only where the peak has grown enough to be worth it
-            is_new = self.live > 1.002 * sum(phase.at_peak.values())
-            phase.peak = self.live
-            if is_new:
-                phase.at_peak = self._by_place()
-
-    def _by_place(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for size, where in self._alive.values():
-            found[where] += size
-        return dict(found)
+        self.memory.track(tensor, func.overloadpacket.__name__)
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -1,0 +1,118 @@
+"""A checkpoint up to the files: what `train.py` calls, with Megatron's planning, and without a byte on the disk.
+
+What other ranks hold is not known, so that the ranks' shards together cover the checkpoint is not validated, and each
+rank plans for itself alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from nemo_oprd.checkpointing import in_process_writer, training_state
+from nemo_oprd.distillation.student import Student
+
+if TYPE_CHECKING:
+    from nemo_oprd.commands.rehearse.recorder import Recorder
+
+
+class _WouldWrite(Exception):  # noqa: N818 - the boundary
+    """Everything that this rank would write is in host memory."""
+
+
+def save_and_load(recorder: Recorder, student: Student, source: Path) -> None:
+    """Saves a checkpoint in the phase "save", and loads it in the phase "load"."""
+    common: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, _alone(common), recorder.invented_host_memory():
+        with recorder.phase("save"):
+            _save(recorder, Path(folder), student, source)
+        gc.collect()  # what led to the boundary has references in a circle
+        with recorder.phase("load"):
+            _load(recorder, Path(folder), student, common)
+
+
+def _save(recorder: Recorder, root: Path, student: Student, source: Path) -> None:
+    def write(_: Any, buckets: list[Any], __: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves([data for *_, (_, data) in buckets]) if isinstance(leaf, torch.Tensor)]
+        recorder.leave("checkpoint files", sum(_bytes(tensor) for tensor in tensors))
+        raise _WouldWrite
+
+    with mock.patch.object(in_process_writer, "_write", write):
+        try:
+            training_state.save_checkpoint(root, 1, student, source, keep=0)
+        except _WouldWrite:
+            return
+
+
+def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, Any]) -> None:
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from torch.distributed._shard.sharded_tensor import Shard
+
+    strategies = torch_dist.TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
+    saved: dict[str, Any] = {"adaptive_gaps": student.adaptive.state()}
+    if student.objective.trains_in_parts:
+        saved["partial_training_updates"] = student.partial_training.state
+
+    def read(state: dict[str, Any], *_: Any, **__: Any) -> None:
+        whole = [value for value in state.values() if not isinstance(value, io.BytesIO)]
+        parts = [part for value in whole for part in getattr(value, "_local_shards", [value])]
+        tensors = [part.tensor if isinstance(part, Shard) else part._sh_ten.data for part in parts]
+        recorder.leave("checkpoint files, read", sum(map(_bytes, tensors)))
+        for name, value in state.items():
+            if isinstance(value, io.BytesIO):  # an object; here as this process has just written it
+                value.seek(0)
+                state[name] = torch.load(value, weights_only=False)
+
+    reader = SimpleNamespace(read_metadata=lambda: None)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (serialization, "verify_checkpoint_and_load_strategy", lambda *_: strategies),
+            (TorchCommonLoadStrategy, "load_common", lambda *_: copy.deepcopy(common)),
+            (torch_dist, "_get_filesystem_reader", lambda *_, **__: reader),
+            (torch_dist, "checkpoint", SimpleNamespace(load_state_dict=read)),
+            (training_state, "read_state", lambda _: saved),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        training_state.load_checkpoint(root, 1, student)
+
+
+@contextmanager
+def _alone(common: dict[str, Any]) -> Iterator[None]:
+    """Within the context, Megatron plans checkpoints of this rank only; what all ranks share is put into `common`."""
+    from megatron.core.dist_checkpointing import state_dict_utils, validation
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    def gather(_: Any, plan: Any) -> list[Any]:
+        return [plan]
+
+    def keep(_: Any, state: dict[str, Any], __: Any) -> None:
+        common.update(copy.deepcopy(state))
+
+    nothing = lambda *_, **__: None  # noqa: E731
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (state_dict_utils, "validate_sharding_integrity", nothing),
+            (validation, "validate_sharding_integrity", nothing),
+            (TorchCommonSaveStrategy, "save_common", keep),
+            (_DistWrapper, "gather_object", gather),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
