@@ -76,6 +76,7 @@ def rehearsed(overrides: list[str], folder: Path, mistake: str, rank: int = 0) -
         "overrides": overrides,
         "prompt_tokens": PROMPT,
         "response_tokens": RESPONSE,
+        "experts_load": "balanced",
         "result": str(result),
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

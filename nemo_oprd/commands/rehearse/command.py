@@ -32,6 +32,8 @@ PLANNED: dict[str, tuple[str, ...]] = {
     "update": ("update", "output loss"),
     "optimizer": ("optimizer",),
 }
+# those of `experts.py`, which needs torch
+EXPERTS_LOADS = ("balanced", "one-rank")
 # parts of `plan` that a rehearsal does not build
 _ABSENT = ("rollout copy",)
 
@@ -44,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
     parser.add_argument("--response-tokens", type=positive, metavar="N", help="default: rollout.max_new_tokens")
+    parser.add_argument(
+        "--experts-load",
+        choices=EXPERTS_LOADS,
+        default=EXPERTS_LOADS[0],
+        help="how tokens spread over experts: evenly (default), or all to those of one rank",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write all numbers there")
 
 
@@ -133,6 +141,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
             "overrides": options.overrides,
             "prompt_tokens": prompt,
             "response_tokens": response,
+            "experts_load": options.experts_load,
             "result": str(result),
         }
         command = [sys.executable, "-m", f"{__package__}.rank"]

@@ -25,7 +25,11 @@ STEPS = 2
 
 def main() -> None:
     """Reads the task, rehearses, and writes what was seen, or the error that ended it, as JSON to the task's file."""
-    task = json.load(sys.stdin)
+    carry_out(json.load(sys.stdin))
+
+
+def carry_out(task: dict[str, Any]) -> None:
+    """Rehearses one rank and ends this process; see `main`."""
     started = time.monotonic()
     try:
         shim.load()
@@ -78,8 +82,10 @@ def failure_of(error: Exception) -> dict[str, Any]:
 
 def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     """Builds the rank's models, checks gradients, and runs two steps."""
+    from nemo_oprd.commands.rehearse import experts
     from nemo_oprd.commands.rehearse.device_kernels import known_shapes
     from nemo_oprd.commands.rehearse.injections import Injections
+    from nemo_oprd.commands.rehearse.invented_inputs import longest_responses, unread_bridges
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.distillation.gradient_check import check_gradients
     from nemo_oprd.setup.models import build_distiller, make_plan
@@ -88,8 +94,10 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
 
     config = load_config(task["config_name"], task["overrides"], task["config_dir"])
     run = resolve(config, task["ranks"])
+    unread_bridges(config)
     plan = make_plan(run, unread_files(run, fake))
     known_shapes()
+    experts.install(task["experts_load"], recorder.known)
     injections = Injections()
     injections.install()
     distiller = build_distiller(plan)
@@ -103,18 +111,6 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
         metrics, _ = accumulate_gradients(distiller, batch, recorder.phase)  # type: ignore[arg-type]
         with recorder.phase("optimizer"):
             distiller.student.optimizer_step(step, batch.objective, metrics)
-
-
-def longest_responses(config: Any, prompt: int, response: int) -> list[Any]:
-    """The rollouts of a step, all as long as they may be."""
-    import numpy as np
-
-    from nemo_oprd.batch.types import Rollout
-
-    count = config.train.prompts_per_step * config.rollout.per_prompt
-    ids, logprobs = np.ones(prompt + response, np.int32), np.full(response, -1.0, np.float32)
-    one = Rollout(ids[:prompt], ids[prompt:], finish_reason="length", logprobs=logprobs)
-    return [one] * count
 
 
 def unread_files(run: Any, fake: Any) -> Any:
@@ -141,6 +137,7 @@ def unread_files(run: Any, fake: Any) -> Any:
 
     for model in (files.student, *files.teachers):
         model.__dict__["read"] = reader(model.spec)
+    files.same_tokenizer = lambda number: True  # type: ignore[method-assign,assignment]
     return files
 
 

@@ -32,7 +32,7 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten._grouped_mm.default: (0, 1),
 }
 _READS = (aten._local_scalar_dense.default,)
-_COUNTS_ROWS = (aten.nonzero.default,)
+_COUNTS_ROWS = (aten.nonzero.default, aten.masked_select.default)
 # what PyTorch's allocator rounds a block up to
 BLOCK = 512
 
@@ -51,6 +51,7 @@ class Message:
     """A collective or a message between two ranks, in the order in which the host issues them.
 
     `ranks`: of the group; `peer`: the rank that a message goes to or comes from, in the world; None for collectives.
+    `rows`: of an uneven all-to-all, the rows that come from each rank and those that go there.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Message:
     device: str
     place: Place
     peer: int | None = None
+    rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Recorder(TorchDispatchMode):
         self.mistakes: Counter[Mistake] = Counter()
         self._phase = self.phases.setdefault("build", Phase())
         self._alive: dict[int, tuple[int, str]] = {}
-        self._known = HostValues()
+        self.known = HostValues()
         self._references: dict[int, Any] = {}
 
     @contextmanager
@@ -134,7 +136,7 @@ class Recorder(TorchDispatchMode):
             return self._read(args[0])
         if func in _COUNTS_ROWS and args[0].device.type == "cuda":
             self.wait(f"{func.overloadpacket.__name__}() counts on the device")
-            return self._counted(func, args[0])
+            return self._counted(func, args)
         self._check(func, args, tensors)
         moved = self._moved(func, args, kwargs)
         if moved is not None:
@@ -144,32 +146,31 @@ class Recorder(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self._track(tensor, func)
-        self._known.follow(func, args, kwargs, out)
+        self.known.follow(func, args, kwargs, out)
         return out
 
     def _read(self, tensor: torch.Tensor) -> Any:
         """A number of the device, for the host."""
         if tensor.device.type == "cuda":
             self.wait("item(), tolist() or a branch on a tensor")
-        twin = self._known.get(tensor)
+        twin = self.known.get(tensor)
         if twin is None:
             return self._invent(current_place(), tensor.dtype)
         with _disable_current_modes():
             return twin.item()
 
-    def _counted(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Operations whose number of rows depends on data."""
-        twin = self._known.get(tensor)
-        if twin is None:
+    def _counted(self, func: Any, args: Any) -> Any:
+        """Operations whose number of rows depends on data: on the last argument, the only one or a mask."""
+        tensor, counted, finds = args[0], self.known.get(args[-1]), func is aten.nonzero.default
+        with _disable_current_modes():
+            rows = None if counted is None else int(counted.count_nonzero())
+        if rows is None:
             rows = int(self._invent(current_place(), torch.int64))
-            shape = (rows, tensor.ndim) if func is aten.nonzero.default else (rows,)
-            out = tensor.new_empty(shape, dtype=torch.int64 if func is aten.nonzero.default else tensor.dtype)
-        else:
-            with _disable_current_modes():
-                real = func(twin)
-            out = tensor.new_empty(real.shape, dtype=real.dtype)
-            self._known.put(out, real)
+        shape = (rows, tensor.ndim) if finds else (rows,)
+        out = tensor.new_empty(shape, dtype=torch.int64 if finds else tensor.dtype)
+        self._phase.kernels += 1
         self._track(out, func)
+        self.known.follow(func, args, {}, out)
         return out
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -196,7 +197,7 @@ class Recorder(TorchDispatchMode):
         """The host's copy of a small tensor of the device, filled with one invented number if there is no twin."""
         source = args[0] if func is aten._to_copy.default else args[1]
         dtype = kwargs.get("dtype") or (source if func is aten._to_copy.default else args[0]).dtype
-        twin = self._known.get(source)
+        twin = self.known.get(source)
         value = self._invent(current_place(), dtype) if twin is None else 0
         with _disable_current_modes():
             copied = torch.full(source.shape, value, dtype=dtype) if twin is None else twin.to(dtype, copy=True)
@@ -237,13 +238,20 @@ class Recorder(TorchDispatchMode):
             peer = None
             if name in ("send", "recv_"):
                 peer = ranks[args[2]]
-            message = Message(name, ranks, shapes, min(dtypes), size, device, current_place(), peer)
+            rows = None
+            if name == "alltoall_base_":
+                received, sent = (tuple(map(int, splits)) for splits in args[3:5])
+                rows = (received, sent) if sent or received else None
+                args = (*args[:3], [], [], *args[5:])  # carried out evenly
+            message = Message(name, ranks, shapes, min(dtypes), size, device, current_place(), peer, rows)
             self._phase.messages.append(message)
         least = max(1, min((tensor.numel() for tensor in tensors), default=1))
-        self._known.collective(name, tensors)
+        if name == "alltoall_base_":
+            least = 0
+        self.known.collective(name, tensors)
         with _disable_current_modes():
             # some collectives check that one tensor is as many times as large as another
-            small = lambda tensor: torch.zeros(tensor.numel() // least)  # noqa: E731
+            small = lambda tensor: torch.zeros(tensor.numel() // least if least else len(ranks))  # noqa: E731
             args, kwargs = tree_map_only(torch.Tensor, small, (args, kwargs))
             out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor | tuple | list):  # (tensors, work): the tensors are those of the arguments
@@ -266,7 +274,7 @@ class Recorder(TorchDispatchMode):
             self._rounded -= rounded
             self._alive.pop(key, None)
             self._references.pop(key, None)
-            self._known.freed(key)
+            self.known.freed(key)
 
         self._references[key] = weakref.ref(storage, freed)
         self.live += size
