@@ -40,6 +40,7 @@ _QWEN3_30B_A3B = {
 SHAPES: dict[str, dict[str, Any]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": _R1,
     "JustRL-DeepSeek-1.5B": _R1,
+    "DeepCoder-1.5B-Preview": _R1,
     "Qwen3-1.7B-Base": {
         **_QWEN3,
         "num_hidden_layers": 28,

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,13 @@ class Rehearsals:
         *,
         prompt: int,
         response: int,
-        only: list[int] | None = None,
-        options: dict[str, Any] | None = None,
+        only: Sequence[int] | None = None,
+        load: str = "balanced",
     ) -> Rehearsed:
         """Rehearses the ranks of interest of a run, or those in `only`; every response has the run's longest length.
 
         Args:
-            options: further keys of the task.
+            load: how tokens spread over experts.
         """
         overrides = [*overrides, f"rollout.max_new_tokens={response}"]
         run_spec = resolve(load_config(config_name, overrides), ranks)
@@ -105,11 +106,11 @@ class Rehearsals:
             "overrides": overrides,
             "prompt_tokens": prompt,
             "response_tokens": response,
-            "experts_load": "balanced",
+            "experts_load": load,
         }
         found = {}
         for one in only if only is not None else ranks_of_interest(run_spec, planned):
-            found[one] = self.rank(task | {"rank": one} | (options or {}))
+            found[one] = self.rank(task | {"rank": one})
         return rehearsed(run_spec, planned, found)
 
     def rank(self, task: dict[str, Any]) -> dict[str, Any]:

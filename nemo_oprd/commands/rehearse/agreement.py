@@ -35,9 +35,7 @@ def _in_order(seen: dict[str, Any]) -> Messages:
     return [{**message, "ranks": tuple(message["ranks"])} for message in messages]
 
 
-def _collectives(
-    messages: Messages, ranks: tuple[int, ...], partner: int, *, is_mirrored: bool = False
-) -> Messages:
+def _collectives(messages: Messages, ranks: tuple[int, ...], partner: int, *, is_mirrored: bool = False) -> Messages:
     """The collectives of a group; of an uneven all-to-all only the rows that come from `partner` and that go there.
 
     Mirrored, in the order in which the partner itself receives and sends them.
