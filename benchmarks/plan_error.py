@@ -2,8 +2,8 @@
 
     python -m benchmarks.plan_error [NAME ...] [--json FILE]
 
-Every rank that `nemo-oprd rehearse` chooses is rehearsed at full size, on fake tensors: no GPU, no weights; a minute of one
-core for each. The shapes are those of the published models' config.json (`tests/support/recipe_models.py`).
+Every rank that `nemo-oprd rehearse` chooses is rehearsed at full size, on fake tensors: no GPU, no weights; half a
+minute of one core for each. The shapes are those of the published models (`tests/support/recipe_models.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.recipe_models import RECIPES, write_models
+from tests.support.recipe_models import shipped, write_models
 from tests.support.rehearsal_server import Rehearsals, Rehearsed
 
 PROMPT, RESPONSE = 2048, 14336
@@ -39,16 +39,8 @@ class Run:
 
 
 def recipes() -> dict[str, Run]:
-    """The shipped configurations of large models, with the sizes of their sbatch scripts."""
-    of_script = {"opd_": "oprd_1p5b", "oprd_opd_": "oprd_1p5b", "merge_": "oprd_1p5b", "self_": "oprd_1p5b"}
-    names = sorted(path.stem for path in Path(__file__).parent.parent.joinpath("conf").glob("*.yaml"))
-    found = {}
-    for name in names:
-        script = "bridge_qwen3_4b_to_1p7b" if name.startswith("bridge_then") else name
-        script = next((value for start, value in of_script.items() if name.startswith(start)), script)
-        if script in RECIPES:
-            found[name] = Run(name, 32 if "30b" in name else 8, tuple(RECIPES[script][2]))
-    return found
+    """The shipped configurations for a cluster, with the sizes of their sbatch scripts."""
+    return {name: Run(name, ranks, tuple(sizes)) for name, (ranks, sizes) in shipped().items()}
 
 
 # of oprd_1p5b; the names are those of the table
@@ -160,9 +152,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes and layouts (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers there")
     options = parser.parse_args()
-    print(
-        "| run | ranks | teacher, GB measured / planned | update | optimizer | largest error |\n|---|---|---|---|---|---|"
-    )
+    print("| run | ranks | teacher, GB measured / planned | update | optimizer | largest error |")
+    print("|---|---|---|---|---|---|")
     found = rehearse(options.names or [*recipes(), *LAYOUTS])
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

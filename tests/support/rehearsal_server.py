@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
+from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.commands.rehearse import rank, shim
 from nemo_oprd.commands.rehearse.agreement import disagreements
-from nemo_oprd.commands.rehearse.command import ranks_of_interest, report, role_of
+from nemo_oprd.commands.rehearse.command import ranks_of_interest, report
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import RunSpec, resolve
+from nemo_oprd.setup.resolve import resolve
 
 # what a rehearsed rank imports once torch.cuda was replaced
 PRELOADED = (
@@ -87,11 +87,13 @@ class Rehearsals:
         prompt: int,
         response: int,
         only: Sequence[int] | None = None,
+        ends_only: bool = False,
         load: str = "balanced",
     ) -> Rehearsed:
         """Rehearses the ranks of interest of a run, or those in `only`; every response has the run's longest length.
 
         Args:
+            ends_only: of the ranks of interest the first and the last one.
             load: how tokens spread over experts.
         """
         overrides = [*overrides, f"rollout.max_new_tokens={response}"]
@@ -108,10 +110,12 @@ class Rehearsals:
             "response_tokens": response,
             "experts_load": load,
         }
-        found = {}
-        for one in only if only is not None else ranks_of_interest(run_spec, planned):
-            found[one] = self.rank(task | {"rank": one})
-        return rehearsed(run_spec, planned, found)
+        chosen = list(only or ranks_of_interest(run_spec, planned))
+        if ends_only:
+            chosen = sorted({chosen[0], chosen[-1]})
+        found = {one: self.rank(task | {"rank": one}) for one in chosen}
+        reports = [report(one, run_spec, planned, seen) for one, seen in found.items()]
+        return Rehearsed(reports, disagreements(found), found)
 
     def rank(self, task: dict[str, Any]) -> dict[str, Any]:
         """What the process of one rank saw, with its largest host memory in `host_bytes`.
@@ -131,13 +135,6 @@ class Rehearsals:
         if "error" in found:
             raise ValueError(found["error"])
         return found
-
-
-def rehearsed(run_spec: RunSpec, planned: Estimate, found: dict[int, dict[str, Any]]) -> Rehearsed:
-    """The reports on what the ranks' processes saw."""
-    reports = [report(one, run_spec, planned, seen) for one, seen in found.items()]
-    assert all(role_of(run_spec, one) for one in found)
-    return Rehearsed(reports, disagreements(found), found)
 
 
 def serve() -> None:

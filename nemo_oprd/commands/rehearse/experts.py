@@ -1,7 +1,7 @@
 """Which experts the tokens of a rehearsal visit: their router has no numbers, so the load is stated (`--experts-load`).
 
-Megatron's dispatchers read on the host how many tokens each expert of this rank gets, from its own tokens and from those
-of the other ranks. Both must be consistent over ranks: every rank chooses by the same rule, and the others of an exchange
+Megatron's dispatchers read on the host how many tokens each expert of this rank gets, from its own tokens and from
+those of other ranks. Both are consistent over ranks: every rank chooses by the same rule, and the others of an exchange
 are taken to have as many tokens as this one.
 """
 
