@@ -109,6 +109,8 @@ class Rehearsals:
             "prompt_tokens": prompt,
             "response_tokens": response,
             "experts_load": load,
+            "layers": "local",
+            "phases": [],
         }
         chosen = list(only or ranks_of_interest(run_spec, planned))
         if ends_only:

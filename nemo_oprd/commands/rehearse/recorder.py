@@ -92,8 +92,13 @@ class Recorder(TorchDispatchMode):
         self.mistakes: Counter[Mistake] = Counter()
         self._phase = self.phases.setdefault("build", Phase())
         self._alive: dict[int, tuple[int, str]] = {}
-        self.known = HostValues()
+        self._known = HostValues()
         self._references: dict[int, Any] = {}
+
+    @property
+    def known(self) -> HostValues:
+        """The numbers of small tensors on the device."""
+        return self._known
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -146,14 +151,14 @@ class Recorder(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self._track(tensor, func)
-        self.known.follow(func, args, kwargs, out)
+        self._known.follow(func, args, kwargs, out)
         return out
 
     def _read(self, tensor: torch.Tensor) -> Any:
         """A number of the device, for the host."""
         if tensor.device.type == "cuda":
             self.wait("item(), tolist() or a branch on a tensor")
-        twin = self.known.get(tensor)
+        twin = self._known.get(tensor)
         if twin is None:
             return self._invent(current_place(), tensor.dtype)
         with _disable_current_modes():
@@ -161,7 +166,7 @@ class Recorder(TorchDispatchMode):
 
     def _counted(self, func: Any, args: Any) -> Any:
         """Operations whose number of rows depends on data: on the last argument, the only one or a mask."""
-        tensor, counted, finds = args[0], self.known.get(args[-1]), func is aten.nonzero.default
+        tensor, counted, finds = args[0], self._known.get(args[-1]), func is aten.nonzero.default
         with _disable_current_modes():
             rows = None if counted is None else int(counted.count_nonzero())
         if rows is None:
@@ -170,7 +175,7 @@ class Recorder(TorchDispatchMode):
         out = tensor.new_empty(shape, dtype=torch.int64 if finds else tensor.dtype)
         self._phase.kernels += 1
         self._track(out, func)
-        self.known.follow(func, args, {}, out)
+        self._known.follow(func, args, {}, out)
         return out
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -197,7 +202,7 @@ class Recorder(TorchDispatchMode):
         """The host's copy of a small tensor of the device, filled with one invented number if there is no twin."""
         source = args[0] if func is aten._to_copy.default else args[1]
         dtype = kwargs.get("dtype") or (source if func is aten._to_copy.default else args[0]).dtype
-        twin = self.known.get(source)
+        twin = self._known.get(source)
         value = self._invent(current_place(), dtype) if twin is None else 0
         with _disable_current_modes():
             copied = torch.full(source.shape, value, dtype=dtype) if twin is None else twin.to(dtype, copy=True)
@@ -248,7 +253,7 @@ class Recorder(TorchDispatchMode):
         least = max(1, min((tensor.numel() for tensor in tensors), default=1))
         if name == "alltoall_base_":
             least = 0
-        self.known.collective(name, tensors)
+        self._known.collective(name, tensors)
         with _disable_current_modes():
             # some collectives check that one tensor is as many times as large as another
             small = lambda tensor: torch.zeros(tensor.numel() // least if least else len(ranks))  # noqa: E731
@@ -274,7 +279,7 @@ class Recorder(TorchDispatchMode):
             self._rounded -= rounded
             self._alive.pop(key, None)
             self._references.pop(key, None)
-            self.known.freed(key)
+            self._known.freed(key)
 
         self._references[key] = weakref.ref(storage, freed)
         self.live += size
