@@ -60,5 +60,5 @@ def install(load: str, known: HostValues) -> None:
     # made of sums over all ranks, which no single rank knows
     RouterMetrics.from_sums = staticmethod(lambda sums, term: RouterMetrics(0.0, {}))  # type: ignore[method-assign]
     experts.Router.routing = routed  # type: ignore[method-assign,assignment]
-    for module in (token_dispatcher, experts):
-        module.gather_from_sequence_parallel_region = gathered  # type: ignore[attr-defined]
+    token_dispatcher.gather_from_sequence_parallel_region = gathered
+    experts.gather_from_sequence_parallel_region = gathered  # type: ignore[attr-defined]

@@ -26,7 +26,10 @@ def longest_responses(config: Config, prompt: int, response: int) -> list[Rollou
     if not config.teachers:
         return [one] * count
     each = zip(config.teachers, shares(count, len(config.teachers)), strict=True)
-    return [replace(one, data_source=teacher.data_sources[0]) for teacher, share in each for _ in range(share)]
+    sources = [
+        teacher.data_sources[0] if teacher.data_sources else None for teacher, share in each for _ in range(share)
+    ]
+    return [replace(one, data_source=source) for source in sources]
 
 
 def unread_bridges(config: Config) -> None:
