@@ -48,9 +48,7 @@ LAYOUTS = {
     "DP8": Run("oprd_1p5b", 8),
     "DP8, no recomputation": Run("oprd_1p5b", 8, ("student.recompute=none",)),
     "TP2 SP PP2 DP4": Run("oprd_1p5b", 16, (TP2, SP, PP2)),
-    "TP4 SP DP2, selective": Run(
-        "oprd_1p5b", 8, ("student.parallel.tensor=4", SP, "student.recompute=selective", "train.prompts_per_step=2")
-    ),
+    "TP2 SP DP2, selective": Run("oprd_1p5b", 4, (TP2, SP, "student.recompute=selective", "train.prompts_per_step=2")),
     "PP4 of 6, 7, 7 and 8 layers, DP2": Run(
         "oprd_1p5b",
         8,
