@@ -8,7 +8,8 @@
 # needs (`nemo-oprd plan`), for the very arguments that the job would pass, and exits with the plan's exit code:
 #   sbatch scripts/oprd_1p5b.sh --dry-run                     for the nodes of the job, in the job's environment
 #   bash scripts/oprd_1p5b.sh --dry-run [--nodes=N]           without Slurm, for N nodes or those of the #SBATCH line
-# --gpu=NAME (h100, ...) names the GPU to plan for, if it is not the plan's default.
+# --gpu=NAME (h100, ...) names the GPU to plan for, if it is not the plan's default. With --rehearse, too, the training that
+# was planned is then rehearsed (`nemo-oprd rehearse`, docs/rehearsal.md), which takes minutes; the exit code is the larger.
 #
 # Environment variables, which `sbatch` passes on (docs/cluster.md has examples):
 #   PYTHON          the interpreter of a task. Default: .venv-gpu/bin/python, if scripts/setup_gpu.sh has made it and no
@@ -29,22 +30,23 @@ sbatch_line() {
   sed -n "/^#SBATCH --$1=/{s///p;q}" "scripts/${JOB_SCRIPT:-$(basename "$0")}"
 }
 
-dry_run= nodes= gpu=() settings=()
+dry_run= rehearse= nodes= gpu=() settings=()
 for argument in "$@"; do
   case "$argument" in
     --dry-run) dry_run=1 ;;
+    --rehearse) rehearse=1 ;;
     --nodes=[1-9]*) nodes=${argument#--nodes=} ;;
     --gpu=*) gpu=(--gpu "${argument#--gpu=}") ;;
     -*)
-      echo "$argument: expected key=value settings, --dry-run, --nodes=N or --gpu=NAME; options of sbatch stand before" \
+      echo "$argument: expected key=value settings, --dry-run, --rehearse, --nodes=N or --gpu=NAME; options of sbatch stand before" \
         "the script's name" >&2
       exit 2
       ;;
     *) settings+=("$argument") ;;
   esac
 done
-if [ -z "$dry_run" ] && [ -n "$nodes${gpu[*]}" ]; then
-  echo "--nodes and --gpu belong to --dry-run; options of sbatch stand before the script's name: sbatch --nodes=2 ..." >&2
+if [ -z "$dry_run" ] && [ -n "$nodes${gpu[*]}$rehearse" ]; then
+  echo "--nodes, --gpu and --rehearse belong to --dry-run; options of sbatch stand before the script's name: sbatch --nodes=2 ..." >&2
   exit 2
 fi
 if [ -z "$dry_run" ] && [ -z "${SLURM_JOB_ID:-}" ]; then
@@ -80,16 +82,22 @@ fi
 MAX_STARTS=${MAX_STARTS:-100}
 
 code=0
-# plan COMMAND [key=value ...]: what the ranks of `on_all_ranks` would need; in a job, made in the job's container
+# plan COMMAND [key=value ...]: what the ranks of `on_all_ranks` would need, and with --rehearse two steps of training on
+# fake tensors; in a job, in the job's container
 plan() {
-  local command=$1 inside=()
+  local command=$1 inside=() status=0 options
   shift
-  echo "plan of $command on $nodes nodes of $tasks_per_node GPUs:"
   if [ -n "${SLURM_JOB_ID:-}" ]; then
     inside=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$cpus" "${srun_args[@]}")
   fi
-  "${inside[@]}" "${launch_prefix[@]}" "$PYTHON" -m nemo_oprd plan --config-name "$CONFIG" \
-    --ranks "$((nodes * tasks_per_node))" --gpus-per-node "$tasks_per_node" "${gpu[@]}" "$@" || code=$?
+  options=(--config-name "$CONFIG" --ranks "$((nodes * tasks_per_node))" --gpus-per-node "$tasks_per_node" "${gpu[@]}")
+  echo "plan of $command on $nodes nodes of $tasks_per_node GPUs:"
+  "${inside[@]}" "${launch_prefix[@]}" "$PYTHON" -m nemo_oprd plan "${options[@]}" "$@" || code=$?
+  if [ -n "$rehearse" ] && [ "$command" = train ] && [ "$code" -le 1 ]; then # 2: a mistake, which the plan has named
+    echo "rehearsal of $command:"
+    "${inside[@]}" "${launch_prefix[@]}" "$PYTHON" -m nemo_oprd rehearse "${options[@]}" "$@" || status=$?
+    code=$((status > code ? status : code))
+  fi
 }
 
 # on_all_ranks COMMAND [key=value ...]: runs `nemo-oprd COMMAND` on all ranks and stores its exit code in $code

@@ -10,7 +10,7 @@
 # and Megatron-core (scripts/test_other_python.sh).
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
-services="slurm or vllm or nemo or smollm or wandb or chromium or npm"
+services="slurm or vllm or nemo or smollm or wandb or chromium or npm or recipes"
 beside=(tests/functional/test_{nemo_rl,prune_layers,safe_unpickling,vllm_engine}.py)
 if [ "${1:-}" = --integration ]; then
   shift

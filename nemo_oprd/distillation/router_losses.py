@@ -206,7 +206,7 @@ class RouterMicrobatch:
         """The microbatch of `pack` on this rank."""
         places = TokenPlaces(pack, role.member_coords)
         recorded = places.recorded_routes(rollouts, spec)
-        losses = RouterLosses(term, places.counted(term.lengths).to(device()), recorded)
+        losses = RouterLosses(term, on_device(places.counted(term.lengths)), recorded)
         return RouterMicrobatch(Routes(recorded if term.replay else None, losses), losses)
 
 

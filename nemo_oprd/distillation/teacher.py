@@ -76,11 +76,8 @@ class Teacher:
     def offload(self) -> None:
         """Moves the weights to host memory, which is pinned with CUDA; `targets` copies them back while it runs."""
         if self.host_weights is None:
-            pin = torch.cuda.is_available()
             # the weights are frozen, so one copy is enough
-            self.host_weights = [
-                p.detach().to("cpu", copy=True).pin_memory() if pin else p.detach().clone() for p in self._parameters()
-            ]
+            self.host_weights = [_host_copy(parameter) for parameter in self._parameters()]
         for parameter in self._parameters():
             parameter.data = parameter.data.new_empty(0)
 
@@ -172,3 +169,9 @@ class Teacher:
         if not np.array_equal(owned, rows):
             values = RowShard(rows, {last: values}).pick(last, owned)
         return RowShard(owned, {last: values})
+
+
+def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
+    """A weight in host memory, which is pinned with CUDA."""
+    weight = parameter.detach()
+    return weight.to("cpu", copy=True).pin_memory() if torch.cuda.is_available() else weight.clone()

@@ -180,6 +180,16 @@ def test_dry_run_in_a_job(site: Site) -> None:
     assert not calls(site.folder, "scontrol")
 
 
+def test_a_dry_run_rehearses_on_request(site: Site) -> None:
+    """The training, with the arguments of its plan; no rehearsal of what the plan refuses."""
+    site.run("bash scripts/bridge_qwen3_4b_to_1p7b.sh --dry-run --rehearse --nodes=2 train.lr=1", BRIDGE="b")
+    fit, train, rehearsal = (call.arguments[2:] for call in site.ranks())
+    assert (fit[0], train[0], rehearsal[0]) == ("plan", "plan", "rehearse") and train[1:] == rehearsal[1:]
+    site.run(f"bash {OPRD} --dry-run --rehearse", code=2, STAND_IN_EXIT="2")
+    assert [call.arguments[2] for call in site.ranks()[3:]] == ["plan"]
+    site.run(f"bash {OPRD} --rehearse", code=2)
+
+
 @pytest.mark.parametrize("code", [1, 2, 75])
 def test_dry_run_has_the_exit_code_of_the_plan(site: Site, code: int) -> None:
     site.run(f"bash {OPRD} --dry-run", code=code, STAND_IN_EXIT=str(code))

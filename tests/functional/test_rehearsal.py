@@ -99,6 +99,7 @@ def rehearsed(
         "prompt_tokens": PROMPT,
         "response_tokens": RESPONSE,
         "phases": phases,
+        "experts_load": "balanced",
         "result": str(result),
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -37,9 +37,33 @@ _QWEN3_30B_A3B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
+# what scripts/quickstart.sh and scripts/real_model.sh make, or fetch
+_TOY = {
+    **_R1,
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 25,
+    "max_position_embeddings": 128,
+}
+_SMOLLM2 = {
+    **_ALL,
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": _R1,
     "JustRL-DeepSeek-1.5B": _R1,
+    "DeepCoder-1.5B-Preview": _R1,
     "Qwen3-1.7B-Base": {
         **_QWEN3,
         "num_hidden_layers": 28,
@@ -70,6 +94,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "Qwen3-30B-A3B": _QWEN3_30B_A3B,
     "Qwen3-30B-A3B-specialist": _QWEN3_30B_A3B,
+    "toy": _TOY,
+    "SmolLM2-135M-Instruct": _SMOLLM2,
 }
 # recipe -> (student, teacher, the sizes that its sbatch script sets)
 RECIPES = {
@@ -102,8 +128,29 @@ RECIPES = {
 }  # fmt: skip
 
 
-def write_models(place: Path) -> None:
-    """Writes the directories of all models, with config.json alone."""
+# configurations that are started by the script of another one
+_SCRIPTS = {"opd_": "oprd_1p5b", "oprd_opd_": "oprd_1p5b", "merge_": "oprd_1p5b", "self_": "oprd_1p5b",
+            "bridge_then_": "bridge_qwen3_4b_to_1p7b"}  # fmt: skip
+
+
+def shipped() -> dict[str, tuple[int, list[str]]]:
+    """Configuration in conf/ -> (ranks, the sizes that its sbatch script sets), of those for a cluster."""
+    found = {}
+    for file in sorted((Path(__file__).parents[2] / "conf").glob("*.yaml")):
+        script = next((recipe for start, recipe in _SCRIPTS.items() if file.stem.startswith(start)), file.stem)
+        if script in RECIPES:
+            found[file.stem] = 32 if script == "oprd_qwen3_30b_a3b" else 8, RECIPES[script][2]
+    return found
+
+
+def write_models(place: Path, layers: int | None = None) -> None:
+    """Writes the directories of all models, with config.json alone.
+
+    Args:
+        layers: at most so many are left of each model.
+    """
     for name, shape in SHAPES.items():
         (place / name).mkdir(parents=True)
-        (place / name / "config.json").write_text(json.dumps({"rope_theta": 10000, **shape}))
+        depth = min(shape["num_hidden_layers"], layers or shape["num_hidden_layers"])
+        written = {"rope_theta": 10000, **shape, "num_hidden_layers": depth}
+        (place / name / "config.json").write_text(json.dumps(written))

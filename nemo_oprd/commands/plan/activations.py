@@ -35,18 +35,20 @@ class LayerBytes:
     norm: float
 
 
-def feed_forward_values(spec: ModelSpec, layout: Layout) -> float:
+def feed_forward_values(spec: ModelSpec, layout: Layout, kept_by: Layers = "transformer_engine") -> float:
     """Values per token that the feed-forward block of a layer makes on a rank; of the larger kind of layer.
 
     Both products of the first matrix, what the activation makes of them, and their product: 5 F; without a gate 3 F. In
-    a layer with experts each token is in K of them, with its state before and after, if tokens spread evenly.
+    a layer with experts each token is in K of them, with its state before and after, if tokens spread evenly. Of these
+    Megatron's local experts keep the state before, and the product with and without the token's weight.
     """
     dense = (5 if spec.gated else 3) * spec.ffn_size / layout.tensor
     if spec.experts is None:
         return dense
     # without sequence parallelism every tensor rank sends all tokens to their experts
     shared_by = layout.tensor if layout.sequence else 1
-    sparse = spec.experts.per_token * (5 * spec.experts.ffn_size + 4 * spec.hidden_size) / shared_by
+    products, states = (5, 4) if kept_by == "transformer_engine" else (6, 1)
+    sparse = spec.experts.per_token * (products * spec.experts.ffn_size + states * spec.hidden_size) / shared_by
     return sparse if all(spec.experts.sparse) else max(dense, sparse)
 
 
@@ -55,7 +57,7 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
     t, e = layout.tensor, value_bytes
     d = spec.hidden_size / (t if layout.sequence else 1)
     q, kv = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
-    f, heads = feed_forward_values(spec, layout) / 5, spec.num_heads / t
+    f, heads = feed_forward_values(spec, layout, layers) / 5, spec.num_heads / t
     if layers == "transformer_engine":
         norms = 4 * d * e  # the inputs and the outputs of both norms
     elif layers == "local":

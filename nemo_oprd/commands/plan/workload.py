@@ -173,16 +173,16 @@ def _teacher(
     sends_states = (trained and output.needs_distribution) or watched or measured
     width, bytes_each = spec.hidden_size, value_bytes
     if source.bridge is not None and source.bridge != "full_width":
-        width, bytes_each = _bridge_rank(config, source.bridge, student, spec), 4
+        width, bytes_each = bridge_rank(config, source.bridge, student.hidden_size, spec.hidden_size), 4
     depth = spec.num_layers if trained or watched else max(pairs.values(), default=0)
     return TeacherWork(spec, pairs, width, bytes_each, depth, from_samples, sends_states)
 
 
-def _bridge_rank(config: Config, directory: str, student: ModelSpec, teacher: ModelSpec) -> int:
-    """The rank of a bridge; the configured one where the bridge is not made yet."""
+def bridge_rank(config: Config, directory: str, *widths: int) -> int:
+    """The rank of a bridge between models of these widths; the configured one where the bridge is not made yet."""
     manifest = Path(directory) / "bridge.json"
     if manifest.is_file():
         return int(read_json(manifest, "a manifest that fit-bridge wrote", "copy it again")["rank"])
     if config.bridge.rank != "auto":
         return int(config.bridge.rank)
-    return min(student.hidden_size, teacher.hidden_size)
+    return min(widths)

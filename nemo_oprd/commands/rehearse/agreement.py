@@ -22,8 +22,9 @@ def disagreements(found: dict[int, dict[str, Any]]) -> list[str]:
     for one, other in combinations(sorted(found), 2):
         for ranks in sorted({message["ranks"] for message in sequences[one]}):
             if other in ranks:
-                pair = (_collectives(sequences[rank], ranks) for rank in (one, other))
-                lines += _first_difference(one, other, *pair)
+                here = _collectives(sequences[one], ranks, ranks.index(other))
+                there = _collectives(sequences[other], ranks, ranks.index(one), is_mirrored=True)
+                lines += _first_difference(one, other, here, there)
         lines += _first_difference(one, other, _sent(sequences[one], other), _received(sequences[other], one))
         lines += _first_difference(other, one, _sent(sequences[other], one), _received(sequences[one], other))
     return lines
@@ -34,8 +35,19 @@ def _in_order(seen: dict[str, Any]) -> Messages:
     return [{**message, "ranks": tuple(message["ranks"])} for message in messages]
 
 
-def _collectives(messages: Messages, ranks: tuple[int, ...]) -> Messages:
-    return [message for message in messages if message["peer"] is None and message["ranks"] == ranks]
+def _collectives(messages: Messages, ranks: tuple[int, ...], partner: int, *, is_mirrored: bool = False) -> Messages:
+    """The collectives of a group; of an uneven all-to-all only the rows that come from `partner` and that go there.
+
+    Mirrored, in the order in which the partner itself receives and sends them.
+    """
+    found = []
+    for message in messages:
+        if message["peer"] is None and message["ranks"] == ranks:
+            if message["rows"] is not None:
+                rows = [part[partner] for part in message["rows"]]
+                message = {**message, "shapes": [rows[::-1] if is_mirrored else rows, message["shapes"][0][1:]]}
+            found.append(message)
+    return found
 
 
 def _sent(messages: Messages, target: int) -> Messages:

@@ -51,6 +51,8 @@ PARTS = {
     "weights": "weights on their way to the engine",
     "checkpoint": "saving and loading a checkpoint, without files",
 }
+# those of `experts.py`, which needs torch
+EXPERTS_LOADS = ("balanced", "one-rank")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-tokens", type=positive, metavar="N", help="default: rollout.max_new_tokens")
     text = "whose layers: Megatron's local ones, or Transformer Engine's (default: %(default)s)"
     parser.add_argument("--layers", choices=layers.CHOICES, default="local", help=text)
+    parser.add_argument(
+        "--experts-load",
+        choices=EXPERTS_LOADS,
+        default=EXPERTS_LOADS[0],
+        help="how tokens spread over experts: evenly (default), or all to those of one rank",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write all numbers there")
 
 
@@ -192,6 +200,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
             "prompt_tokens": prompt,
             "response_tokens": response,
             "phases": options.phases,
+            "experts_load": options.experts_load,
             "result": str(result),
         }
         command = [sys.executable, "-m", f"{__package__}.rank"]

@@ -20,6 +20,8 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 # Larger tensors have no twin: they hold weights, states and gradients.
 LARGEST = 1 << 17
+# Those of integers are indices and masks, such as which of many experts a token visits.
+LARGEST_OF_INTEGERS = 1 << 24
 _NO_NUMBERS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 # after these every rank has what this rank gave, as far as it is known here
 _AGREED = ("allreduce_", "broadcast_", "allreduce_coalesced_")
@@ -43,14 +45,14 @@ class HostValues:
         """Carries out an operation on the twins of its arguments, after it was carried out on fake tensors."""
         written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         mutates = func._schema.is_mutable
-        if not written or any(tensor.numel() > LARGEST for tensor in written):
+        if not written or any(map(_is_large, written)):
             self._end_if(mutates, written)
             return
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         twins = {id(leaf): self.get(leaf) for leaf in leaves}
         name = func.overloadpacket.__name__
         is_known = name not in _NO_NUMBERS and torch.Tag.nondeterministic_seeded not in func.tags
-        if not is_known or any(twin is None or twin.numel() > LARGEST for twin in twins.values()):
+        if not is_known or any(twin is None or _is_large(twin) for twin in twins.values()):
             self._end_if(mutates, written)
             return
 
@@ -90,3 +92,7 @@ class HostValues:
                 alive = reference()
                 if alive is not None:
                     self._twins.pop(alive, None)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > (LARGEST if tensor.is_floating_point() else LARGEST_OF_INTEGERS)

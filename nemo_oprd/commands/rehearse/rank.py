@@ -26,7 +26,11 @@ STEPS = 2
 
 def main() -> None:
     """Reads the task, rehearses, and writes what was seen, or the error that ended it, as JSON to the task's file."""
-    task = json.load(sys.stdin)
+    carry_out(json.load(sys.stdin))
+
+
+def carry_out(task: dict[str, Any]) -> None:
+    """Rehearses one rank and ends this process; see `main`."""
     started = time.monotonic()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, for which there is no GPU
     try:
@@ -81,9 +85,10 @@ def failure_of(error: Exception) -> dict[str, Any]:
 
 def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     """Builds the rank's models, checks gradients, and runs two steps with what is around them."""
-    from nemo_oprd.commands.rehearse import checkpoints, phases
+    from nemo_oprd.commands.rehearse import checkpoints, experts, phases
     from nemo_oprd.commands.rehearse.device_kernels import known_shapes
     from nemo_oprd.commands.rehearse.injections import Injections
+    from nemo_oprd.commands.rehearse.invented_inputs import longest_responses, unread_bridges
     from nemo_oprd.commands.rehearse.recorder import AFTER_STEP
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.distillation.gradient_check import check_gradients
@@ -93,8 +98,10 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
 
     config = load_config(task["config_name"], task["overrides"], task["config_dir"])
     run = resolve(config, task["ranks"])
+    unread_bridges(config)
     files = unread_files(run, fake)
     known_shapes()
+    experts.install(task["experts_load"], recorder.known)
     injections = Injections()
     injections.install(recorder)
     phases.name_parts_of_building(recorder)
@@ -129,18 +136,6 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
         checkpoints.save_and_load(recorder, student, files.student.directory)
 
 
-def longest_responses(config: Any, prompt: int, response: int) -> list[Any]:
-    """The rollouts of a step, all as long as they may be."""
-    import numpy as np
-
-    from nemo_oprd.batch.types import Rollout
-
-    count = config.train.prompts_per_step * config.rollout.per_prompt
-    ids, logprobs = np.ones(prompt + response, np.int32), np.full(response, -1.0, np.float32)
-    one = Rollout(ids[:prompt], ids[prompt:], finish_reason="length", logprobs=logprobs)
-    return [one] * count
-
-
 def unread_files(run: Any, fake: Any) -> Any:
     """The models' files, whose weights have shapes and no data."""
     import torch
@@ -165,6 +160,7 @@ def unread_files(run: Any, fake: Any) -> Any:
 
     for model in (files.student, *files.teachers):
         model.__dict__["read"] = reader(model.spec)
+    files.same_tokenizer = lambda number: True  # type: ignore[method-assign,assignment]
     return files
 
 

@@ -35,7 +35,7 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
 # operations of a layer that keep what they take for a backward pass, in which gradients are enabled for sums only
 _KEEPING = (aten.mul, aten.silu, aten._fused_rms_norm, aten._scaled_dot_product_flash_attention, aten.bmm)
 _READS = (aten._local_scalar_dense.default,)
-_COUNTS_ROWS = (aten.nonzero.default,)
+_COUNTS_ROWS = (aten.nonzero.default, aten.masked_select.default)
 # phases that every step passes through; "step" is what is in none of the others
 STEP_PHASES = ("step", "teacher", "update", "optimizer")
 # phases without a backward pass
@@ -58,6 +58,7 @@ class Message:
     """A collective or a message between two ranks, in the order in which the host issues them.
 
     `ranks`: of the group; `peer`: the rank that a message goes to or comes from, in the world; None for collectives.
+    `rows`: of an uneven all-to-all, the rows that come from each rank and those that go there.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Message:
     device: str
     place: Place
     peer: int | None = None
+    rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass
@@ -109,6 +111,11 @@ class Recorder(TorchDispatchMode):
     def peak(self) -> int:
         """The most bytes of the device that were in use."""
         return self.memory.most
+
+    @property
+    def known(self) -> HostValues:
+        """The numbers of small tensors on the device."""
+        return self._known
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -186,7 +193,7 @@ class Recorder(TorchDispatchMode):
             return self._read(args[0])
         if func in _COUNTS_ROWS and args[0].device.type == "cuda":
             self.wait(f"{func.overloadpacket.__name__}() counts on the device")
-            return self._counted(func, args[0])
+            return self._counted(func, args)
         self._check(func, args, tensors)
         moved = self._moved(func, args, kwargs)
         if moved is not None:
@@ -209,19 +216,18 @@ class Recorder(TorchDispatchMode):
         with _disable_current_modes():
             return twin.item()
 
-    def _counted(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Operations whose number of rows depends on data."""
-        twin = self._known.get(tensor)
-        if twin is None:
+    def _counted(self, func: Any, args: Any) -> Any:
+        """Operations whose number of rows depends on data: on the last argument, the only one or a mask."""
+        tensor, counted, finds = args[0], self._known.get(args[-1]), func is aten.nonzero.default
+        with _disable_current_modes():
+            rows = None if counted is None else int(counted.count_nonzero())
+        if rows is None:
             rows = int(self._invent(current_place(), torch.int64))
-            shape = (rows, tensor.ndim) if func is aten.nonzero.default else (rows,)
-            out = tensor.new_empty(shape, dtype=torch.int64 if func is aten.nonzero.default else tensor.dtype)
-        else:
-            with _disable_current_modes():
-                real = func(twin)
-            out = tensor.new_empty(real.shape, dtype=real.dtype)
-            self._known.put(out, real)
+        shape = (rows, tensor.ndim) if finds else (rows,)
+        out = tensor.new_empty(shape, dtype=torch.int64 if finds else tensor.dtype)
+        self._phase.kernels += 1
         self._track(out, func)
+        self._known.follow(func, args, {}, out)
         return out
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -293,13 +299,20 @@ class Recorder(TorchDispatchMode):
             peer = None
             if name in ("send", "recv_"):
                 peer = ranks[args[2]]
-            message = Message(name, ranks, shapes, min(dtypes), size, device, current_place(), peer)
+            rows = None
+            if name == "alltoall_base_":
+                received, sent = (tuple(map(int, splits)) for splits in args[3:5])
+                rows = (received, sent) if sent or received else None
+                args = (*args[:3], [], [], *args[5:])  # carried out evenly
+            message = Message(name, ranks, shapes, min(dtypes), size, device, current_place(), peer, rows)
             self._phase.messages.append(message)
         least = max(1, min((tensor.numel() for tensor in tensors), default=1))
+        if name == "alltoall_base_":
+            least = 0
         self._known.collective(name, tensors)
         with _disable_current_modes():
             # some collectives check that one tensor is as many times as large as another
-            small = lambda tensor: torch.zeros(tensor.numel() // least)  # noqa: E731
+            small = lambda tensor: torch.zeros(tensor.numel() // least if least else len(ranks))  # noqa: E731
             args, kwargs = tree_map_only(torch.Tensor, small, (args, kwargs))
             out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor | tuple | list):  # (tensors, work): the tensors are those of the arguments

@@ -30,6 +30,7 @@ STAND_INS = {
     ("nemo_oprd/distillation/metrics/named_sums.py", "reduced"): StandIn(1.0, "sums of losses, for metrics"),
     ("nemo_oprd/distillation/sampling_check.py", "student_logprobs"): StandIn(-1.0, "as the rehearsed responses say"),
     ("nemo_oprd/rollout/vllm/worker/nemo_oprd_buckets.py", "add"): StandIn(1.0, "sums of weights, for a digest"),
+    ("nemo_oprd/distillation/teacher.py", "_host_copy"): StandIn(0.0, "weights, which come back as they went"),
     ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): StandIn(1.0, "the gradient's norm, finite"),
     ("nemo_oprd/distillation/student.py", "optimizer_step"): StandIn(1.0, "the same, left on the device"),
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): StandIn(

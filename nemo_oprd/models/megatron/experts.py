@@ -141,7 +141,7 @@ class PaddedAllGather(MoEAllGatherTokenDispatcher):
         """[N, D], [N, E] -> the same of all ranks of the group, each padded to the largest N; padding goes nowhere."""
         if self.tp_size * self.ep_size == 1:
             return hidden_states, probs
-        count = torch.tensor([len(hidden_states)], device=hidden_states.device)
+        count = torch.full((1,), len(hidden_states), device=hidden_states.device)  # no copy, for which the host waits
         self._tokens = len(hidden_states)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.tp_ep_group)
         missing = int(count) - self._tokens

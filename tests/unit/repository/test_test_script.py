@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium or npm"
+SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium or npm or recipes"
 
 
 def run(
