@@ -93,6 +93,7 @@ def test_who_gathers_has_more_tensors_than_who_gives() -> None:
             "kind": "gather_",
             "ranks": [0, 1],
             "peer": None,
+            "rows": None,
             "shapes": shapes,
             "dtype": dtype,
             "place": "a.py:1",
