@@ -106,17 +106,14 @@ def peaks(found: dict[str, Any]) -> dict[str, int]:
     return {name: phase["bytes"] for name, phase in found["phases"].items()}
 
 
-def test_a_sound_step_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]) -> None:
+def test_a_sound_step_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any], tmp_path: Path) -> None:
     """Nothing of this project waits but, where Megatron leaves that to it, for the gradient's norm."""
     assert (sound["mistakes"], sound["failure"]) == ([], None)
     assert unknown_waits(waits_of_a_step(sound)) == []
-    key = rehearsal_golden.key("local")
-    assert rehearsal_golden.summary(sound) == rehearsal_golden.golden()[key], rehearsal_golden.__doc__
+    rehearsal_golden.check("local", sound, tmp_path)
 
 
-def test_transformer_engines_layers_wait_and_call_what_they_did(
-    overrides: list[str], sound: dict[str, Any], tmp_path: Path
-) -> None:
+def test_transformer_engines_layers_wait_and_call_what_they_did(overrides: list[str], tmp_path: Path) -> None:
     try:
         te_package.version()
     except ValueError as error:
@@ -124,9 +121,7 @@ def test_transformer_engines_layers_wait_and_call_what_they_did(
     found = rehearsed(overrides, tmp_path, "nothing", layers="te")
     assert (found["mistakes"], found["failure"]) == ([], None)
     assert unknown_waits(waits_of_a_step(found)) == []
-    key = rehearsal_golden.key("te")
-    assert rehearsal_golden.summary(found) == rehearsal_golden.golden()[key], rehearsal_golden.__doc__
-    assert rehearsal_golden.summary(sound)["calls"] == {}
+    rehearsal_golden.check("te", found, tmp_path)
 
 
 @pytest.mark.parametrize(
