@@ -1,14 +1,11 @@
 """What a rehearsed step of a small model waits for and calls, per version: `rehearsal_golden.json`.
 
 A new version of Megatron-core or Transformer Engine shows there what has changed.
-
-    python tests/functional/rehearsal_golden.py     writes the entries of the versions that are installed
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -35,22 +32,10 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     return {"waits": dict(sorted(waits.items())), "calls": dict(sorted(calls.items()))}
 
 
-def golden() -> dict[str, Any]:
-    """The file's entries."""
-    entries: dict[str, Any] = json.loads(FILE.read_text())
-    return entries
-
-
-def main() -> None:
-    """Rehearses with both kinds of layers and writes the file."""
-    from test_rehearsal import rehearsed, settings
-
-    entries = golden() if FILE.exists() else {}
-    with tempfile.TemporaryDirectory() as folder:
-        for layers in ("local", "te"):
-            entries[key(layers)] = summary(rehearsed(settings(Path(folder)), Path(folder), "nothing", layers=layers))
-    FILE.write_text(json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def check(layers: str, found: dict[str, Any], folder: Path) -> None:
+    """Raises AssertionError if the file's entry of these layers and versions is another one, or missing."""
+    entries = json.loads(FILE.read_text())
+    now = {**entries, key(layers): summary(found)}
+    anew = folder / FILE.name
+    anew.write_text(json.dumps(dict(sorted(now.items())), indent=1) + "\n")
+    assert now == entries, f"if the change is meant: cp {anew} {FILE}"

@@ -142,17 +142,14 @@ def mistaken(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     return rehearsed(overrides, tmp_path_factory.mktemp("mistaken"), mistakes, phases=("generation",))
 
 
-def test_a_sound_run_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]) -> None:
+def test_a_sound_run_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any], tmp_path: Path) -> None:
     """Nothing of this project waits but, where Megatron leaves that to it, for the gradient's norm."""
     assert (sound["mistakes"], sound["failure"]) == ([], None)
     assert unknown_waits(waits_of_a_step(sound)) == []
-    key = rehearsal_golden.key("local")
-    assert rehearsal_golden.summary(sound) == rehearsal_golden.golden()[key], rehearsal_golden.__doc__
+    rehearsal_golden.check("local", sound, tmp_path)
 
 
-def test_transformer_engines_layers_wait_and_call_what_they_did(
-    overrides: list[str], sound: dict[str, Any], tmp_path: Path
-) -> None:
+def test_transformer_engines_layers_wait_and_call_what_they_did(overrides: list[str], tmp_path: Path) -> None:
     try:
         te_package.version()
     except ValueError as error:
@@ -160,9 +157,7 @@ def test_transformer_engines_layers_wait_and_call_what_they_did(
     found = rehearsed(overrides, tmp_path, "nothing", layers="te")
     assert (found["mistakes"], found["failure"]) == ([], None)
     assert unknown_waits(waits_of_a_step(found)) == []
-    key = rehearsal_golden.key("te")
-    assert rehearsal_golden.summary(found) == rehearsal_golden.golden()[key], rehearsal_golden.__doc__
-    assert rehearsal_golden.summary(sound)["calls"] == {}
+    rehearsal_golden.check("te", found, tmp_path)
 
 
 def test_what_surrounds_the_steps_is_counted(sound: dict[str, Any], mistaken: dict[str, Any]) -> None:

@@ -53,9 +53,9 @@ class _Enumeration(type):
             raise AttributeError(name)
         numbers: dict[str, int] = cls.__dict__["numbers"]
         numbers[name] = len(numbers)
-        member = enum.IntEnum(f"{cls.__name__}_{name}", {name: numbers[name]})[name]  # type: ignore[misc]
-        setattr(cls, name, member)
-        return member
+        made: Any = enum.IntEnum(f"{cls.__name__}_{name}", {name: numbers[name]})  # type: ignore[misc]
+        setattr(cls, name, made[name])
+        return made[name]
 
 
 class Functions(types.ModuleType):
@@ -76,8 +76,8 @@ class Functions(types.ModuleType):
         super().__init__("transformer_engine_torch")
         self.DType = DType
         self._on_call, self._on_mistake = on_call, on_mistake
-        for function in (get_cublasLt_version, get_cudnn_version, get_num_cublas_streams, get_fused_attn_backend):
-            setattr(self, function.__name__, function)
+        for answer in (get_cublasLt_version, get_cudnn_version, get_num_cublas_streams, get_fused_attn_backend):
+            setattr(self, answer.__name__, answer)
         for function in _COUNTED:
             setattr(self, function.__name__, self._counted(function))
         # `from transformer_engine_torch import *` takes what is there
@@ -270,7 +270,7 @@ def thd_grad_correction(*_: Any) -> None:
     """Adds what a partner's queries give to a gradient, in place."""
 
 
-_COUNTED = (
+_COUNTED: tuple[Callable[..., Any], ...] = (
     generic_gemm,
     te_general_grouped_gemm,
     rmsnorm_fwd,

@@ -95,6 +95,14 @@ def test_activations_shrink_with_the_layout() -> None:
     assert sequence < split < alone < 2 * sequence + 4 * 2 * spec.head_dim
 
 
+def test_what_transformer_engines_attention_keeps() -> None:
+    """As rehearsed: no more per token with context parallelism, and with selective recomputation a layer's product."""
+    spec = parse_model_spec(QWEN_1P5B)
+    alone, context = (layer_bytes(spec, Layout(context=c), 2, "transformer_engine") for c in (1, 2))
+    assert alone.kept == context.kept
+    assert alone.core == 4 * 12 - 2 * (12 + 2) * 128
+
+
 def plan(pair: list[str], ranks: int, *settings: str, gpu: str = "h100") -> Any:
     return estimate(resolve(load_config("oprd_1p5b", [*pair, *settings]), ranks), Cluster(ranks, GPUS[gpu]))
 
