@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -320,6 +320,25 @@ def timed(found: dict[str, Any]) -> Iterator[None]:
         found["ended_at"] = time.time()
 
 
+def full(_: dict[int, Any]) -> None:
+    """Keeps nothing."""
+    raise ValueError("the disk is full")
+
+
+def slow(root: str, keep: Callable[[dict[int, Any]], None]) -> Callable[[dict[int, Any]], None]:
+    """Keeps responses once all were asked for."""
+
+    def keep_later(rollouts: dict[int, Any]) -> None:
+        deadline = time.monotonic() + 15
+        while len(requests(root)) < len(PROMPTS):
+            if time.monotonic() > deadline:
+                raise ValueError("while a response was kept, no other one was asked for")
+            time.sleep(0.02)
+        keep(rollouts)
+
+    return keep_later
+
+
 def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> None:
     import torch.distributed as dist
 
@@ -343,17 +362,6 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             killed.append(made._mine.sampler.pid)
             os.kill(killed[0], signal.SIGKILL)
         return False
-
-    def full(_: dict[int, Any]) -> None:
-        raise ValueError("the disk is full")
-
-    def slow(rollouts: dict[int, Any]) -> None:
-        deadline = time.monotonic() + 15
-        while len(requests(root)) < len(PROMPTS):
-            if time.monotonic() > deadline:
-                raise ValueError("while a response was kept, no other one was asked for")
-            time.sleep(0.02)
-        keep(rollouts)
 
     def carry_out(what: str) -> None:
         nonlocal done, step, changed
@@ -383,10 +391,8 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             with object_bytes() as sent:
                 rollouts = made.generate(asked, replace(sampling, max_new_tokens=int(number)))
             found["counted"].append((sum(len(r.response_ids) for r in rollouts), sent[0]))
-        elif kind == "full":
-            made.generate(asked, sampling, keep=full)
-        elif kind == "slow":
-            made.generate(asked, sampling, keep=slow)
+        elif kind in ("full", "slow"):
+            made.generate(asked, sampling, keep=full if kind == "full" else slow(root, keep))
         else:
             if what == "lose idle":
                 kill_client(0)
