@@ -113,15 +113,15 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     injections.role = student.role
     with recorder.phase("gradient check"):
         check_gradients(distiller, accumulate_gradients)
-    prompt, response = task["prompt_tokens"], task["response_tokens"]
+    prompt, response, parts = task["prompt_tokens"], task["response_tokens"], task.get("phases", ())
     rollouts = longest_responses(config, prompt, response)
     for step in range(STEPS):
         recorder.begin_step()
         injections.is_repeated = step > 0
         if step == STEPS - 1:  # the optimizer has its state
-            if engine is not None and "generation" in task["phases"]:
+            if engine is not None and "generation" in parts:
                 phases.generate(recorder, engine, run, prompt, response)
-            if "check" in task["phases"]:
+            if "check" in parts:
                 phases.check_sampling(recorder, run, student, rollouts, step)
         with recorder.phase("step"):
             batch = distiller.batch(rollouts, distiller.objective_of(step))
@@ -130,9 +130,9 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
                 student.optimizer_step(step, batch.objective, metrics)
         del batch, metrics
         recorder.settled(AFTER_STEP)
-    if "weights" in task["phases"]:
+    if "weights" in parts:
         phases.send_weights(recorder, engine, run, student, task["gpus_per_node"])
-    if "checkpoint" in task["phases"]:
+    if "checkpoint" in parts:
         checkpoints.save_and_load(recorder, student, files.student.directory)
 
 
