@@ -70,9 +70,8 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
     lse = 4 * heads  # a logarithm per head
     core = q * e + lse  # with the output of attention in its buckets
     qkv = (q + 2 * kv) * e
-    if (
-        layout.context > 1 and layers != "transformer_engine"
-    ):  # keys and values of the whole sequence, for every query head
+    if layout.context > 1 and layers != "transformer_engine":
+        # keys and values of the whole sequence, for every query head
         qkv = q * e + (2 * layout.context + 1) * q * e
     attention = qkv + q * e  # and its output
     if spec.qk_norm:

@@ -113,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
     ranks = [_rank(options, run_spec)] if options.rank is not None else ranks_of_interest(run_spec, planned)
     stack = layers.stack(options.layers)
     print(f"rehearsed: {', '.join(f'{name} {value}' for name, value in stack.items())}", flush=True)
+    if options.layers == "local" and config.precision == "bf16":
+        print("note: where Transformer Engine is installed, a job has its layers: --layers te rehearses them")
     found = {}
     for rank in ranks:
         print(f"rank {rank} of {options.ranks}: {role_of(run_spec, rank)}", flush=True)
