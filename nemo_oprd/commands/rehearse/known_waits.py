@@ -11,6 +11,9 @@ from typing import Any
 _DISPATCHER = "how many tokens go to each expert, several times per layer with experts and microbatch"
 # (file, function) of the innermost line, which differ little between versions -> what waits there, and how often
 KNOWN_WAITS = {
+    ("nemo_oprd/distillation/target_budget.py", "resident_microbatches"): (
+        "with teacher.resident_microbatches=auto, the number that all ranks agree on, once per step"
+    ),
     ("nemo_oprd/distillation/metrics/named_sums.py", "reduced"): "the sums of a step's metrics, once per step",
     ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): "the gradient's norm, twice per step",
     ("nemo_oprd/distillation/student.py", "optimizer_step"): (
