@@ -59,6 +59,7 @@ TIED = ("student.hf_path=models/tied", "teacher.hf_path=models/tied")
 TO_BRIDGE = ("loss.representation.kind=normalized_mse", "loss.representation.dim_reduction=sum", "bridge.rank=8")
 BRIDGE = ("teacher.hf_path=models/wide", "bridge.path=bridges/none", *TO_BRIDGE)
 OWN_TEACHER = "teacher.hf_path=null"
+PRIVILEGED = "teacher.prompt='{prompt} The answer is {answer}.'"
 
 
 def output(kind: str) -> tuple[str, ...]:
@@ -146,8 +147,8 @@ SLOW = {
             "teacher.offload=true",
         ),
     ),
-    "moving average": Case(2, (OWN_TEACHER, "teacher.weights=ema", *output("full_vocab"))),
-    "student as its teacher": Case(2, (OWN_TEACHER, "teacher.weights=student", *output("full_vocab"))),
+    "moving average": Case(2, (OWN_TEACHER, "teacher.weights=ema", PRIVILEGED, *output("full_vocab"))),
+    "student as its teacher": Case(2, (OWN_TEACHER, "teacher.weights=student", PRIVILEGED, *output("full_vocab"))),
     "first layers only, PP2": Case(2, (PP2, "loss.representation.layers=[1,2]", "logging.output_metrics_every=0")),
     "experts": Case(1, EXPERTS),
     "EP2": Case(2, (*EXPERTS, EP2, TEACHER_EP2)),

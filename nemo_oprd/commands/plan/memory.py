@@ -72,11 +72,24 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
     state = 12 if work.value_bytes < 4 else 8
     is_sharded = work.config.train.distributed_optimizer
     shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
-    return {
+    parts = {
         "weights": float(count.all_held * work.value_bytes),
         "gradients": 4.0 * count.all_trained,
         "optimizer": state * (count.trained / shards + count.experts_trained / copies),
     }
+    projectors = projector_parameters(work, layout, pipeline)
+    if projectors:  # float32, so that the optimizer has no copy of them
+        parts["trained bridge"] = projectors * (4 + 4 + 8 / shards)
+    return parts
+
+
+def projector_parameters(work: Workload, layout: Layout, pipeline: int) -> int:
+    """Parameters of a bridge that is trained with the student, on every tensor rank of stage `pipeline`."""
+    config = work.config
+    if not config.bridge.train or all(source.bridge is None for source in config.teacher_sources):
+        return 0
+    owned = set(layout.owned_layers(pipeline, work.student.num_layers))
+    return len(owned & set(work.layers)) * work.teachers[0].width * work.student.hidden_size
 
 
 def buffers(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, float]:
@@ -125,16 +138,18 @@ def optimizer_step(work: Workload, layout: Layout, pipeline: int, *, layers: Lay
     count = student_parameters(work, layout, pipeline)
     is_sharded = work.config.train.distributed_optimizer
     shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
-    return 4.0 * (count.trained / shards + count.experts_trained / copies)
+    trained = count.trained + projector_parameters(work, layout, pipeline)
+    return 4.0 * (trained / shards + count.experts_trained / copies)
 
 
 def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
     """Bytes of the teachers' weights on a rank of their stage `pipeline`; with `teacher.offload` of the largest."""
-    each = []
+    each, averages = [], TEACHER_KINDS[work.config.teacher.weights].averages
+    # beside weights in bfloat16 the average is held in float32
+    value_bytes = work.value_bytes + (4 if averages and work.value_bytes < 4 else 0)
     for teacher in work.teachers:
-        head = teacher.head or TEACHER_KINDS[work.config.teacher.weights].averages
-        count = stage_parameters(teacher.spec, layout, pipeline, depth=teacher.depth, head=head)
-        each.append(float(count.all_held * work.value_bytes))
+        count = stage_parameters(teacher.spec, layout, pipeline, depth=teacher.depth, head=teacher.head or averages)
+        each.append(float(count.all_held * value_bytes))
     return max(each) if work.config.teacher.offload else sum(each)
 
 

@@ -170,6 +170,23 @@ def use_padded_all_gather(chunk: torch.nn.Module, groups: Any) -> None:
             )
 
 
+def release_weights_after_forward(chunk: torch.nn.Module) -> None:
+    """Makes the dispatchers of a built model forget the experts' weights of a pass when it ends.
+
+    They would keep them until the next pass. Where a layer is computed again in the backward pass, the weights lead to
+    the layer's input and its gradient, which would then stay in memory for every layer until the next step.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(_release_weights)
+
+
+def _release_weights(layer: Any, arguments: Any, output: Any) -> None:
+    for name in ("probs", "local_probs"):
+        if hasattr(layer.token_dispatcher, name):
+            setattr(layer.token_dispatcher, name, None)
+
+
 def expert_block_spec(experts: Experts, backend: str) -> ModuleSpec:
     """The spec of the feed-forward block of a layer with experts.
 

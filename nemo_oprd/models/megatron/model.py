@@ -36,7 +36,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from nemo_oprd.losses.vocab_parallel import matmul
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.attention import SDPAttention
-from nemo_oprd.models.megatron.experts import expert_block_spec, use_padded_all_gather
+from nemo_oprd.models.megatron.experts import expert_block_spec, release_weights_after_forward, use_padded_all_gather
 from nemo_oprd.models.megatron.kernels import apex_accumulates
 from nemo_oprd.models.megatron.kv_cache import DecodeParams
 from nemo_oprd.models.megatron.model_config import chunk_spans, chunk_training, transformer_config
@@ -327,6 +327,7 @@ def build_chunks(
             model.decoder.layers[-1].stage_ends = True
         if spec.experts is not None and layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
+        release_weights_after_forward(model)
         chunks.append(model.to(device()))
     mark_parameters(chunks, spec)
     return chunks
