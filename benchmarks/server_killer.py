@@ -40,7 +40,8 @@ ANSWERS = 3
 CALLS = {
     "step": "nemo_oprd.rollout.training_rollouts:RolloutSampler.rollouts",
     "busy": "nemo_oprd.distillation.step:GradientAccumulation.forward_backward",
-    "generate": "nemo_oprd.rollout.vllm.engine:VllmEngine.collect",
+    "submit": "nemo_oprd.rollout.vllm.engine:VllmEngine.submit",
+    "collect": "nemo_oprd.rollout.vllm.engine:VllmEngine.collect",
     "update": "nemo_oprd.rollout.vllm.engine:VllmEngine.update_weights",
     "start": "nemo_oprd.rollout.vllm.server:LocalServer.start",
     "healthy": "nemo_oprd.rollout.vllm.client:Client.is_healthy",
@@ -105,7 +106,8 @@ class ServerKiller:
         wrappers = {
             "step": self._counting,
             "busy": self._busy,
-            "generate": self._generating,
+            "submit": self._submitting,
+            "collect": self._collecting,
             "update": self._updating,
             "start": self._starting,
             "healthy": self._asking,
@@ -133,17 +135,23 @@ class ServerKiller:
 
         return forward_backward
 
-    def _generating(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _submitting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         from nemo_oprd.rollout.engine import TRAINING_STREAM
 
-        def generate(engine: Any, requests: Any, sampling: Any, *args: Any, **kwargs: Any) -> Any:
+        def submit(engine: Any, requests: Any, sampling: Any, *args: Any, **kwargs: Any) -> Any:
             self._sampling = GENERATION if sampling.key[1] == TRAINING_STREAM else EVALUATION
             self._answers = 0
-            result = call(engine, requests, sampling, *args, **kwargs)
+            return call(engine, requests, sampling, *args, **kwargs)
+
+        return submit
+
+    def _collecting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def collect(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
             self._went_on()
             return result
 
-        return generate
+        return collect
 
     def _updating(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def update_weights(*args: Any, **kwargs: Any) -> Any:

@@ -210,13 +210,18 @@ def errors(found: Rehearsed) -> dict[tuple[str, str], float]:
     return {key: phase["planned_bytes"] / phase["measured_bytes"] - 1 for key, phase in fullest.items()}
 
 
+# where this project waits once per step: for the metrics, and to agree on a number of microbatches
+ONCE_PER_STEP = {"nemo_oprd/distillation/metrics/named_sums.py", "nemo_oprd/distillation/target_budget.py"}
+
+
 @pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_layout_is_rehearsed(rehearsals: Rehearsals, name: str) -> None:
     found = rehearsed(rehearsals, CASES[name])
     assert (found.mistakes, found.disagreements) == ([], [])
     waits = [wait for one in found.reports for wait in one["waits"] if not wait["below"]]
     own = {wait["file"] for wait in waits if wait["file"].startswith("nemo_oprd/")}
-    assert own == set(CASES[name].waits), waits
+    assert {wait["count"] for wait in waits if wait["file"] in ONCE_PER_STEP} <= {1}
+    assert own - ONCE_PER_STEP == set(CASES[name].waits), waits
     if CASES[name].load == "balanced":  # as the plan takes them to be
         assert {key: error for key, error in errors(found).items() if abs(error) > TOLERANCE} == {}
 
