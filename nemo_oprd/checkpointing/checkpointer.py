@@ -88,8 +88,8 @@ class Checkpointer:
                 f"{train.steps}, and saved; the same command resumes from there"
             )
 
-    def stop_while_sampling(self, step: int, completed: int, requests: int) -> NoReturn:
-        """Ends the run in the sampling of the step after `step` others, with `completed` responses of `requests`.
+    def stop_while_sampling(self, step: int, sampled: int, completed: int, requests: int) -> NoReturn:
+        """Ends the run after `step` steps, in the sampling of step `sampled` (from 0): `completed` of `requests` kept.
 
         Raises:
             Stopped: always; the weights after `step` steps are saved, unless the run began with them.
@@ -97,7 +97,7 @@ class Checkpointer:
         if step > self.saved:
             self._save(step, EvaluationOutcome())
         raise Stopped(
-            f"stopped by {self.signals.by} while sampling step {step + 1} of "
+            f"stopped by {self.signals.by} while sampling step {sampled + 1} of "
             f"{self.train.steps}, with {completed} of {requests} responses complete and kept; the same command "
             "resumes from there"
         )

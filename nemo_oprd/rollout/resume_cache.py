@@ -43,16 +43,18 @@ class ResumeCache:
 
     A step that a signal cancelled has rollouts of some requests only.
 
-    The step identifies the weights that sampled the rollouts: those after that many steps. Rollouts of another step
-    than the checkpoint's are not used. Every step removes the file before it writes its own, so a run that resumes from
-    an earlier checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
+    The step identifies the weights that sampled the rollouts: those after that many steps less `rollout.max_lag`, which
+    the file therefore names. Rollouts of another step than the one that a run samples next are not used. Every step
+    removes the file before it writes its own, so a run that resumes from an earlier checkpoint never reaches a step for
+    which it still has rollouts of the abandoned steps.
 
     The file is written aside and appears whole, flushed to the disk. An error of the disk is raised by the next call.
     """
 
-    def __init__(self, directory: Path, weights: dict[str, str]) -> None:
-        """`weights` identifies the initial weights and the precision; it is compared when rollouts are read."""
-        self.path, self.weights = directory / "pending.safetensors", weights
+    def __init__(self, directory: Path, weights: dict[str, str], max_lag: int = 0) -> None:
+        """`weights` identifies the initial weights and the precision; both are compared when rollouts are read."""
+        self.path = directory / "pending.safetensors"
+        self.weights = weights | ({"max_lag": str(max_lag)} if max_lag else {})
         self._aside = Aside("the rollouts for a resume")
 
     def put(self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:

@@ -98,8 +98,8 @@ class RolloutSampler:
         cache: keeps the rollouts that were sampled last, for a run that is interrupted.
         first_step: the number of steps behind the weights with which the run begins.
         should_cancel: whether the run was asked to stop; the sampling of a step is then cancelled.
-        stop: called on every rank after that, with the steps so far, the completed responses and the requests; saves
-            and raises `Stopped`.
+        stop: called on every rank after that, with the steps so far, the step that was sampled, the responses that were
+            kept and the requests; saves and raises `Stopped`.
     """
 
     config: Config
@@ -110,8 +110,8 @@ class RolloutSampler:
     cache: ResumeCache
     first_step: int
     should_cancel: Callable[[], bool]
-    stop: Callable[[int, int, int], NoReturn]
-    _ready: dict[int, list[Rollout]] = field(default_factory=dict)  # by their step, which is not computed yet
+    stop: Callable[[int, int, int, int], NoReturn]
+    _ready: dict[int, list[Rollout]] = field(default_factory=dict)  # by their step; none of steps that are over
     _under_way: Sampling | None = None
     _unchecked: list[list[Rollout]] = field(default_factory=list)
 
@@ -124,6 +124,8 @@ class RolloutSampler:
             Stopped: a signal asked the run to stop before all responses were complete.
         """
         requests = self._requests(step)
+        for earlier in [each for each in self._ready if each < step]:
+            del self._ready[earlier]
         if requests:
             self._sample_up_to(step)
         else:
@@ -150,22 +152,20 @@ class RolloutSampler:
 
     def write_ahead(self, done: int, directory: Path) -> None:
         """Writes the rollouts of steps that follow `done` steps, for `read_ahead`; one rank calls this."""
-        for step in range(done, done + len(self._ready)):
-            if step in self._ready:
-                params = training_sampling(self.config, step)
-                self.cache.write(directory / _file_name(step), step, self._ready[step], params)
+        for step in sorted(each for each in self._ready if each >= done):
+            params = training_sampling(self.config, step)
+            self.cache.write(directory / _file_name(step), step, self._ready[step], params)
 
     def read_ahead(self, directory: Path) -> None:
         """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.
 
-        Rollouts that the settings of now would not have are sampled anew.
+        Rollouts that were sampled with other settings, `rollout.max_lag` among them, are sampled anew.
         """
         lag, first = self.config.rollout.max_lag, self.first_step
         for step in range(first, min(first + lag, self.config.train.steps)):
             requests, params = self._requests(step), training_sampling(self.config, step)
             found = self.cache.take(step, requests, params, directory / _file_name(step))
-            oldest = max(0, step - lag) * self.config.train.updates_per_rollout
-            if len(found) == len(requests) and all((r.weight_version or 0) >= oldest for r in found.values()):
+            if len(found) == len(requests):
                 self._ready[step] = [found[i] for i in range(len(requests))]
             else:
                 logger.info(f"the checkpoint has no such rollouts of step {step + 1} as this run samples: sampled anew")
@@ -176,8 +176,6 @@ class RolloutSampler:
 
     def _sample_up_to(self, step: int) -> None:
         """Brings the responses of a step home, and leaves those of the last step that may be ahead of it under way."""
-        for earlier in [each for each in self._ready if each < step]:
-            del self._ready[earlier]
         last = min(step + self.config.rollout.max_lag, self.config.train.steps - 1)
         for each in range(step, last + 1):
             if each in self._ready:
@@ -207,16 +205,19 @@ class RolloutSampler:
     def _collect(self, sampling: Sampling, done: int) -> None:
         """Waits for the responses of a step, while the run has made `done` steps, and keeps them for a resume."""
         step, requests, params = sampling.step, sampling.requests, sampling.params
-        last = not self.config.rollout.max_lag
+        lag = self.config.rollout.max_lag
         self._under_way = None
         try:
-            rollouts = self.engine.collect(sampling.ticket, self.should_cancel, last=last)
+            rollouts = self.engine.collect(sampling.ticket, self.should_cancel, last=not lag)
         except GenerationCancelled as cancelled:
-            if cancelled.completed:
-                self.cache.put(step, cancelled.completed, params, len(requests))
+            # a run that resumes after `done` steps looks for these
+            kept = cancelled.completed if max(0, step - lag) == done else {}
+            if kept:
+                self.cache.put(step, kept, params, len(requests))
                 self.cache.finish()  # before the message says that they are kept
-            self.stop(done, len(cancelled.completed), len(requests))
-        self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
+            self.stop(done, step, len(kept), len(requests))
+        if step == done + lag:  # earlier ones, at a run's start, would be in the way of the last one
+            self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
         self._came(step, rollouts)
 
     def _came(self, step: int, rollouts: list[Rollout]) -> None:
@@ -225,4 +226,4 @@ class RolloutSampler:
 
 
 def _file_name(step: int) -> str:
-    return f"rollouts_{step + 1:07d}.safetensors"
+    return f"rollouts/step_{step + 1:07d}.safetensors"  # not among the checkpoint's weights

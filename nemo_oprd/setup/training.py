@@ -207,7 +207,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     sampled_with |= ENGINES[config.rollout.engine].sampled_with
     if config.student.router_dtype is not None:
         sampled_with["router_dtype"] = config.student.router_dtype
-    cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)
+    cache = ResumeCache(Path(config.output) / "rollouts", sampled_with, config.rollout.max_lag)
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
     decoder = None if data.recorded is not None else files.student.tokenizer
     recorder = StepRecorder(config, plan.run.models.routing, log, decoder)

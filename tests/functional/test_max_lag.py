@@ -54,8 +54,8 @@ def test_each_response_is_of_the_weights_that_it_names(
         assert [rollout["response_ids"] for rollout in rollouts] == found[0]
         differs += found[0] != found[1]
     assert differs > 0, "other weights sample other responses"
-    files = sorted(file.name for file in (run / "checkpoints" / "iter_0000001").glob("rollouts_*"))
-    assert files == [f"rollouts_{step:07d}.safetensors" for step in range(2, 2 + lag)]
+    files = sorted(file.name for file in (run / "checkpoints" / "iter_0000001" / "rollouts").iterdir())
+    assert files == [f"step_{step:07d}.safetensors" for step in range(2, 2 + lag)]
 
 
 def test_servers_sample_during_an_update_and_never_during_a_push(

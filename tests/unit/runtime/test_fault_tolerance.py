@@ -405,7 +405,7 @@ class TestPending:
         sampler = RolloutSampler(config, None, engine, prompts, [], cache, 9, lambda: True, stop)  # type: ignore[arg-type]
         with mock.patch.object(resume_cache, "_write", slowly), pytest.raises(Stopped):
             sampler.rollouts(3)
-        assert found == [((3, 1, 2), True)]
+        assert found == [((3, 3, 1, 2), True)]
 
 
 @pytest.mark.parametrize(
