@@ -33,10 +33,11 @@ def _late_after_the_first(signals: Signals) -> Signals:
     return enter(signals)
 
 
-def wait_until_kept(run: Path) -> None:
-    """Waits for the rollouts of the step at work, which are written aside."""
-    deadline = time.monotonic() + 60
-    while not (run / "rollouts" / "pending.safetensors").exists():
+def wait_until_kept(run: Path, steps: int = 0) -> None:
+    """Waits for the rollouts of the step at work, and of `steps` steps before it, which are written aside."""
+    deadline, folder = time.monotonic() + 60, run / "rollouts"
+    files = [folder / "pending.safetensors", *(folder / f"step_{step:07d}.jsonl" for step in range(1, steps + 1))]
+    while not all(file.exists() for file in files):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -109,7 +110,7 @@ class Driver:
         holder = self.start("locked", "rollouts kept", 3)
         holder.wait_for_target()
         directory = self.bench.directory / "locked"
-        wait_until_kept(directory)
+        wait_until_kept(directory, steps=3)
 
         def files() -> dict[str, Any]:
             return {str(f): (f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(directory.rglob("*"))}
