@@ -194,6 +194,7 @@ HEALTHY = [
     *(Case(f"shipped: {name}", None, config=name) for name in (
         "bridge_phi4mini_to_qwen3_1p7b", "bridge_qwen3_4b_to_1p7b", "bridge_then_opd_qwen3_4b_to_1p7b",
         "merge_two_teachers_1p5b", "opd_full_1p5b", "opd_top16_1p5b", "opd_top1_1p5b", "oprd_1p5b",
+        "oprd_prefix_1p5b",
         "oprd_opd_mu10_1p5b", "oprd_opd_mu1_1p5b", "oprd_qwen3_30b_a3b", "quickstart", "real_model",
         "self_distill_1p5b",
     )),

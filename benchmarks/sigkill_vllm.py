@@ -305,13 +305,13 @@ def run_benchmark(
     )
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
+    if not report.differences:
+        print("metrics and exported weights are those of the runs that were left alone, bit by bit")
+    elif repeat == "step":
+        sys.exit("the killed runs differ: " + "; ".join(report.differences))
     if report.left:
         sys.exit("left behind: " + "; ".join(report.left))
     print("no process of a server and no file in shared memory was left")
-    if report.differences and repeat == "step":
-        sys.exit("the killed runs differ: " + "; ".join(report.differences))
-    if not report.differences:
-        print("metrics and exported weights are those of the runs that were left alone, bit by bit")
 
 
 def as_json(report: Report) -> dict[str, Any]:
