@@ -104,7 +104,7 @@ def test_the_files_of_the_wheel(wheel: Path) -> None:
     sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "nemo_oprd").rglob("*.py")}
     configurations = {f"nemo_oprd/_conf/{file.name}" for file in (ROOT / "conf").glob("*.yaml")}
     assert packed == sources | configurations | PAGES | SHIM
-    assert packed >= PROGRAMS and len(configurations) == 15
+    assert packed >= PROGRAMS and len(configurations) == 16
 
 
 def test_the_entry_points(wheel: Path) -> None:

@@ -58,10 +58,8 @@ def _save(recorder: Recorder, root: Path, student: Student, source: Path) -> Non
 def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, Any]) -> None:
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
     from torch.distributed._shard.sharded_tensor import Shard
 
-    strategies = torch_dist.TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
     saved: dict[str, Any] = {"adaptive_gaps": student.adaptive.state()}
     if student.objective.trains_in_parts:
         saved["partial_training_updates"] = student.partial_training.state
@@ -74,43 +72,59 @@ def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, An
         for name, value in state.items():
             if isinstance(value, io.BytesIO):  # an object; here as this process has just written it
                 value.seek(0)
-                state[name] = torch.load(value, weights_only=False)
+                state[name] = torch.load(value, weights_only=True)
+
+    def load_common(*_: Any) -> dict[str, Any]:
+        return copy.deepcopy(common)
+
+    def strategies(*_: Any) -> tuple[Any, Any]:
+        return torch_dist.TorchDistLoadShardedStrategy(), SimpleNamespace(load_common=load_common)
 
     reader = SimpleNamespace(read_metadata=lambda: None)
     with ExitStack() as stack:
         for owner, name, value in (
-            (serialization, "verify_checkpoint_and_load_strategy", lambda *_: strategies),
-            (TorchCommonLoadStrategy, "load_common", lambda *_: copy.deepcopy(common)),
+            # Megatron-core 0.16, and 0.19
+            (serialization, "verify_checkpoint_and_load_strategy", strategies),
+            (serialization, "verify_checkpoint", lambda _: None),
+            (serialization, "load_common_state_dict", load_common),
             (torch_dist, "_get_filesystem_reader", lambda *_, **__: reader),
-            (torch_dist, "checkpoint", SimpleNamespace(load_state_dict=read)),
+            (torch_dist, "checkpoint", SimpleNamespace(load_state_dict=read, load=read)),
             (training_state, "read_state", lambda _: saved),
         ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, value))
         training_state.load_checkpoint(root, 1, student)
 
 
 @contextmanager
 def _alone(common: dict[str, Any]) -> Iterator[None]:
     """Within the context, Megatron plans checkpoints of this rank only; what all ranks share is put into `common`."""
-    from megatron.core.dist_checkpointing import state_dict_utils, validation
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from megatron.core.dist_checkpointing import serialization, state_dict_utils, validation
+    from megatron.core.dist_checkpointing.strategies import common as common_strategies
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     def gather(_: Any, plan: Any) -> list[Any]:
         return [plan]
 
-    def keep(_: Any, state: dict[str, Any], __: Any) -> None:
-        common.update(copy.deepcopy(state))
+    preprocess = serialization.save_preprocess
+
+    def keeping(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        sharded, shared = preprocess(*args, **kwargs)
+        common.update(copy.deepcopy(shared))
+        return sharded, shared
 
     nothing = lambda *_, **__: None  # noqa: E731
     with ExitStack() as stack:
         for owner, name, value in (
             (state_dict_utils, "validate_sharding_integrity", nothing),
             (validation, "validate_sharding_integrity", nothing),
-            (TorchCommonSaveStrategy, "save_common", keep),
+            (serialization, "save_preprocess", keeping),
+            # a file of its own in Megatron-core 0.16
+            (getattr(common_strategies, "TorchCommonSaveStrategy", None), "save_common", nothing),
             (_DistWrapper, "gather_object", gather),
         ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+            if owner is not None:
+                stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 

@@ -32,6 +32,7 @@ EXAMINED = {
     ("dist_checkpointing.save", "common_strategy"): "gone; common_state is then a part of the shards",
     ("dist_checkpointing.save", "async_strategy"): "read with async_sharded_save only, which nothing here sets",
     ("dist_checkpointing.save", "verify_integrity"): "off; it would read the whole checkpoint again",
+    ("torch.TorchDistLoadShardedStrategy", "*"): "a rehearsal with 0.16 makes one; 0.19 makes its own",
     ("core.CheckpointingConfig", "common_backend"): "gone; a loader that knows it has the value that was written",
     ("core.CheckpointingConfig", "common_backend_version"): "as common_backend",
     ("DistributedDataParallel", "full_param_layout"): "None: each bucket has a layout of its own, as before",
