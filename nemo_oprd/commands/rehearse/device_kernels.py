@@ -45,12 +45,10 @@ class CausalBias:
 
 
 def _choose_attention() -> None:
-    """Flash attention for bfloat16, memory-efficient attention for float32, as torch chooses on CUDA."""
+    """Flash attention for bfloat16, memory-efficient attention for float32 and masks, as torch chooses on CUDA."""
     import torch.nn.attention.bias as bias
 
     from nemo_oprd.models.megatron import attention
-
-    general = torch.nn.functional.scaled_dot_product_attention
 
     def chosen(
         query: torch.Tensor,
@@ -64,17 +62,20 @@ def _choose_attention() -> None:
     ) -> torch.Tensor:
         if isinstance(attn_mask, CausalBias):
             is_causal, attn_mask = True, None
-        if attn_mask is not None:
-            return general(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if query.dtype in (torch.bfloat16, torch.float16):
+        if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
             query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
             flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         if enable_gqa and key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
+        for_backward = any(tensor.requires_grad for tensor in (query, key, value))
+        return efficient(query, key, value, attn_mask, for_backward, dropout_p, is_causal, scale=scale)[0]
 
     attention.scaled_dot_product_attention = chosen
     bias.causal_lower_right = CausalBias  # type: ignore[assignment]
