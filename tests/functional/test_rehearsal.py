@@ -102,7 +102,8 @@ def rehearsed(
         "experts_load": "balanced",
         "result": str(result),
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join(filter(None, [str(PLANTS.parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, str(PLANTS), mistake], input=json.dumps(task), capture_output=True, text=True, env=environment
     )
