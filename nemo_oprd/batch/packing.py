@@ -8,7 +8,7 @@ the pack. Padding comes after a sequence's last token, so causal attention ignor
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,7 +53,8 @@ class Pack:
     """One microbatch: its sequences (indices into the step's rollouts) and their positions in the pack.
 
     `lengths[j]` is the number of tokens of the j-th sequence that are computed; `offsets[j]` and `padded[j]` are the
-    start and the padded length of the sequence in the whole pack.
+    start and the padded length of the sequence in the whole pack. `widest` is the number of tokens of the largest pack
+    with the same number, over all data-parallel ranks.
     """
 
     sequences: tuple[int, ...]
@@ -61,22 +62,28 @@ class Pack:
     offsets: np.ndarray
     padded: np.ndarray
     layout: Layout
+    widest: int
 
     @staticmethod
     def build(sequences: list[int], lengths: list[int], layout: Layout) -> Pack:
         """Lays out `sequences` for `layout`; without sequences the pack holds only padding (a rank without work)."""
         unit = 2 * layout.context if layout.context > 1 else 1
         padded = np.array([-(-lengths[i] // unit) * unit for i in sequences] or [unit], dtype=np.int64)
-        divisor = layout.context * (layout.tensor if layout.sequence else 1)
-        grain = int(np.lcm(divisor, unit))
+        grain = int(np.lcm(_parts(layout), unit))
         padded[-1] += -int(padded.sum()) % grain
         offsets = np.concatenate([[0], np.cumsum(padded)[:-1]])
-        return Pack(tuple(sequences), tuple(lengths[i] for i in sequences), offsets, padded, layout)
+        computed = tuple(lengths[i] for i in sequences)
+        return Pack(tuple(sequences), computed, offsets, padded, layout, widest=int(padded.sum()))
 
     @property
     def total(self) -> int:
         """Number of tokens of the whole pack, including padding."""
         return int(self.padded.sum())
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of this microbatch on the rank that has most of them, of all ranks of a pipeline stage."""
+        return self.widest // _parts(self.layout)
 
     @property
     def cu_seqlens(self) -> np.ndarray:
@@ -108,4 +115,11 @@ def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[li
     count = max(1, *(len(group) for group in groups))
     if layout.virtual_pipeline > 1:
         count = -(-count // layout.pipeline) * layout.pipeline
-    return [[Pack.build(group[m] if m < len(group) else [], lengths, layout) for m in range(count)] for group in groups]
+    packs = [[Pack.build(group[m] if m < len(group) else [], lengths, layout) for m in range(count)] for group in groups]
+    widest = [max(pack.total for pack in alike) for alike in zip(*packs, strict=True)]
+    return [[replace(pack, widest=most) for pack, most in zip(part, widest, strict=True)] for part in packs]
+
+
+def _parts(layout: Layout) -> int:
+    """The number of equal parts of a pack that ranks hold."""
+    return layout.context * (layout.tensor if layout.sequence else 1)

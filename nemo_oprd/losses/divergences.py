@@ -230,7 +230,8 @@ def jsd(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
     # u = -log(1 - b + b exp(-d)) and log q - log m = -log(b + (1 - b) exp(d)) are computed by logaddexp: the
     # exponentials overflow, and u - d would cancel where p is tiny
     beta = loss.jsd_beta
-    log_beta, log_rest = log_ratio_CV.new_tensor([math.log(beta), math.log1p(-beta)])
+    # filled on the device: the host would wait for a copy of its own numbers
+    log_beta, log_rest = (log_ratio_CV.new_full((), number) for number in (math.log(beta), math.log1p(-beta)))
     teacher_kl_C = log_ratio_CV.new_zeros(len(log_ratio_CV))
     for columns in slabs(p_CV.shape[1]):
         log_m_over_q = torch.logaddexp(log_ratio_CV[:, columns] + log_rest, log_beta)

@@ -73,14 +73,12 @@ class Case:
     Attributes:
         load: how tokens spread over experts.
         only: the ranks that are rehearsed; None: those of interest.
-        waits: the files of this project in which the host waits for the device.
     """
 
     ranks: int
     settings: tuple[str, ...] = ()
     load: str = "balanced"
     only: tuple[int, ...] | None = None
-    waits: tuple[str, ...] = ()
 
 
 # these by default, the others with --all
@@ -157,11 +155,7 @@ SLOW = {
     "EP4 TP2 SP": Case(4, (*EXPERTS, "student.parallel.expert=4", TP2, SP, TEACHER_EP2, FULL)),
     "PP2 EP2": Case(4, (*EXPERTS, PP2, EP2, "teacher.parallel.expert=4")),
     "EP2 of ETP2": Case(4, (*EXPERTS, EP2, TP2, SP, "student.parallel.expert_tensor=2", TEACHER_EP2)),
-    "allgather": Case(
-        2,
-        (*EXPERTS, EP2, "student.parallel.dispatcher=allgather", TEACHER_EP2),
-        waits=("nemo_oprd/models/megatron/experts.py",),
-    ),
+    "allgather": Case(2, (*EXPERTS, EP2, "student.parallel.dispatcher=allgather", TEACHER_EP2)),
     "losses of routers": Case(
         2,
         (*EXPERTS, EP2, TEACHER_EP2, "student.router_aux_loss=0.001", "student.router_z_loss=0.001"),
@@ -221,7 +215,7 @@ def test_a_layout_is_rehearsed(rehearsals: Rehearsals, name: str) -> None:
     waits = [wait for one in found.reports for wait in one["waits"] if not wait["below"]]
     own = {wait["file"] for wait in waits if wait["file"].startswith("nemo_oprd/")}
     assert {wait["count"] for wait in waits if wait["file"] in ONCE_PER_STEP} <= {1}
-    assert own - ONCE_PER_STEP == set(CASES[name].waits), waits
+    assert own <= ONCE_PER_STEP, waits
     if CASES[name].load == "balanced":  # as the plan takes them to be
         assert {key: error for key, error in errors(found).items() if abs(error) > TOLERANCE} == {}
 

@@ -1,7 +1,7 @@
 """Where a step makes the host wait for the device, and why that is left as it is.
 
 A wait of a step at any other place is a mistake: on a GPU the host would fall behind. Nothing of this project that runs
-per layer, microbatch, row or token is here but the dispatcher that gathers all tokens, which is not the default.
+per layer, microbatch, row or token is here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ KNOWN_WAITS = {
     ("megatron/core/transformer/moe/moe_utils.py", "permute"): _DISPATCHER,
     ("megatron/core/transformer/moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize"): _DISPATCHER,
     ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch_postprocess"): _DISPATCHER,
-    ("nemo_oprd/models/megatron/experts.py", "token_dispatch"): (
-        "with student.parallel.dispatcher=allgather, the largest number of tokens, once per layer and microbatch"
-    ),
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
         "the shape of a pipeline message, twice per message"
     ),

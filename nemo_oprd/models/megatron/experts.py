@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -134,17 +133,20 @@ def _choice(routes: Routes, layer: int, most_probable: torch.Tensor) -> torch.Te
 class PaddedAllGather(MoEAllGatherTokenDispatcher):
     """Gathers all tokens of the expert-parallel ranks on each of them, with padding up to the largest number of tokens.
 
-    Megatron's dispatcher needs equal numbers; packs and sequence-parallel parts of different data ranks differ.
+    Megatron's dispatcher needs equal numbers; packs and sequence-parallel parts of different data ranks differ. Every
+    rank knows the largest one from the plan of the batch, so no layer asks the other ranks.
     """
+
+    # tokens of the microbatch on the rank that has most of them; the layer around this module sets it for each pass
+    most_tokens: int | None = None
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[N, D], [N, E] -> the same of all ranks of the group, each padded to the largest N; padding goes nowhere."""
         if self.tp_size * self.ep_size == 1:
             return hidden_states, probs
-        count = torch.full((1,), len(hidden_states), device=hidden_states.device)  # no copy, for which the host waits
         self._tokens = len(hidden_states)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.tp_ep_group)
-        missing = int(count) - self._tokens
+        assert self.most_tokens is not None and self.most_tokens >= self._tokens, (self.most_tokens, self._tokens)
+        missing = self.most_tokens - self._tokens
         padded = [torch.nn.functional.pad(part, (0, 0, 0, missing)) for part in (hidden_states, probs)]
         routing_map = torch.nn.functional.pad(self.routing_map, (0, 0, 0, missing))  # type: ignore[has-type]
         with torch.no_grad():

@@ -54,6 +54,7 @@ class ObservedSequences(PackedSeqParams):
     and sines of the tokens (`rotary.packed_rotation`); the model's forward computes them once for all layers.
 
     `routes` holds the experts that the microbatch's tokens visit, see `routes.Routes`; None: nothing is kept of them.
+    `most_tokens` is the largest number of tokens of this microbatch on any rank, see `experts.PaddedAllGather`.
 
     `packed` is False for an ordinary batch [S, B, D], which has no packed sequences: the object then only carries the
     observer, and layers compute as if they had been given no `PackedSeqParams`. Only adopted models run such batches.
@@ -66,6 +67,7 @@ class ObservedSequences(PackedSeqParams):
     sequence_lengths: torch.Tensor | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     routes: Routes | None = None
+    most_tokens: int | None = None
     packed: bool = True
 
 
@@ -84,6 +86,7 @@ class ObservedLayer(TransformerLayer):
         router = getattr(self.mlp, "router", None)
         if router is not None:
             router.routes = getattr(sequences, "routes", None)
+            self.mlp.token_dispatcher.most_tokens = getattr(sequences, "most_tokens", None)
         if not isinstance(sequences, ObservedSequences):
             return super().forward(*args, **kwargs)
         if sequences.depth is not None and self.layer_number > sequences.depth:

@@ -98,6 +98,7 @@ def make_microbatch(
         positions=on_device(positions[own]),
         sequence_lengths=on_device(lengths[own]),
         routes=routes,
+        most_tokens=pack.most_tokens,
     )
     return Microbatch(on_device(ids[own])[None], sequences, pack, role.coords.context)
 

@@ -158,6 +158,15 @@ def test_packs_are_divisible_and_even_in_number() -> None:
         assert all(length % (2 * layout.context) == 0 for length in pack.padded)
 
 
+def test_every_rank_knows_the_most_tokens_of_a_microbatch() -> None:
+    layout = Layout(tensor=2, sequence=True, context=2, data=2)
+    packs = make_packs([9, 5, 5, 3], layout, 9)
+    assert [pack.total for pack in packs[0]] != [pack.total for pack in packs[1]]
+    for alike in zip(*packs, strict=True):
+        held = [len(pack.context_slice(0)) // layout.tensor for pack in alike]
+        assert [pack.most_tokens for pack in alike] == [max(held)] * layout.data
+
+
 def test_context_slices_cover_a_pack() -> None:
     pack = Pack.build([0, 1], [13, 6], Layout(context=3))
     slices = np.concatenate([pack.context_slice(rank) for rank in range(3)])
