@@ -11,6 +11,7 @@ from nemo_oprd.commands.plan.memory import (
     captured_bytes,
     engine_buffers,
     optimizer_step,
+    responses_of_wave,
     student_state,
     target_bytes,
     teacher_forward,
@@ -174,7 +175,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
         step_flops(mean),
         step_bytes(mean, student),
         seconds,
-        {"student": bubble(student, mean.on(student).count), "teacher": bubble(teacher, mean.on(teacher).count)},
+        {"student": bubble(student, mean.on(student).resident), "teacher": bubble(teacher, mean.on(teacher).count)},
         idle_ranks(config, student, teacher),
         tuple(problems),
     )
@@ -200,33 +201,29 @@ def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankK
     """(The student's layout, the teacher's, every kind of rank without the phases of sampling)."""
     student, teacher = check_layouts(work.config, work.student, [each.spec for each in work.teachers], cluster.ranks)
     found: dict[tuple[int | None, ...], RankKind] = {}
+    # of ranks that are alike the first ones have the most responses
     for rank in sorted({*student.ranks, *teacher.ranks}):
         learns, teaches = (
             layout.coordinates(rank).pipeline if rank in layout.ranks else None for layout in (student, teacher)
         )
         if (learns, teaches) not in found:
-            held = _without_sampling(work, student, teacher, learns, teaches, cluster.layers)
+            held = _without_sampling(work, student, teacher, rank, cluster.layers)
             found[learns, teaches] = RankKind(learns, teaches, rank, held)
     return student, teacher, list(found.values())
 
 
-def _without_sampling(
-    work: Workload,
-    student: Layout,
-    teacher: Layout,
-    learns: int | None,
-    teaches: int | None,
-    layers: Layers,
-) -> Memory:
-    """Memory of a rank of these stages in the student and the teacher, in all phases but those of sampling."""
-    config = work.config
+def _without_sampling(work: Workload, student: Layout, teacher: Layout, rank: int, layers: Layers) -> Memory:
+    """Memory of a rank in all phases but those of sampling."""
+    config, learns = work.config, student.coordinates(rank).pipeline if rank in student.ranks else None
     always: dict[str, float] = {}
     phases: dict[str, dict[str, float]] = {}
     captured = targets = 0.0
-    if teaches is not None:
-        weights = teacher_weights(work, teacher, teaches) if TEACHER_KINDS[config.teacher.weights].copied else 0.0
-        captured = captured_bytes(work, student, teacher, teaches)
-        phases["teacher"] = {"forward pass": teacher_forward(work, teacher), "captured rows": captured}
+    if rank in teacher.ranks:
+        at, copied = teacher.coordinates(rank), TEACHER_KINDS[config.teacher.weights].copied
+        weights = teacher_weights(work, teacher, at.pipeline) if copied else 0.0
+        captured = captured_bytes(work, student, teacher, at)
+        forward = teacher_forward(work, teacher) if responses_of_wave(work, student, teacher, at.data) else 0.0
+        phases["teacher"] = {"forward pass": forward, "captured rows": captured}
         (phases["teacher"] if config.teacher.offload else always)["teacher weights"] = weights
     if learns is not None:
         always |= student_state(work, student, learns)

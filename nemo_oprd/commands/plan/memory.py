@@ -16,7 +16,7 @@ from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import Workload
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
-from nemo_oprd.layout import Layout
+from nemo_oprd.layout import Coordinates, Layout
 from nemo_oprd.losses.chunk_sizes import ROW_CHUNK, SLAB
 from nemo_oprd.losses.registry import DIVERGENCES
 from nemo_oprd.models import ModelSpec
@@ -187,23 +187,16 @@ def fullest_share(work: Workload, layout: Layout, rows: float) -> float:
     return (whole * rows + min(rows, rest)) / (sequences * rows)
 
 
-def resident_microbatches(work: Workload, layout: Layout) -> int:
-    """Microbatches whose targets are in memory at the same time; with `auto` all of a step, see `estimate.py`."""
-    count, setting = work.on(layout).count, work.config.teacher.resident_microbatches
-    return min(count, setting) if isinstance(setting, int) else count
-
-
 def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
     """Bytes of the targets that a student's rank holds for one wave of microbatches."""
     owned = set(layout.owned_layers(pipeline, work.student.num_layers))
-    rows, waves = rows_on_rank(work, layout, work.rows), resident_microbatches(work, layout)
-    teacher = work.teachers[0]
+    rows, batches, teacher = rows_on_rank(work, layout, work.rows), work.on(layout), work.teachers[0]
     held = rows * len(owned & set(work.layers)) * teacher.width * teacher.value_bytes
     if work.output_rows and pipeline == layout.pipeline - 1:
-        output = work.on(layout).per_pack * work.output_rows / layout.context
+        output = batches.per_pack * work.output_rows / layout.context
         # a teacher sends its final state per row, or two numbers
         held += output * (teacher.spec.hidden_size * work.value_bytes if teacher.sends_states else 8)
-    return held * waves
+    return held * batches.resident
 
 
 def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, dict[str, float]]:
@@ -220,7 +213,7 @@ def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Laye
     # the embedding, or the state that came from the stage before; and the final norm's
     ends = (1 + last) * each.input
     kept = tokens * (kept_bytes(len(trained), each, *settings) + ends)
-    activations = kept * microbatches_in_flight(layout, pipeline, batches.count)
+    activations = kept * microbatches_in_flight(layout, pipeline, batches.resident)
     transient = tokens * max(transient_bytes(len(trained), each, *settings), each.norm if last else 0.0)
     if layers == "transformer_engine":
         transient += gathered_state(work, layout)
@@ -253,27 +246,32 @@ def logits_chunk(work: Workload, layout: Layout) -> float:
     return tensors * 4.0 * chunk * columns + rows * work.student.hidden_size * 2 * (4.0 + work.value_bytes)
 
 
-def captured_bytes(work: Workload, student: Layout, teacher: Layout, pipeline: int) -> float:
-    """Bytes of the rows that a rank of the teacher's stage `pipeline` keeps for one wave, until they are sent."""
+def captured_bytes(work: Workload, student: Layout, teacher: Layout, at: Coordinates) -> float:
+    """Bytes of the rows that the teacher's rank at `at` keeps for one wave, until they are sent."""
     most = 0.0
     for each in work.teachers:
-        owned = set(teacher.owned_layers(pipeline, each.spec.num_layers))
+        owned = set(teacher.owned_layers(at.pipeline, each.spec.num_layers))
         layers = sum(1 for layer in each.pairs.values() if layer in owned)
         # a rank keeps the rows that it sends: with sequence parallelism those that it holds, otherwise an equal part
         share = fullest_share(work, teacher, work.rows) if teacher.sequence else 1 / teacher.tensor
-        responses = -(-_responses_of_wave(work, student) // teacher.data) / teacher.context * share
+        responses = responses_of_wave(work, student, teacher, at.data) / teacher.context * share
         held = responses * work.rows * layers * each.width * each.value_bytes
-        if work.output_rows and pipeline == teacher.pipeline - 1:
+        if work.output_rows and at.pipeline == teacher.pipeline - 1:
             # final states, of which only two numbers per row are sent for sampled_token
             held += responses * work.output_rows * each.spec.hidden_size * work.value_bytes
         most = max(most, held)
     return most
 
 
-def _responses_of_wave(work: Workload, student: Layout) -> int:
+def responses_of_wave(work: Workload, student: Layout, teacher: Layout, data: int) -> int:
+    """Responses of one wave on the teacher's data-parallel rank `data`; the first ranks have most of them."""
+    return max(0, -((data - _wave(work, student)) // teacher.data))
+
+
+def _wave(work: Workload, student: Layout) -> int:
     """Responses, over all ranks, whose targets are in memory at the same time."""
-    at_a_time = resident_microbatches(work, student) * work.on(student).per_pack
-    return min(work.responses, at_a_time * student.data)
+    batches = work.on(student)
+    return min(work.responses, batches.resident * batches.per_pack * student.data)
 
 
 def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: float, targets: float) -> float:
@@ -282,7 +280,7 @@ def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: f
     What was sent is freed; the layers under way are there twice, and three times where they come from another rank.
     """
     each = work.teachers[0]
-    rows = _responses_of_wave(work, student) * work.rows
+    rows = _wave(work, student) * work.rows
     layers = max(1, len(work.layers))
     at_a_time = max(1, LAYERS_AT_A_TIME_BYTES // max(1, rows * each.width * each.value_bytes))
     share = min(1.0, at_a_time / layers)

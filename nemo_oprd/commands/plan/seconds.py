@@ -28,7 +28,7 @@ def training_seconds(
     teacher_seconds = flops.teacher * of_teacher * teacher.data / teacher.size / rate
     teacher_seconds /= 1 - bubble(teacher, work.on(teacher).count)
     update = flops.update * of_student * student.data / student.size / rate
-    update /= 1 - bubble(student, work.on(student).count)
+    update /= 1 - bubble(student, work.on(student).resident)
     between_experts = network if student.expert * student.expert_tensor > gpus_per_node else link
     exchange = (moved.tensor + moved.context) / link + moved.pipeline / network + moved.experts / between_experts
     updates = work.config.train.updates_per_rollout

@@ -82,7 +82,20 @@ class Workload:
         """
         per_rank = [-(-share // layout.data) for share in self.shares]
         per_pack = min(per_rank[0], max(1, self.config.train.tokens_per_microbatch // self.needed))
-        return Microbatches(per_pack, sum(-(-each // per_pack) for each in per_rank), sum(per_rank), self.needed)
+        count = sum(-(-each // per_pack) for each in per_rank)
+        return Microbatches(per_pack, count, sum(per_rank), self.needed, self._resident(layout, count))
+
+    def _resident(self, layout: Layout, count: int) -> int:
+        """Of `count` microbatches, those whose targets are there at a time (`BatchPlan.group_numbers`).
+
+        With `teacher.resident_microbatches=auto` all of a step, see `estimate.py`.
+        """
+        setting = self.config.teacher.resident_microbatches
+        if not isinstance(setting, int):
+            return count
+        if layout.virtual_pipeline > 1:
+            setting = max(1, setting // layout.pipeline) * layout.pipeline
+        return min(count, setting)
 
     @property
     def shares(self) -> list[int]:
@@ -94,11 +107,10 @@ class Workload:
 
         A wave is `teacher.resident_microbatches` microbatches of the student's ranks.
         """
-        batches, resident = self.on(student), self.config.teacher.resident_microbatches
-        at_a_time = resident if isinstance(resident, int) else batches.count
+        batches = self.on(student)
         fullest = 0
         for share in filter(None, self.shares):
-            wave = min(share, at_a_time * batches.per_pack * student.data)
+            wave = min(share, batches.resident * batches.per_pack * student.data)
             waves, rest = divmod(share, wave)
             fullest += waves * -(-wave // teacher.data) + -(-rest // teacher.data)
         return fullest / self.responses
@@ -106,12 +118,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """Responses per microbatch, microbatches and responses of one data-parallel rank, and tokens of a sequence."""
+    """Responses per microbatch, microbatches and responses of one data-parallel rank, and tokens of a sequence.
+
+    `resident` microbatches pass through the pipeline at a time, a group with its targets.
+    """
 
     per_pack: int
     count: int
     responses: int
     needed: int
+    resident: int
 
     @property
     def tokens(self) -> int:

@@ -124,6 +124,33 @@ def test_memory_of_the_recipe(pair: list[str]) -> None:
     assert len(found.kinds) == 1
 
 
+def test_a_group_of_microbatches_passes_through_the_pipeline_alone(pair: list[str]) -> None:
+    """1F1B keeps no more activations than of a group, and every group fills the pipeline anew."""
+
+    def found(resident: str, *settings: str) -> tuple[float, float]:
+        pipeline = ["student.parallel.pipeline=2", f"teacher.resident_microbatches={resident}", *settings]
+        result = plan(pair, 4, *pipeline)
+        (first,) = [kind for kind in result.kinds if kind.student == 0]
+        return first.memory.phases["update"]["activations"], result.bubbles["student"]
+
+    one, two, whole = (found(resident) for resident in ("1", "2", "null"))
+    assert 2 * one[0] == two[0] == whole[0]
+    assert one[1] == 1 / 2 and two[1] == 1 / 3 > whole[1]
+    # an interleaved schedule takes as many microbatches at a time as there are stages
+    chunks = "student.parallel.virtual_pipeline=2"
+    assert found("1", chunks) == found("2", chunks) == found("3", chunks)
+
+
+def test_a_teachers_rank_without_a_response_of_a_group_computes_nothing(pair: list[str]) -> None:
+    """Two microbatches at a time for four data-parallel ranks of the teacher: those of the second stage wait."""
+    found = plan(pair, 4, "student.parallel.pipeline=2", "teacher.resident_microbatches=1")
+    first, second = sorted(found.kinds, key=lambda kind: kind.rank)
+    assert (first.rank, second.rank) == (0, 2)
+    assert all(first.memory.phases["teacher"].values())
+    assert not any(second.memory.phases["teacher"].values())
+    assert first.memory.phases["transfer"]["targets"] > 0 < second.memory.phases["transfer"]["targets"]
+
+
 def test_longer_responses_are_in_the_seconds_and_not_in_the_memory(pair: list[str]) -> None:
     config = load_config("oprd_1p5b", pair)
     short, long = (
