@@ -17,10 +17,11 @@ from nemo_oprd.commands.rehearse.command import waits_of_a_step
 FILE = Path(__file__).with_name("rehearsal_golden.json")
 
 
-def key(layers: str) -> str:
-    """The versions of which the file has an entry."""
+def key(layers: str, model: str) -> str:
+    """The versions of which the file has an entry; `model`: which of the models, "" for one without experts."""
     core = f"Megatron-core {version('megatron-core')}"
-    return f"{core}, local layers" if layers == "local" else f"{core}, Transformer Engine {te_package.version()}"
+    built_of = "local layers" if layers == "local" else f"Transformer Engine {te_package.version()}"
+    return ", ".join(filter(None, (core, built_of, model)))
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
@@ -32,10 +33,10 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     return {"waits": dict(sorted(waits.items())), "calls": dict(sorted(calls.items()))}
 
 
-def check(layers: str, found: dict[str, Any], folder: Path) -> None:
+def check(layers: str, found: dict[str, Any], folder: Path, model: str = "") -> None:
     """Raises AssertionError if the file's entry of these layers and versions is another one, or missing."""
     entries = json.loads(FILE.read_text())
-    now = {**entries, key(layers): summary(found)}
+    now = {**entries, key(layers, model): summary(found)}
     anew = folder / FILE.name
     anew.write_text(json.dumps(dict(sorted(now.items())), indent=1) + "\n")
     assert now == entries, f"if the change is meant: cp {anew} {FILE}"

@@ -33,6 +33,17 @@ MODEL = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
+WITH_EXPERTS = {
+    **MODEL,
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 RANKS, RESPONSE, PROMPT = 2, 448, 64
 # embedding and head; per layer attention with biases, MLP and norms; the final norm
 PARAMETERS = 2 * 512 * 256 + 2 * (256 * (512 + 256) + 512 + 3 * 256 * 1024 + 2 * 256) + 256
@@ -51,10 +62,10 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return settings(tmp_path_factory.mktemp("rehearsal"))
 
 
-def settings(place: Path) -> list[str]:
+def settings(place: Path, model: dict[str, Any] = MODEL) -> list[str]:
     """A run of two ranks: TP2 with sequence parallelism, the output loss measured; in several groups of
     microbatches; its model is written to `place`."""
-    (place / "config.json").write_text(json.dumps(MODEL))
+    (place / "config.json").write_text(json.dumps(model))
     layout = ("parallel.tensor=2", "parallel.sequence=true")
     roles = [f"{role}.{key}" for role in ("student", "teacher") for key in layout]
     return [
@@ -150,15 +161,18 @@ def test_a_sound_run_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]
     rehearsal_golden.check("local", sound, tmp_path)
 
 
-def test_transformer_engines_layers_wait_and_call_what_they_did(overrides: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["", "experts"])
+def test_transformer_engines_layers_wait_and_call_what_they_did(tmp_path: Path, model: str) -> None:
     try:
         te_package.version()
     except ValueError as error:
         pytest.skip(f"{error}, or bash scripts/setup_te_files.sh")
+    split = ["student.parallel.expert=2", "teacher.parallel.expert=2"]
+    overrides = [*settings(tmp_path, WITH_EXPERTS), *split] if model else settings(tmp_path)
     found = rehearsed(overrides, tmp_path, "nothing", layers="te")
     assert (found["mistakes"], found["failure"]) == ([], None)
     assert unknown_waits(waits_of_a_step(found)) == []
-    rehearsal_golden.check("te", found, tmp_path)
+    rehearsal_golden.check("te", found, tmp_path, model)
 
 
 def test_what_surrounds_the_steps_is_counted(sound: dict[str, Any], mistaken: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
@@ -195,10 +195,16 @@ def expert_block_spec(experts: Experts, backend: str) -> ModuleSpec:
     `backend` is "transformer_engine" (grouped products) or "local" (one expert after the other).
     """
     if backend == "transformer_engine":
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+        # not by Megatron's `TESpecProvider`, whose methods differ between versions
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelGroupedLinear,
+            TERowParallelGroupedLinear,
+        )
 
-        module, submodules = TESpecProvider().grouped_mlp_modules(True, False)
-        inner = ModuleSpec(module=module, submodules=submodules)
+        inner = ModuleSpec(
+            module=TEGroupedMLP,
+            submodules=MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear),
+        )
     else:
         inner = ModuleSpec(
             module=SequentialMLP,
