@@ -115,7 +115,8 @@ def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[li
     count = max(1, *(len(group) for group in groups))
     if layout.virtual_pipeline > 1:
         count = -(-count // layout.pipeline) * layout.pipeline
-    packs = [[Pack.build(group[m] if m < len(group) else [], lengths, layout) for m in range(count)] for group in groups]
+    filled = [group + [[]] * (count - len(group)) for group in groups]
+    packs = [[Pack.build(sequences, lengths, layout) for sequences in group] for group in filled]
     widest = [max(pack.total for pack in alike) for alike in zip(*packs, strict=True)]
     return [[replace(pack, widest=most) for pack, most in zip(part, widest, strict=True)] for part in packs]
 
