@@ -76,7 +76,7 @@ def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 
     digest, sampling = vllm_stand_in.digest_of(tensors), SamplingParams(0.9, 1.0, 6, key)
     found = []
     for i, prompt in enumerate(prompts):
-        one = vllm_stand_in.sample(digest, seed_of(sampling, i), prompt, 6, known, list(EOS))
+        one = vllm_stand_in.sample(digest, seed_of((*key, i)), prompt, 6, known, list(EOS))
         found.append(
             (one["ids"], np.array(one["logprobs"], np.float32).tolist(), "stop" if one["stopped"] else "length")
         )
@@ -399,7 +399,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             cancels = kill_client if what == "lose" else lambda: False
             rollouts = made.generate(asked, sampling, cancels, done, keep, last=number == "last")
             assert [rollout.prompt_ids.tolist() for rollout in rollouts] == PROMPTS
-            assert {rollout.weight_version for rollout in rollouts} == {step}
+            assert {rollout.weight_versions[:, 0].item() for rollout in rollouts} == {step}
             found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))
 
