@@ -69,7 +69,11 @@ def train_beside_servers(overrides: list[str], root: str, batch: int, steps: int
 
 
 def picked_otherwise(
-    rollouts: list[dict[str, Any]], step: int, parts: Callable[[int], list[tuple[int, int]]], read: Callable[[int], Any]
+    rollouts: list[dict[str, Any]],
+    step: int,
+    parts: Callable[[int], list[tuple[int, int]]],
+    read: Callable[[int], Any],
+    tokens: int,
 ) -> int:
     """How many tokens are not those that their weights pick, by Hugging Face models and the definition of sampling.
 
@@ -77,13 +81,14 @@ def picked_otherwise(
         rollouts: of a step, as the run has saved them; the temperature is 1, and the seed 0.
         parts: of a response with so many tokens (first token, version) of what was sampled at a time.
         read: a model by its version.
+        tokens: `rollout.segment_tokens`.
     """
     wrong = 0
     for i, rollout in enumerate(rollouts):
         prompt, ids = rollout["prompt_ids"], rollout["response_ids"]
         for number, (start, version) in enumerate(found := parts(len(ids))):
             end = [*(first for first, _ in found[1:]), len(ids)][number]
-            segment = [] if start == 0 else [start // (found[1][0] if len(found) < 3 else found[2][0] - found[1][0])]
+            segment = [start // tokens] if start else []
             with torch.no_grad():
                 logits = read(version)(torch.tensor([[*prompt, *ids[:end]]])).logits[0, len(prompt) + start - 1 : -1]
             cumulative = torch.softmax(logits.double(), -1).cumsum(-1)

@@ -101,9 +101,8 @@ def test_each_token_is_of_the_weights_that_it_names(
             lags += [step - span["version"] for span in spans for _ in range(span["start"], span["end"])]
         assert line["rollout/lag_mean"] == pytest.approx(sum(lags) / len(lags))
         assert line["rollout/lag_max"] == max(lags)
-        assert picked_otherwise(rollouts, step, parts, read) == 0
-        relabelled = picked_otherwise(rollouts, step, lambda length: [(a, step) for a, _ in parts(length)], read)
-        differs += relabelled
+        assert picked_otherwise(rollouts, step, parts, read, tokens) == 0
+        differs += picked_otherwise(rollouts, step, lambda n: [(a, step) for a, _ in parts(n)], read, tokens)
     assert differs > 0, "other weights pick other tokens"
 
 
