@@ -65,8 +65,8 @@ class Request:
     `messages` is the conversation that the prompt was made from, `teacher_messages` the one that the teacher reads: the
     same one, unless `teacher.prompt` is set.
 
-    A request that continues a response has the tokens so far in `prompt_ids`; `key` seeds its randomness in place of the
-    call's, and `most` limits its tokens further.
+    A request that continues a response has the tokens so far in `prompt_ids`. `key` seeds its randomness in place of
+    the call's, and `most` limits its tokens further.
     """
 
     prompt_ids: list[int]
@@ -116,7 +116,7 @@ class RolloutEngine(Protocol):
     """Samples from one model. Every rank of the world builds one and calls its methods with the same arguments.
 
     The interface names tensors as Hugging Face does, so that an engine can be a separate program. `metrics` are those
-    of the last call of `collect` or `generate`, by their names in metrics.jsonl; `weights` are those of the last update.
+    of the last call of `collect` or `generate`, by their names in metrics.jsonl. `weights` says what is sampled from.
     """
 
     metrics: dict[str, float]

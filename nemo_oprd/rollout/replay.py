@@ -16,7 +16,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.weights.hf import TensorReader
-from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, WeightStream
+from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, Weights, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
@@ -265,6 +265,7 @@ class ReplayEngine(Generates):
 
     rollouts: list[Rollout]
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    weights: Weights = dataclasses.field(default=Weights(0))
 
     def submit(self, requests: list[Request], sampling: SamplingParams, *_: Any) -> Ticket:
         """Nothing needs to be sampled."""

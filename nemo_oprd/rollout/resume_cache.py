@@ -46,9 +46,9 @@ class ResumeCache:
     A step that a signal cancelled has rollouts of some requests only.
 
     The step identifies the weights that sampled the rollouts, given the settings of the schedule, which the file
-    therefore names. It also has the digests of these weights as far as they are known. Rollouts of another step than the one that a run samples next are not used. Every step
-    removes the file before it writes its own, so a run that resumes from an earlier checkpoint never reaches a step for
-    which it still has rollouts of the abandoned steps.
+    therefore names. It also has the digests of these weights as far as they are known. Rollouts of another step than
+    the one that a run samples next are not used. Every step removes the file before it writes its own, so a run that
+    resumes from an earlier checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
 
     The file is written aside and appears whole, flushed to the disk. An error of the disk is raised by the next call.
     """

@@ -1,4 +1,4 @@
-"""Nothing of other weights is learned from unnoticed: the versions of sampled tokens, and the digests of the weights."""
+"""That nothing of other weights is learned from unnoticed: versions of sampled tokens, and digests of the weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check_versions(rollouts: list[Rollout], step: int, newest: int, most: int) -
             wrong = f"the version {outside[0]}; expected {oldest} to {newest} (rollout.max_lag)" if outside else None
         if wrong is not None:
             raise ValueError(
-                f"the weights that sampled response {number} of step {step + 1} are not those of the schedule: {wrong}; "
-                "does somebody else use or update a server? Resume from the last checkpoint"
+                f"the weights that sampled response {number} of step {step + 1} are not those of the schedule: {wrong}"
+                "; does somebody else use or update a server? Resume from the last checkpoint"
             )
 
 

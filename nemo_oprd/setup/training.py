@@ -206,7 +206,8 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     log = MetricsLog(config, first_step)
     directory = files.student.directory
     sampled_with = {"student": str(directory), "precision": config.precision}
-    sampled_with |= ENGINES[config.rollout.engine].sampled_with | schedule_settings(config)
+    sampled_with |= ENGINES[config.rollout.engine].sampled_with
+    sampled_with |= schedule_settings(config)
     if config.student.router_dtype is not None:
         sampled_with["router_dtype"] = config.student.router_dtype
     cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)

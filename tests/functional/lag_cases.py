@@ -122,8 +122,7 @@ def train_with_a_fault(overrides: list[str], fault: str) -> tuple[str | None, li
             if fault != "stale prefix" or len(earlier) < 2:
                 return super().prefill()
             with using(self.model, earlier[-2]):
-                last = super().prefill()
-            return last
+                return super().prefill()
 
         def sample(self, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
             token = super().sample(last, t, temperature, top_p)

@@ -69,12 +69,10 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 0), known: int = 300) -> list[tuple]:
     """(ids, log-probabilities, finish reason) of a call, computed without a server."""
-    from nemo_oprd.rollout.engine import SamplingParams
     from nemo_oprd.rollout.vllm.tasks import seed_of
 
     tensors = {name: ("float32", tuple(tensor.shape), *_sums(tensor)) for name, tensor in weights(seed).items()}
-    digest, sampling = vllm_stand_in.digest_of(tensors), SamplingParams(0.9, 1.0, 6, key)
-    found = []
+    digest, found = vllm_stand_in.digest_of(tensors), []
     for i, prompt in enumerate(prompts):
         one = vllm_stand_in.sample(digest, seed_of((*key, i)), prompt, 6, known, list(EOS))
         found.append(

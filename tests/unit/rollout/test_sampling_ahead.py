@@ -212,6 +212,22 @@ def check_step(rollouts: list[Rollout], step: int, lag: int, tokens: int) -> Non
         assert len(rollout.logprobs) == len(versions)  # type: ignore[arg-type]
 
 
+def until_settled(made: RolloutSampler, step: int) -> None:
+    made.rollouts(step)
+    made.settle(step)
+
+
+def run_all(made: RolloutSampler, engine: VersionedEngine) -> None:
+    for step in range(STEPS):
+        until_settled(made, step)
+        engine.step()
+
+
+def take_up(resumed: RolloutSampler, checkpoint: Path) -> None:
+    resumed.read_ahead(checkpoint)
+    resumed.rollouts(3)
+
+
 SEGMENTS = [(0, 7), (1, 4), (2, 3), (2, 4), (2, 7), (3, 2), (4, 3)]
 
 
@@ -246,8 +262,7 @@ def test_segments_after_a_resume(tmp_path: Path, lag: int, tokens: int, done: in
     made.write_ahead(done, tmp_path / "checkpoint")
     if killed == "while it samples":
         with pytest.raises(Stopped):
-            made.rollouts(done)
-            made.settle(done)
+            until_settled(made, done)
     else:
         made.rollouts(done)
         if killed != "in the gradient":
@@ -302,10 +317,7 @@ def test_versions_that_are_not_those_of_the_schedule_end_the_run(
 ) -> None:
     made = segmented(engine := GrowingEngine(fault=fault), tmp_path, 2, 3)
     with pytest.raises(ValueError, match=rf"^the weights that sampled response \d of step 5 .*{re.escape(message)}"):
-        for step in range(STEPS):
-            made.rollouts(step)
-            made.settle(step)
-            engine.step()
+        run_all(made, engine)
     made.cache.finish()
 
 
@@ -333,15 +345,12 @@ def test_responses_of_other_weights_of_the_same_number_end_the_resume(tmp_path: 
         (tmp_path / "others" / name).replace(tmp_path / "checkpoint" / name)
     elif file == "the cache":
         again.weights = Weights(3, "another digest")
-    else:
-        again.weights = Weights(2, "another digest")
     resumed = segmented(again, tmp_path, 2, 3, first_step=3)
+    if file == "the checkpoint":
+        resumed.cache.digests.note(2, "another digest", "this run")
     where = "pending" if file == "the cache" else "checkpoint/rollouts/step_000000[45]"
     with pytest.raises(ValueError, match=rf"{where}.*: remove that file to sample them anew$"):
-        if file == "the checkpoint":
-            resumed.cache.digests.note(2, "another digest", "this run")
-        resumed.read_ahead(tmp_path / "checkpoint")
-        resumed.rollouts(3)
+        take_up(resumed, tmp_path / "checkpoint")
     resumed.cache.finish()
 
 
