@@ -3,6 +3,7 @@
     python -m benchmarks.sigkill [--kills 20] [--seed 0] [--steps 16]
     python -m benchmarks.sigkill --experts 4         models with experts, which both roles split over the two ranks
     python -m benchmarks.sigkill --lag 2             responses of two later steps are sampled already
+    python -m benchmarks.sigkill --lag 2 --mode segments     responses go on over three updates
     python -m benchmarks.sigkill --engine vllm       kills processes of the vLLM server instead: sigkill_vllm.py
 
 All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
@@ -33,6 +34,7 @@ from typing import Any, Literal
 from tests.support.forked_run import (
     ATTEMPT_S,
     ORPHANS_GONE_S,
+    RESPONSE_TOKENS,
     ForkedRun,
     differences,
     find_call,
@@ -293,6 +295,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
     parser.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer, with --engine megatron")
     parser.add_argument("--lag", type=int, default=0, metavar="N", help="rollout.max_lag, with --engine megatron")
+    parser.add_argument(
+        "--mode", choices=("exact", "segments"), default="exact", help="rollout.mode, with --engine megatron"
+    )
     vllm = parser.add_argument_group("with --engine vllm")
     vllm.add_argument("--repeat", choices=("step", "responses"), default="step", help="rollout.vllm.repeat")
     vllm.add_argument(
@@ -306,7 +311,8 @@ def main() -> None:
     vllm.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if options.engine == "megatron":
-        kill_trainers(options.kills, options.seed, options.steps or 16, options.experts, options.lag)
+        overrides = ahead(options.lag, options.mode)
+        kill_trainers(options.kills, options.seed, options.steps or 16, options.experts, overrides)
         return
     from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark
 
@@ -319,11 +325,20 @@ def main() -> None:
 _SPLIT_BY_EXPERTS = ("student.parallel.tensor=1", "student.parallel.expert=2", "teacher.parallel.expert=2")
 
 
-def kill_trainers(kills: int, seed: int, steps: int, experts: int, lag: int) -> None:
-    """Kills all ranks of a run that samples itself; ends the process with a message if the run differs."""
+def ahead(lag: int, mode: str) -> tuple[str, ...]:
+    """The settings of sampling ahead; in segments, the longest responses take all students that the lag allows."""
+    segments = (f"rollout.segment_tokens={-(-RESPONSE_TOKENS // (lag + 1))}",) if mode == "segments" else ()
+    return (f"rollout.max_lag={lag}", f"rollout.mode={mode}", *segments)
+
+
+def kill_trainers(kills: int, seed: int, steps: int, experts: int, more: tuple[str, ...]) -> None:
+    """Kills all ranks of a run that samples itself; ends the process with a message if the run differs.
+
+    `more`: overrides of the run.
+    """
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
-        overrides = (*(_SPLIT_BY_EXPERTS if experts else ()), f"rollout.max_lag={lag}")
+        overrides = (*(_SPLIT_BY_EXPERTS if experts else ()), *more)
         bench = Bench(Path(directory), steps, overrides, experts)
         durations = bench.whole()
         result = bench.kill_and_finish(choose(kills, draw), durations, draw)

@@ -19,6 +19,12 @@ def profile_bins(numbers: np.ndarray) -> np.ndarray:
     return np.ceil(np.log2(numbers + 1)).astype(np.int64)
 
 
+def sums_of_first(values: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
+    """k = 1, 2, 4, ... -> sum of the `values` [N] with a 0-based number below k, up to the first k that covers all."""
+    sums = np.cumsum(np.bincount(profile_bins(numbers), values))
+    return {1 << j: total for j, total in enumerate(sums.tolist())}
+
+
 def row_bins(table: TokenTable, positions: str) -> np.ndarray:
     """Bin of each row [N]: counted from the end of its response if `positions` is "last_k", else from the start."""
     return profile_bins(table.from_end if positions == "last_k" else table.from_start)

@@ -41,8 +41,8 @@ class Rollout:
 
     `logprobs[t]` is the natural logarithm of the probability that response token t had in the distribution that the
     engine sampled from, its temperature included; None if the engine recorded none. Engines compute float32; numbers of
-    a file of rollouts are rounded to it. `weight_version` is the number of optimizer steps behind the weights that
-    sampled the response; None if it is not known.
+    a file of rollouts are rounded to it. `weight_versions` says which weights sampled which tokens, int32 [spans, 3],
+    see `weight_spans.py`; None if it is not known.
 
     `expert_routes[t, i]` are the experts that token t of prompt and response visited in the i-th layer with experts of
     the engine, int16 [tokens, layers with experts, K]; None if the engine recorded none. The last response token may be
@@ -72,7 +72,7 @@ class Rollout:
     teacher_response_ids: np.ndarray | None = None
     teacher_index: np.ndarray | None = None
     logprobs: np.ndarray | None = None
-    weight_version: int | None = None
+    weight_versions: np.ndarray | None = None
     expert_routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +80,10 @@ class Rollout:
             values = getattr(self, name)
             if values is not None:
                 object.__setattr__(self, name, _frozen(values, dtype, name))
+        if self.weight_versions is not None:
+            spans = np.ascontiguousarray(self.weight_versions, np.int32).view()
+            spans.flags.writeable = False
+            object.__setattr__(self, "weight_versions", spans)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rollout):

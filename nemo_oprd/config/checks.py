@@ -259,6 +259,7 @@ def _check_stop_after(config: Config) -> None:
 def _check_lag(config: Config) -> None:
     """Settings that don't go with responses of earlier weights."""
     rollout, output = config.rollout, config.loss.output
+    _check_segments(config)
     if not rollout.max_lag:
         return
     if rollout.replay is not None:
@@ -271,6 +272,25 @@ def _check_lag(config: Config) -> None:
             f"rollout.max_lag={rollout.max_lag} with loss.output.kind={output.kind} and rollout.correction=off: an "
             "expectation under the student would be estimated from another student's tokens; expected truncate or "
             "mask: set one, or rollout.max_lag=0"
+        )
+
+
+def _check_segments(config: Config) -> None:
+    """Raises ValueError unless the longest response is complete when its step begins."""
+    rollout, (key, limit) = config.rollout, config.response_limit
+    tokens = rollout.segment_tokens
+    if (rollout.mode == "segments") != (tokens is not None):
+        expected = "null, or mode=segments" if tokens else "the tokens of a response from one student"
+        raise ValueError(
+            f"rollout.mode={rollout.mode} with rollout.segment_tokens={'null' if tokens is None else tokens}; expected "
+            f"{expected}: set both, or neither"
+        )
+    if tokens is not None and -(-limit // tokens) - 1 > rollout.max_lag:
+        least = -(-limit // (rollout.max_lag + 1))
+        raise ValueError(
+            f"rollout.segment_tokens={tokens} with {key}={limit} and rollout.max_lag={rollout.max_lag}: the longest "
+            f"response takes {-(-limit // tokens)} segments, from {rollout.max_lag + 1} students; expected at least "
+            f"{least} tokens: set rollout.segment_tokens={least}, or rollout.max_lag={-(-limit // tokens) - 1}"
         )
 
 

@@ -121,8 +121,13 @@ class RolloutConfig:
     """steps by which sampling may be ahead of the updates
 
     The responses of step s (from 0) come from the weights after max(0, s - max_lag) steps, whatever the clock says.
-    With 1 the servers sample the next responses while an update is computed; more adds staleness and no overlap.
+    With 1 the servers sample the next responses while an update is computed; more adds staleness, and no overlap
+    unless `mode=segments`.
     """
+    mode: Learned[Literal["exact", "segments"]] = "exact"
+    """exact: a response is sampled from one student; segments: long ones go on over updates (docs/vllm.md)"""
+    segment_tokens: Learned[PositiveInt | None] = None
+    """with mode=segments, the tokens of a response from one student; the longest needs max_lag + 1 times as many"""
     per_prompt: Learned[PositiveInt] = 1
     """responses per prompt"""
     replay: Learned[FilePath | None] = None
@@ -146,6 +151,12 @@ class RolloutConfig:
     correction_range: Learned[tuple[float, float]] = (0.0, 2.0)
     """bounds [low, high] of that ratio"""
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def tokens_per_segment(self) -> int:
+        """`segment_tokens` with `mode=segments`."""
+        assert self.segment_tokens is not None
+        return self.segment_tokens
 
     @property
     def token_correction(self) -> Correction | None:

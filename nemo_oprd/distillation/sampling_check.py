@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.packing import make_packs
 from nemo_oprd.batch.plan import BatchPlan
+from nemo_oprd.batch.position_bins import sums_of_first
 from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
@@ -73,17 +74,13 @@ class SamplingCheck:
         """How far the student is from the earlier ones that sampled: metrics, which have no bounds.
 
         `rollout/drift_kl` estimates KL(those that sampled | student) in nats per token as `compare` does;
-        `rollout/drift_effective_sample_size` is (sum w)^2 / (n sum w^2) with w the ratio of the probabilities.
+        `rollout/drift_effective_sample_size` is (sum w)^2 / (n sum w^2) with w the ratio of the probabilities. Both
+        also over the first k = 1, 2, 4, ... tokens of every response, as `NAME_first_k/K`.
         """
         found = self._both(student, rollouts, step)
         if found is None:
             return {}
-        engine, trainer, _ = found
-        ratio = np.exp(trainer - engine)
-        return {
-            "rollout/drift_kl": float((ratio - 1 + engine - trainer).mean()),
-            "rollout/drift_effective_sample_size": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-        }
+        return drift_metrics(*found)
 
     def _both(
         self, student: Student, rollouts: list[Rollout], step: int
@@ -96,6 +93,19 @@ class SamplingCheck:
             return None
         trainer = student_logprobs(student, rollouts, table, self._config, self._vocab_limit)
         return table.engine_logprobs(rollouts).astype(np.float64), trainer, table
+
+
+def drift_metrics(engine: np.ndarray, trainer: np.ndarray, table: TokenTable) -> dict[str, float]:
+    """The metrics of `SamplingCheck.drift`; the arguments are those of `compare`."""
+    ratio, named = np.exp(trainer - engine), dict[str, float]()
+    terms = (np.ones_like(ratio), ratio - 1 + engine - trainer, ratio, ratio**2)
+    count, kl, weight, square = (sums_of_first(each, table.from_start) for each in terms)
+    for k in count:
+        named[f"rollout/drift_kl_first_k/{k}"] = kl[k] / max(1.0, count[k])
+        size = weight[k] ** 2 / (count[k] * square[k]) if count[k] else 1.0
+        named[f"rollout/drift_effective_sample_size_first_k/{k}"] = size
+    whole = {name.partition("_first_k/")[0]: value for name, value in named.items()}  # the last k covers all
+    return whole | named
 
 
 def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: Bounds) -> dict[str, float]:

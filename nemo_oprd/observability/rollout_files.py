@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from nemo_oprd.batch import weight_spans
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.runtime.aside import Aside
 from nemo_oprd.runtime.files import replacing
@@ -82,7 +83,9 @@ class RolloutFiles:
 
     def _record(self, rollout: Rollout) -> dict[str, Any]:
         text = {} if self._decode is None else {"response": self._decode(rollout.response_ids)}
-        return {name: value for name, value in (vars(rollout) | text).items() if value is not None}
+        spans = None if rollout.weight_versions is None else weight_spans.as_json(rollout.weight_versions)
+        told = vars(rollout) | {"weight_versions": spans} | text
+        return {name: value for name, value in told.items() if value is not None}
 
 
 def _send(writer: IO[bytes], record: dict[str, Any]) -> None:

@@ -48,6 +48,15 @@ class SamplingParams:
     key: tuple[int, ...]
     record_routes: bool = False
 
+    def key_of(self, request: Request, index: int) -> tuple[int, ...]:
+        """What seeds the response to a request, which is number `index` of a call."""
+        return (*self.key, index) if request.key is None else request.key
+
+    def limit_of(self, request: Request, max_positions: int) -> int:
+        """The most tokens of the response to a request."""
+        most = self.max_new_tokens if request.most is None else min(request.most, self.max_new_tokens)
+        return min(most, max_positions - len(request.prompt_ids))
+
 
 @dataclass(frozen=True)
 class Request:
@@ -55,6 +64,9 @@ class Request:
 
     `messages` is the conversation that the prompt was made from, `teacher_messages` the one that the teacher reads: the
     same one, unless `teacher.prompt` is set.
+
+    A request that continues a response has the tokens so far in `prompt_ids`. `key` seeds its randomness in place of
+    the call's, and `most` limits its tokens further.
     """
 
     prompt_ids: list[int]
@@ -63,6 +75,8 @@ class Request:
     answer: str | None = None
     messages: tuple[dict[str, str], ...] = ()
     teacher_messages: tuple[dict[str, str], ...] = ()
+    key: tuple[int, ...] | None = None
+    most: int | None = None
 
     def answered(self, ids: np.ndarray | Sequence[int], *, finished: bool, **recorded: Any) -> Rollout:
         """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`."""
@@ -75,6 +89,17 @@ class Request:
             finish_reason="stop" if finished else "length",
             **recorded,
         )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights an engine has: the number of optimizer steps behind them, and a digest of them if it has one.
+
+    Equal tensors have equal digests, whatever the engine and the layout (`nemo_oprd_buckets.Digest`).
+    """
+
+    steps: int
+    digest: str | None = None
 
 
 @dataclass
@@ -91,10 +116,11 @@ class RolloutEngine(Protocol):
     """Samples from one model. Every rank of the world builds one and calls its methods with the same arguments.
 
     The interface names tensors as Hugging Face does, so that an engine can be a separate program. `metrics` are those
-    of the last call of `collect` or `generate`, by their names in metrics.jsonl.
+    of the last call of `collect` or `generate`, by their names in metrics.jsonl. `weights` says what is sampled from.
     """
 
     metrics: dict[str, float]
+    weights: Weights
 
     def submit(
         self,

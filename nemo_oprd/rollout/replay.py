@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nemo_oprd.batch import weight_spans
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import TeacherConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.weights.hf import TensorReader
-from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, WeightStream
+from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, Weights, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
@@ -33,6 +34,8 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
     def records() -> Iterator[dict[str, Any]]:  # one at a time: recorded routes are long lists
         for i, rollout in enumerate(rollouts):
             record = {name: _plain(value) for name, value in vars(rollout).items() if value is not None}
+            if rollout.weight_versions is not None:
+                record["weight_versions"] = weight_spans.as_json(rollout.weight_versions)
             yield record | {name: values[i] for name, values in columns.items()}
 
     write_json_lines(path, records())
@@ -151,8 +154,8 @@ def _parse(line: bytes, where: str, vocab_size: int, teacher: TeacherLimits | No
         )
     _check_sampling(record, where)
     _check_teacher(record, where, teacher)
-    routes = parse_routes(record, where)
-    return Rollout(**{name: value for name, value in record.items() if name in _FIELDS} | {"expert_routes": routes})
+    parsed = {"expert_routes": parse_routes(record, where), "weight_versions": _spans(record, where)}
+    return Rollout(**{name: value for name, value in record.items() if name in _FIELDS} | parsed)
 
 
 def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: int) -> None:
@@ -173,8 +176,8 @@ def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: in
 
 
 def _check_sampling(record: dict[str, Any], where: str) -> None:
-    """Raises ValueError unless `logprobs` and `weight_version` are what an engine may have recorded, or absent."""
-    logprobs, version = record.get("logprobs"), record.get("weight_version")
+    """Raises ValueError unless `logprobs` are what an engine may have recorded, or absent."""
+    logprobs = record.get("logprobs")
     if logprobs is not None:
         if not isinstance(logprobs, list) or not all(type(value) in (int, float) for value in logprobs):
             raise ValueError(
@@ -193,11 +196,29 @@ def _check_sampling(record: dict[str, Any], where: str) -> None:
                 f"{where}: logprobs has {len(logprobs)} entries for {len(record['response_ids'])} response tokens; "
                 "expected one per response token"
             )
-    if version is not None and not (type(version) is int and version >= 0):
+
+
+def _spans(record: dict[str, Any], where: str) -> np.ndarray | None:
+    """The field `weight_versions`, or the `weight_version` of earlier files, as spans; None without either."""
+    given, version, tokens = record.get("weight_versions"), record.get("weight_version"), len(record["response_ids"])
+    if given is None and version is None:
+        return None
+    if given is None:
+        if type(version) is not int or not 0 <= version < 2**31:
+            raise ValueError(
+                f"{where}: weight_version={str(version)[:60]}; expected a whole number of at least 0, the optimizer "
+                "steps behind the weights that sampled: write it so, or leave it out"
+            )
+        return weight_spans.span(version, tokens)
+    spans = weight_spans.from_json(given)
+    if spans is None:
         raise ValueError(
-            f"{where}: weight_version={str(version)[:60]}; expected a whole number of at least 0, the optimizer steps "
-            "behind the weights that sampled: write it so, or leave it out"
+            f"{where}: weight_versions={str(given)[:60]}; expected a list of objects with the whole numbers version, "
+            "start and end: write such a list, or leave it out"
         )
+    if (wrong := weight_spans.problem(spans, tokens)) is not None:
+        raise ValueError(f"{where}: weight_versions holds {wrong}: write them so, or leave weight_versions out")
+    return spans
 
 
 def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | None) -> None:
@@ -244,6 +265,7 @@ class ReplayEngine(Generates):
 
     rollouts: list[Rollout]
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    weights: Weights = dataclasses.field(default=Weights(0))
 
     def submit(self, requests: list[Request], sampling: SamplingParams, *_: Any) -> Ticket:
         """Nothing needs to be sampled."""

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from nemo_oprd.batch.types import TOKEN_FIELDS, Rollout
+from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, SamplingParams
+from nemo_oprd.rollout.sampled_versions import WeightDigests
 from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 from nemo_oprd.runtime.aside import Aside
 from nemo_oprd.runtime.files import replacing
@@ -30,7 +32,7 @@ def _size(kind: str) -> int:
 
 # the arrays of a rollout and the type of their concatenation, by safetensors' names; a mask's bits are packed
 _STORED = {name: {np.int32: "I32", np.float32: "F32", np.bool_: "U8"}[dtype] for name, dtype in TOKEN_FIELDS.items()}
-_STORED["expert_routes"] = "I16"
+_STORED |= {"weight_versions": "I32", "expert_routes": "I16"}
 _STORED = dict(sorted(_STORED.items(), key=lambda item: -_size(item[1])))  # so that every field is aligned
 # fields that come from the prompt file, which may have changed
 _OF_REQUEST = ("prompt", "data_source", "answer")
@@ -43,18 +45,18 @@ class ResumeCache:
 
     A step that a signal cancelled has rollouts of some requests only.
 
-    The step identifies the weights that sampled the rollouts: those after that many steps less `rollout.max_lag`, which
-    the file therefore names. Rollouts of another step than the one that a run samples next are not used. Every step
-    removes the file before it writes its own, so a run that resumes from an earlier checkpoint never reaches a step for
-    which it still has rollouts of the abandoned steps.
+    The step identifies the weights that sampled the rollouts, given the settings of the schedule, which the file
+    therefore names. It also has the digests of these weights as far as they are known. Rollouts of another step than
+    the one that a run samples next are not used. Every step removes the file before it writes its own, so a run that
+    resumes from an earlier checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
 
     The file is written aside and appears whole, flushed to the disk. An error of the disk is raised by the next call.
     """
 
-    def __init__(self, directory: Path, weights: dict[str, str], max_lag: int = 0) -> None:
-        """`weights` identifies the initial weights and the precision; both are compared when rollouts are read."""
+    def __init__(self, directory: Path, weights: dict[str, str]) -> None:
+        """`weights`: the initial weights, the precision and the schedule; compared when rollouts are read."""
         self.path = directory / "pending.safetensors"
-        self.weights = weights | ({"max_lag": str(max_lag)} if max_lag else {})
+        self.weights, self.digests = weights, WeightDigests()
         self._aside = Aside("the rollouts for a resume")
 
     def put(self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
@@ -88,33 +90,42 @@ class ResumeCache:
         """The rollouts on disk by the index of their request, if they are of this step; the same on every rank.
 
         `path`: a file of `write`; None: that of `put`.
+
+        Raises:
+            ValueError: the weights that sampled them have another digest than those that are known; on every rank.
         """
         is_first, path = dist.get_rank() == 0, path or self.path
-        return first_ranks_rollouts(self._read(path, step, requests, sampling) if is_first else {})
+        found, digests = self._read(path, step, requests, sampling) if is_first else ({}, {})
+        for steps, digest in first_ranks(digests).items():
+            self.digests.note(int(steps), digest, str(path))
+        return first_ranks_rollouts(found)
 
-    def _read(self, path: Path, step: int, requests: list[Request], sampling: SamplingParams) -> dict[int, Rollout]:
+    def _read(
+        self, path: Path, step: int, requests: list[Request], sampling: SamplingParams
+    ) -> tuple[dict[int, Rollout], dict[str, str]]:
+        """The rollouts by the index of their request, and the digests of the weights that sampled them."""
         try:
             about, rollouts = _load(path)
-            indices = about.pop("requests")
+            indices, digests = about.pop("requests"), dict[str, str](about.pop("digests", {}))
             if about != json.loads(json.dumps(self._about(step, sampling, len(requests)))):
-                return {}
+                return {}, {}
             kept = [requests[i] for i in indices]
-            if any(r.prompt_ids.tolist() != told.prompt_ids for r, told in zip(rollouts, kept, strict=True)):
-                return {}
+            prompts = [rollout.prompt_ids.tolist() for rollout in rollouts]
+            if prompts != [list(told.prompt_ids) for told in kept]:
+                return {}, {}
         # absent, or damaged, for instance by a loss of power, or of another kind: the step samples again
         except (FileNotFoundError, SafetensorError, ValueError, TypeError, LookupError, AttributeError):
-            return {}
+            return {}, {}
         told_anew = ({name: getattr(told, name) for name in _OF_REQUEST} for told in kept)
-        return {
-            i: dataclasses.replace(rollout, **told)
-            for i, rollout, told in zip(indices, rollouts, told_anew, strict=True)
-        }
+        taken = zip(indices, rollouts, told_anew, strict=True)
+        return {i: dataclasses.replace(rollout, **told) for i, rollout, told in taken}, digests
 
     def _what(
         self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int
     ) -> tuple[dict[str, Any], list[Rollout]]:
         """What `_write` is told."""
-        return {**self._about(step, sampling, count), "requests": list(rollouts)}, [*rollouts.values()]
+        about = {**self._about(step, sampling, count), "requests": list(rollouts)}
+        return about | {"digests": self.digests.of(rollouts.values())}, [*rollouts.values()]
 
     def _about(self, step: int, sampling: SamplingParams, count: int) -> dict[str, Any]:
         return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}

@@ -10,7 +10,7 @@ from nemo_oprd.batch.types import TOKEN_FIELDS, Rollout
 from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.exchange import Exchange
 
-_ARRAYS = {*TOKEN_FIELDS, "expert_routes"}
+_ARRAYS = {*TOKEN_FIELDS, "weight_versions", "expert_routes"}
 
 
 def first_ranks_rollouts(rollouts: dict[int, Rollout]) -> dict[int, Rollout]:

@@ -13,8 +13,8 @@ from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
+from nemo_oprd.rollout.schedule import NO_PROMPTS, TrainingPrompts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
-from nemo_oprd.rollout.training_rollouts import NO_PROMPTS, TrainingPrompts
 from nemo_oprd.setup.checks import check_prompts_given, check_same_architecture
 from nemo_oprd.setup.models import ModelFiles, RunFiles
 from nemo_oprd.setup.prompts import RunPrompts, files_in_words, read_run_prompts

@@ -13,7 +13,7 @@ from nemo_oprd.data.preparation import DataReport, PreparedPrompts
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.rollout.engine import Request
-from nemo_oprd.rollout.training_rollouts import TrainingPrompts
+from nemo_oprd.rollout.schedule import TrainingPrompts
 from nemo_oprd.setup.prompt_files import prepare_prompts, say_shares
 
 

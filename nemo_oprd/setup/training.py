@@ -36,7 +36,9 @@ from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.training_rollouts import RolloutSampler, lag_metrics
+from nemo_oprd.rollout.sampled_versions import lag_metrics
+from nemo_oprd.rollout.schedule import Schedule, schedule_settings
+from nemo_oprd.rollout.training_rollouts import RolloutSampler
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
@@ -205,9 +207,10 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     directory = files.student.directory
     sampled_with = {"student": str(directory), "precision": config.precision}
     sampled_with |= ENGINES[config.rollout.engine].sampled_with
+    sampled_with |= schedule_settings(config)
     if config.student.router_dtype is not None:
         sampled_with["router_dtype"] = config.student.router_dtype
-    cache = ResumeCache(Path(config.output) / "rollouts", sampled_with, config.rollout.max_lag)
+    cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
     decoder = None if data.recorded is not None else files.student.tokenizer
     recorder = StepRecorder(config, plan.run.models.routing, log, decoder)
@@ -217,7 +220,8 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     teacher = files.teachers[0]
     models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
     stopping = checkpointer.asked_to_stop, checkpointer.stop_while_sampling
-    inputs = data.prompts, data.teacher_inputs
+    schedule = Schedule(config, data.prompts, student.spec.max_positions)
+    inputs = schedule, data.teacher_inputs
     sampler = RolloutSampler(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
     checkpointer.write_ahead = sampler.write_ahead
     if first_step:

@@ -56,3 +56,9 @@ def test_killed_once_in_every_phase(run: Callable[..., str]) -> None:
 def test_sampled_ahead_it_ends_as_if_never_killed(run: Callable[..., str]) -> None:
     """With the responses of two later steps under way, in memory, or in the checkpoint."""
     run(20, 16, 1, "--lag", "2")
+
+
+@pytest.mark.slow
+def test_responses_that_go_on_over_updates_end_as_if_never_killed(run: Callable[..., str]) -> None:
+    """With begun responses of two later steps under way, in memory, or in the checkpoint."""
+    run(20, 16, 1, "--lag", "2", "--mode", "segments")

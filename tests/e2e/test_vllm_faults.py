@@ -97,9 +97,9 @@ class Site:
         )
         assert done.returncode == 0, done.stderr[-3000:]
 
-    def at_endpoint(self, fault: str, url: str = "", pair: Path | None = None) -> str:
+    def at_endpoint(self, fault: str, url: str = "", pair: Path | None = None, more: tuple[str, ...] = ()) -> str:
         """The one line with which a run on an endpoint ends."""
-        code, said = self.run(fault, *self.at(url or self.endpoint), pair=pair)
+        code, said = self.run(fault, *self.at(url or self.endpoint), *more, pair=pair)
         lines = [line for line in said.splitlines() if line.startswith("error: ")]
         assert code == 2 and len(lines) == 1, said[-3000:]
         return lines[0]
@@ -232,6 +232,21 @@ def test_an_engine_that_samples_from_something_else_is_found_by_its_log_probabil
     line = site.at_endpoint(fault)
     assert "the engine does not sample from the student: rollout/logprob_gap_mean is" in line
     assert "expected at most 0.001 (response" in line
+
+
+def test_responses_that_go_on_after_an_update(site: Site) -> None:
+    """The check compares what continues them with the new student, and finds keys of the old one."""
+    more = ("rollout.mode=segments", "rollout.segment_tokens=8", "rollout.max_new_tokens=16", "rollout.max_lag=1")
+    line = site.at_endpoint("stale_prefix_cache", more=more)
+    assert "the engine does not sample from the student: rollout/logprob_gap_mean is" in line
+    code, said = site.run("none", *site.at(site.endpoint), *more, "rollout.save=true")
+    assert code == 0, said[-3000:]
+    run = max(site.directory.glob("run_none_*"))
+    saved, measured = (run / "rollouts" / "step_0000002.jsonl").read_text(), (run / "metrics.jsonl").read_text()
+    rollouts = [json.loads(line) for line in saved.splitlines()]
+    assert max(len(rollout["weight_versions"]) for rollout in rollouts) == 2
+    assert all(len(rollout["logprobs"]) == len(rollout["response_ids"]) for rollout in rollouts)
+    assert "rollout/logprob_gap_max" in json.loads(measured.splitlines()[1])
 
 
 def test_a_stale_tied_head_is_found_by_its_log_probabilities(site: Site) -> None:

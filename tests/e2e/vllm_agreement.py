@@ -106,7 +106,7 @@ class Comparison:
                 "transformers": ids == [self.transformers_greedy(request.prompt_ids) for request in requests],
                 "in_process": ids == [rollout.response_ids.tolist() for rollout in ours],
                 "reasons": [r.finish_reason for r in rollouts] == [r.finish_reason for r in ours],
-                "versions": sorted({rollout.weight_version for rollout in rollouts}),
+                "versions": sorted({rollout.weight_versions[:, 0].item() for rollout in rollouts}),
                 "distinct": len({tuple(one) for one in ids}),
             }
         )

@@ -471,16 +471,16 @@ def load_damaged_checkpoint(overrides: list[str]) -> None:
         run_verify(overrides)
 
 
-def resample(overrides: list[str], step: int, checkpoint: str | None) -> list[tuple[list[int], int | None]]:
+def resample(overrides: list[str], step: int, checkpoint: str | None) -> list[list[int]]:
     """What a step of a run samples, in an engine of its own with the weights of a checkpoint, or the initial ones.
 
     Returns:
-        Per response, its ids, and the number of steps that name the weights (0, whatever was loaded).
+        Per response, its ids.
     """
     from nemo_oprd.models.weights.hf import HFCheckpoint
     from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
     from nemo_oprd.rollout.engine_kinds import make_engine
-    from nemo_oprd.rollout.training_rollouts import training_requests, training_sampling
+    from nemo_oprd.rollout.schedule import training_requests, training_sampling
     from nemo_oprd.setup.data import read_training_data
     from nemo_oprd.setup.models import RunFiles, world_size
     from nemo_oprd.setup.preflight import preflight
@@ -495,4 +495,4 @@ def resample(overrides: list[str], step: int, checkpoint: str | None) -> list[tu
     engine.load(read.__getitem__, str(checkpoint))
     requests = training_requests(prompts, config, step * count, count)
     rollouts = engine.generate(requests, training_sampling(config, step))
-    return [(rollout.response_ids.tolist(), rollout.weight_version) for rollout in rollouts]
+    return [rollout.response_ids.tolist() for rollout in rollouts]

@@ -174,7 +174,12 @@ def rollouts_of_first_rank(machines: str) -> list[Any]:
     for tokens in (5, 5000):
         full = {"response_mask": [i % 2 == 0 for i in range(tokens)], "logprobs": [-0.5] * tokens}
         one = Rollout(
-            [1, 2], [*range(tokens)], **full, prompt="a", weight_version=3, expert_routes=item(2, tokens)["routes"]
+            [1, 2],
+            [*range(tokens)],
+            **full,
+            prompt="a",
+            weight_versions=[[3, 0, tokens]],
+            expert_routes=item(2, tokens)["routes"],
         )
         given = {7: one, 2: Rollout([4], [5], finish_reason="stop", teacher_prompt_ids=[1])}
         with on_machine(machines[rank]), object_bytes() as sent:

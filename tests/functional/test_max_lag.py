@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from golden_runs import metrics
-from lag_cases import GENERATE, requests
+from lag_cases import GENERATE, picked_otherwise, requests
 from pool import Pools
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from vllm_engine_cases import make_bench
 
 from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
+from nemo_oprd.rollout.vllm.tasks import seed_of
 
 STEPS, BATCH = 4, 4
 
@@ -44,18 +51,155 @@ def test_each_response_is_of_the_weights_that_it_names(
         sampled_by = max(0, step - lag)
         rows = (run / "rollouts" / f"step_{step + 1:07d}.jsonl").read_text().splitlines()
         rollouts = [json.loads(row) for row in rows]
-        assert {rollout["weight_version"] for rollout in rollouts} == {sampled_by}
+        for rollout in rollouts:
+            whole = {"version": sampled_by, "start": 0, "end": len(rollout["response_ids"])}
+            assert rollout["weight_versions"] == [whole]
         assert line["rollout/lag_mean"] == line["rollout/lag_max"] == step - sampled_by
         found = []
         for steps in (sampled_by, step):
             weights = str(run / "checkpoints" / f"iter_{steps:07d}") if steps else None
             again = pools[2].run("cases:resample", overrides=overrides, step=step, checkpoint=weights)
-            found.append([ids for ids, _ in again])
+            found.append(again)
         assert [rollout["response_ids"] for rollout in rollouts] == found[0]
         differs += found[0] != found[1]
     assert differs > 0, "other weights sample other responses"
     files = sorted(file.name for file in (run / "checkpoints" / "iter_0000001" / "rollouts").iterdir())
     assert files == [f"step_{step:07d}.safetensors" for step in range(2, 2 + lag)]
+
+
+@pytest.mark.parametrize(("lag", "tokens"), [(1, 10), (2, 6), (2, 8)])
+def test_each_token_is_of_the_weights_that_it_names(
+    pools: Pools, settings: list[str], tmp_path: Path, lag: int, tokens: int
+) -> None:
+    """Plain models find token t of step s to be what the weights after max(0, s - lag + t // tokens) steps pick."""
+    run = tmp_path / "run"
+    segments = ["rollout.mode=segments", f"rollout.segment_tokens={tokens}", f"rollout.max_lag={lag}"]
+    pools[2].run("cases:run_train", overrides=[*settings, *segments, f"output={run}"], config="quickstart")
+    student = Path(next(each.split("=")[1] for each in settings if each.startswith("student.hf_path")))
+
+    @functools.cache
+    def read(version: int) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(student, attn_implementation="eager")
+        if version:
+            trained = MegatronCheckpoint(run / "checkpoints" / f"iter_{version:07d}")
+            model.load_state_dict({name: trained[name] for name in load_file(student / "model.safetensors")})
+        return model
+
+    differs = 0
+    for step, line in enumerate(metrics(run)):
+        first = tokens * max(1, lag - step + 1)  # of the initial weights, or of the first ones
+
+        def parts(length: int, step: int = step, first: int = first) -> list[tuple[int, int]]:
+            starts = [0, *range(first, length, tokens)]
+            return [(start, max(0, step - lag + start // tokens)) for start in starts]
+
+        rows = (run / "rollouts" / f"step_{step + 1:07d}.jsonl").read_text().splitlines()
+        rollouts, lags = [json.loads(row) for row in rows], []
+        for rollout in rollouts:
+            found = parts(length := len(rollout["response_ids"]))
+            ends = [*(start for start, _ in found[1:]), length]
+            spans = [{"version": v, "start": a, "end": b} for (a, v), b in zip(found, ends, strict=True)]
+            assert rollout["weight_versions"] == spans
+            lags += [step - span["version"] for span in spans for _ in range(span["start"], span["end"])]
+        assert line["rollout/lag_mean"] == pytest.approx(sum(lags) / len(lags))
+        assert line["rollout/lag_max"] == max(lags)
+        assert picked_otherwise(rollouts, step, parts, read, tokens) == 0
+
+        def relabelled(length: int, step: int = step, parts: Any = parts) -> list[tuple[int, int]]:
+            return [(start, step) for start, _ in parts(length)]
+
+        differs += picked_otherwise(rollouts, step, relabelled, read, tokens)
+    assert differs > 0, "other weights pick other tokens"
+
+
+@pytest.mark.parametrize(
+    "mode", [("rollout.max_lag=1",), ("rollout.max_lag=2", "rollout.mode=segments", "rollout.segment_tokens=6")]
+)
+@pytest.mark.parametrize("fault", ["none", "stale", "stale replica", "stale prefix"])
+def test_an_engine_that_samples_from_other_weights_than_it_says_ends_the_run(
+    pools: Pools, settings: list[str], tmp_path: Path, mode: tuple[str, ...], fault: str
+) -> None:
+    """The check compares every part with the student of its version, which still has these weights."""
+    case = {"overrides": [*settings, *mode, f"output={tmp_path / 'run'}"], "fault": fault}
+    message, gaps = pools[2].run("lag_cases:train_with_a_fault", **case)
+    assert len(gaps) >= 2 and max(gaps) < 1e-3
+    if fault == "none":
+        assert message is None and len(gaps) >= STEPS
+    else:
+        assert message is not None and message.startswith("the engine does not sample from the student: ")
+        assert "\n" not in message
+
+
+SEGMENTS = ("rollout.mode=segments", "rollout.max_new_tokens=9", "rollout.segment_tokens=3")
+
+
+def beside_servers(pools: Pools, settings: list[str], root: Path, *more: str, **faults: Any) -> tuple[Path, Path, Any]:
+    """(The directory of the stand-in servers, that of the run, what `lag_cases.train_beside_servers` returns)."""
+    bench, run = make_bench(root, lengths="of whole prompts", **faults), root.with_name(f"{root.name}_run")
+    vllm = ["rollout.engine=vllm", f"rollout.vllm.python={bench / 'python'}", "rollout.vllm.check_tokens=0"]
+    overrides = [*settings, *vllm, "rollout.max_batch=2", *more, f"output={run}"]
+    case = {"overrides": overrides, "root": str(bench), "batch": 0, "steps": STEPS}
+    return bench, run, pools[2].run("lag_cases:train_beside_servers", **case)
+
+
+@pytest.mark.parametrize("lag", [2, 3])
+def test_servers_continue_responses_over_updates(pools: Pools, settings: list[str], tmp_path: Path, lag: int) -> None:
+    """By the servers' own log: what each version is asked for. With a death, the responses are the same."""
+    rollouts = []
+    for name, faults in (("whole", {"delay_s": 0.05}), ("dies", {"die": {"call": GENERATE, "at": 12}})):
+        root, run, noted = beside_servers(
+            pools, settings, tmp_path / name, *SEGMENTS, f"rollout.max_lag={lag}", **faults
+        )
+        saved = [(run / "rollouts" / f"step_{step:07d}.jsonl").read_text() for step in range(1, STEPS + 1)]
+        rollouts.append([[json.loads(line) for line in text.splitlines()] for text in saved])
+        if name == "whole":
+            calls, times = requests(root), noted
+    for one in (one for each in rollouts for step in each for one in step):
+        assert one.pop("logprobs") is not None
+    assert rollouts[0] == rollouts[1]
+    asked: dict[int, list[Any]] = {version: [] for version in range(STEPS)}
+    for step, of_step in enumerate(rollouts[0]):
+        for i, one in enumerate(of_step):
+            for span in one["weight_versions"]:
+                start, version = span["start"], span["version"]
+                assert version == max(0, step - lag + start // 3)
+                seed = seed_of((0, 1, step, i, *([start // 3] if start else [])))
+                most = min(9, 3 * (version - step + lag + 1)) - start
+                asked[version].append(([*one["prompt_ids"], *one["response_ids"][:start]], seed, most))
+    assert max(len(one["weight_versions"]) for step in rollouts[0] for one in step) > 1
+    seen: dict[int, list[Any]] = {version: [] for version in range(-1, STEPS + 1)}
+    version, overlaps = -1, 0
+    for call in calls:
+        version += call["call"] == "/finish_weight_update"
+        if call["call"] == GENERATE:
+            seen[version].append((call["prompt"], call["seed"], call["max_tokens"]))
+            overlaps += version < STEPS and times[version]["began"] < call["time"] < times[version]["optimizer"]
+    assert {version: sorted(each) for version, each in seen.items() if each} == {
+        version: sorted(each) for version, each in asked.items() if each
+    }
+    assert overlaps > 0, "nothing is sampled while an update is computed"
+
+
+OVER_TWO = ("rollout.max_lag=2", *SEGMENTS)
+
+
+@pytest.mark.parametrize(
+    ("faults", "mode"),
+    [
+        ({"spans": {"kind": "swapped"}}, OVER_TWO),
+        ({"spans": {"kind": "older"}}, OVER_TWO),
+        ({"stale": {"from": 2}}, OVER_TWO),
+        ({"stale": {"from": 2}}, ("rollout.max_lag=1",)),
+    ],
+    ids=["swapped spans", "older version", "one stale server of two", "one stale server of two, exact"],
+)
+def test_a_server_that_samples_from_other_weights_ends_the_run(
+    pools: Pools, settings: list[str], tmp_path: Path, faults: dict[str, Any], mode: tuple[str, ...]
+) -> None:
+    with pytest.raises(Exception, match=r"sampled response \d+ from the weights [01]-") as caught:
+        beside_servers(pools, settings, tmp_path / "bench", *mode, "rollout.vllm.replicas=2", **faults)
+    (line,) = re.findall(r"ServerRefused: (.*)", str(caught.value))[:1]
+    assert re.search(r"expected [1-3]-\w{32} for all tokens: does somebody else use or update this server\?$", line)
 
 
 def test_servers_sample_during_an_update_and_never_during_a_push(
@@ -76,7 +220,8 @@ def test_servers_sample_during_an_update_and_never_during_a_push(
     for one in rollouts[0]:
         del one["logprobs"]
     assert rollouts[0] == [{name: value for name, value in one.items() if name != "logprobs"} for one in rollouts[1]]
-    assert [one["weight_version"] for one in rollouts[0]] == [0] * 2 * BATCH + [1] * BATCH + [2] * BATCH
+    versions = [[span["version"] for span in one["weight_versions"]] for one in rollouts[0]]
+    assert versions == [[0]] * 2 * BATCH + [[1]] * BATCH + [[2]] * BATCH
     calls, noted = logs[0]
     sampled = [number for number, line in enumerate(calls) if line["call"] == GENERATE]
     pushed = [number for number, line in enumerate(calls) if line["call"] == "/finish_weight_update"]

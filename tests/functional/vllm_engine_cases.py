@@ -69,14 +69,12 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 0), known: int = 300) -> list[tuple]:
     """(ids, log-probabilities, finish reason) of a call, computed without a server."""
-    from nemo_oprd.rollout.engine import SamplingParams
     from nemo_oprd.rollout.vllm.tasks import seed_of
 
     tensors = {name: ("float32", tuple(tensor.shape), *_sums(tensor)) for name, tensor in weights(seed).items()}
-    digest, sampling = vllm_stand_in.digest_of(tensors), SamplingParams(0.9, 1.0, 6, key)
-    found = []
+    digest, found = vllm_stand_in.digest_of(tensors), []
     for i, prompt in enumerate(prompts):
-        one = vllm_stand_in.sample(digest, seed_of(sampling, i), prompt, 6, known, list(EOS))
+        one = vllm_stand_in.sample(digest, seed_of((*key, i)), prompt, 6, known, list(EOS))
         found.append(
             (one["ids"], np.array(one["logprobs"], np.float32).tolist(), "stop" if one["stopped"] else "length")
         )
@@ -399,7 +397,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             cancels = kill_client if what == "lose" else lambda: False
             rollouts = made.generate(asked, sampling, cancels, done, keep, last=number == "last")
             assert [rollout.prompt_ids.tolist() for rollout in rollouts] == PROMPTS
-            assert {rollout.weight_version for rollout in rollouts} == {step}
+            assert {rollout.weight_versions[:, 0].item() for rollout in rollouts} == {step}
             found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))
 

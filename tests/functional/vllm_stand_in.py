@@ -57,15 +57,23 @@ def sums(words: array) -> tuple[int, int]:
     return tuple((value + (1 << 63)) % (1 << 64) - (1 << 63) for value in exact)  # type: ignore[return-value]
 
 
-def length_of(prompt: list[int], most: int) -> int:
-    """The tokens of a response, the same for all responses to a prompt."""
-    return min(most, 1 + prompt[-1] % 7)
+def length_of(prompt: list[int], most: int, of: slice = slice(-1, None)) -> int:
+    """The tokens of a response, the same for all responses to a prompt; depends on the ids `of` the prompt."""
+    return min(most, 1 + sum(prompt[of]) % 7)
 
 
-def sample(digest: str, seed: int | None, prompt: list[int], most: int, known: int, stop: list[int]) -> dict[str, Any]:
+def sample(
+    digest: str,
+    seed: int | None,
+    prompt: list[int],
+    most: int,
+    known: int,
+    stop: list[int],
+    of: slice = slice(-1, None),
+) -> dict[str, Any]:
     """{"ids", "logprobs", "stopped"}; a response with room left ends with a stop id."""
     draw = random.Random(f"{digest} {seed} {prompt}")
-    length = length_of(prompt, most)
+    length = length_of(prompt, most, of)
     ids = [draw.choice([i for i in range(known) if i not in stop]) for _ in range(length)]
     stopped = length < most and bool(stop)
     if stopped:
@@ -80,7 +88,7 @@ class Model:
         self.options, self.faults = options, faults
         self.known = json.loads(options.additional_config)["nemo_oprd_known_ids"]
         self.tensors: dict[str, tuple] = {}
-        self.digest, self.version = "none", None
+        self.digest, self.version, self.earlier = "none", None, None
         self.paused = self.joined = self.updating = self.asleep = False
         self.workers = range(int(options.tensor_parallel_size))
         self.groups: dict[int, Any] = {}  # of each worker
@@ -210,7 +218,10 @@ class Model:
 
     def finish_weight_update(self, body: dict[str, Any]) -> None:
         self.require(self.updating, "no update has begun")
-        self.updating, self.version, self.digest = False, body["weight_version"], digest_of(self.tensors)
+        self.earlier, self.updating = self.version or body["weight_version"], False
+        stale = self.faults.get("stale")
+        if stale is None or self.counts["/finish_weight_update"] < stale["from"] or not happens("stale", stale):
+            self.version, self.digest = body["weight_version"], digest_of(self.tensors)
 
     def nemo_oprd_received(self) -> dict[str, Any]:
         digest = digest_of(self.tensors)
@@ -236,7 +247,8 @@ class Model:
             time.sleep(faults.get("delay_s", 0.0))
         stop = sampling.get("stop_token_ids", [])
         most, seed = sampling["max_tokens"], sampling.get("seed")
-        found = sample(self.digest, seed, body["token_ids"], most, self.known, stop)
+        of = slice(None) if faults.get("lengths") == "of whole prompts" else slice(-1, None)
+        found = sample(self.digest, seed, body["token_ids"], most, self.known, stop, of)
         ids, logprobs = found["ids"], found["logprobs"]
         if "seed" in sampling and faults.get("outside"):
             ids[-1] = self.known
@@ -247,9 +259,15 @@ class Model:
         content: Any = {"content": [{"logprob": value} for value in logprobs]}
         if "seed" in sampling and faults.get("no_logprobs"):
             content = None
+        spans = [{"version": version, "start": 0, "end": len(ids)}]
+        half, wrong = len(ids) // 2, faults.get("spans", {})
+        if "seed" in sampling and self.earlier != version and half and happens("spans", wrong):
+            named = {"older": (self.earlier, self.earlier), "swapped": (version, self.earlier)}[wrong["kind"]]
+            starts = ((named[0], 0, half), (named[1], half, len(ids)))
+            spans = [{"version": of, "start": start, "end": end} for of, start, end in starts]
         choice = {
             "token_ids": ids,
-            "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+            "weight_versions": spans,
             "logprobs": content,
             "finish_reason": "stop" if found["stopped"] else "length",
         }
@@ -262,7 +280,7 @@ class Model:
 
 def happens(name: str, fault: dict[str, Any]) -> bool:
     """Whether a fault that happens `times` times, over all servers, happens once more."""
-    for time_ in range(fault.get("times", 1)):
+    for time_ in range(fault.get("times", 1) if fault else 0):
         try:
             (HERE / f"{name}.{time_}").touch(exist_ok=False)
         except FileExistsError:

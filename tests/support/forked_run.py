@@ -22,6 +22,8 @@ from typing import Any
 RANKS = 2
 ORPHANS_GONE_S = 5.0
 ATTEMPT_S = 120.0
+# the most tokens of a response
+RESPONSE_TOKENS = 16
 # metrics that differ between two runs of the same computation: times, and what was measured of the machine
 OF_THE_MACHINE = ("time", "timing/", "perf/")
 
@@ -32,8 +34,8 @@ def toy_overrides(toy: Path, steps: int) -> list[str]:
         "student.checkpoint=null", "teacher.checkpoint=null", f"student.hf_path={toy / 'student'}",
         f"teacher.hf_path={toy / 'teacher'}", f"data.train={toy / 'prompts' / 'train.jsonl'}",
         f"data.validation.heldout={toy / 'prompts' / 'heldout.jsonl'}", f"train.steps={steps}",
-        "train.prompts_per_step=4", "rollout.max_new_tokens=16", "train.save_every=2", "evaluation.every=2",
-        "evaluation.limit=2", "evaluation.teacher=false", "logging.tensorboard=false",
+        "train.prompts_per_step=4", f"rollout.max_new_tokens={RESPONSE_TOKENS}", "train.save_every=2",
+        "evaluation.every=2", "evaluation.limit=2", "evaluation.teacher=false", "logging.tensorboard=false",
         "train.keep_best=val/heldout/avg@2",
     ]  # fmt: skip
 

@@ -36,8 +36,8 @@ from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.models.megatron.parallel import device, init_distributed
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
+from nemo_oprd.rollout.schedule import training_sampling
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
-from nemo_oprd.rollout.training_rollouts import training_sampling
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.signals import agree
 from nemo_oprd.setup.checks import check_same_architecture

@@ -21,8 +21,8 @@ from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, RolloutEngine
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.rollout.schedule import training_requests, training_sampling
 from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
-from nemo_oprd.rollout.training_rollouts import training_requests, training_sampling
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.setup.data import read_prompts, recorded_rollouts
 from nemo_oprd.setup.models import RunFiles

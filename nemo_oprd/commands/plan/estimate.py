@@ -93,7 +93,16 @@ class Estimate:
         if not config.rollout.max_lag or sampling is None or sampling.groups.placement == "colocated":
             return 0.0
         update = self.seconds["update"] / config.train.updates_per_rollout  # until the weights first change
-        return min(self.seconds["sampling"], self.seconds["teacher"] + self.seconds["targets"] + update)
+        hidden = self.seconds["sampling"] * (1 - _awaited(config))
+        return min(hidden, self.seconds["teacher"] + self.seconds["targets"] + update)
+
+
+def _awaited(config: Config) -> float:
+    """The share of a step's sampling that is from its own student: the last segment of its longest responses."""
+    rollout, (_, limit) = config.rollout, config.response_limit
+    if rollout.mode == "exact" or -(-limit // rollout.tokens_per_segment) <= rollout.max_lag:
+        return 0.0
+    return 1 - rollout.max_lag * rollout.tokens_per_segment / limit
 
 
 @dataclass(frozen=True)

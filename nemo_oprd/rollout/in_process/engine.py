@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.batch import weight_spans
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
 from nemo_oprd.config.rollout_schema import RolloutConfig
@@ -16,7 +17,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.device_memory import free_bytes
 from nemo_oprd.models.megatron.model import build_chunks
-from nemo_oprd.models.megatron.parallel import Role, device, make_role, wait_for_all
+from nemo_oprd.models.megatron.parallel import Role, device, first_ranks, make_role, wait_for_all
 from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.rollout.engine import (
     Generates,
@@ -25,12 +26,14 @@ from nemo_oprd.rollout.engine import (
     Request,
     SamplingParams,
     Ticket,
+    Weights,
     WeightStream,
     check_room,
 )
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.in_process.decoding import generate_batch
 from nemo_oprd.rollout.response import Response
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest, padded_bytes
 from nemo_oprd.runtime.messages import ANY_RANK
 from nemo_oprd.runtime.signals import agree
 
@@ -68,7 +71,8 @@ class MegatronEngine(Generates):
         self.vocab_limit = vocab_limit or spec.vocab_size
         self._cache_setting, self._said_budget = rollout.max_cache_tokens, False
         self.metrics: dict[str, float] = {}
-        self._step = 0  # optimizer steps behind the weights
+        self.weights = Weights(0)
+        self._with_digest = rollout.max_lag > 0  # for responses that outlive these weights
         self.role = make_role("rollout", layout)
         self._exchange = Exchange()
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -79,13 +83,15 @@ class MegatronEngine(Generates):
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. The parameters are split into this engine's shards one at a time."""
-        self._step = step
+        digest = Digest() if self._with_digest and dist.get_rank() == 0 else None
         if self.model is not None:
-            load_stream([self.model], self.spec, self.role, weights())
+            load_stream([self.model], self.spec, self.role, _added(weights(), digest))
+        value = None if digest is None else digest.value()
+        self.weights = Weights(step, first_ranks(value) if self._with_digest else None)
 
     def load(self, read: TensorReader, source: str) -> None:
         """See `RolloutEngine`."""
-        self._step = 0
+        self.weights = Weights(0)
         if self.model is not None:
             load_hf([self.model], self.spec, self.role, read, source)
 
@@ -112,7 +118,7 @@ class MegatronEngine(Generates):
         wait_for_all()
         cancelled = should_cancel is not None and agree(device(), not completed)[0]
         shared = self._exchange.share({i: response.columns() for i, response in own_part.items()})
-        sampled = {i: _rollout(requests[i], Response.of(columns), self._step) for i, columns in shared.items()}
+        sampled = {i: _rollout(requests[i], Response.of(columns), self.weights.steps) for i, columns in shared.items()}
         rollouts = {**ticket.done, **sampled}
         if cancelled:
             raise GenerationCancelled(rollouts)
@@ -142,15 +148,16 @@ class MegatronEngine(Generates):
         own: dict[int, Response] = {}
         group = self.role.member_groups.tp  # tensor ranks sample together, so they must stop together
         is_cancelled = None if should_cancel is None else lambda: agree(device(), should_cancel(), group=group)[0]
-        for batch in self._batches(order, requests, sampling.max_new_tokens, self._cache_budget()):
+        for batch in self._batches(order, requests, sampling, self._cache_budget()):
             if ticket.done.keys() >= set(batch):
                 continue
             if is_cancelled is not None and is_cancelled():
                 return own, False
             prompts = [requests[i].prompt_ids for i in batch]
             # the limit of a response does not depend on the other responses of its batch
-            limits = [min(sampling.max_new_tokens, self.spec.max_positions - len(prompt)) for prompt in prompts]
-            uniforms = np.stack([np.random.default_rng([*sampling.key, i]).random(max(limits)) for i in batch])
+            limits = [sampling.limit_of(requests[i], self.spec.max_positions) for i in batch]
+            keys = [sampling.key_of(requests[i], i) for i in batch]
+            uniforms = np.stack([np.random.default_rng(key).random(max(limits)) for key in keys])
             generated = generate_batch(
                 self.model,
                 self.vocab_limit,
@@ -168,7 +175,7 @@ class MegatronEngine(Generates):
             if coords.tensor == 0:
                 own.update(zip(batch, generated, strict=True))
                 if keep is not None:
-                    keep({i: _rollout(requests[i], own[i], self._step) for i in batch})
+                    keep({i: _rollout(requests[i], own[i], self.weights.steps) for i in batch})
         return own, True
 
     def _cache_budget(self) -> int:
@@ -182,12 +189,14 @@ class MegatronEngine(Generates):
         self._said_budget = True
         return budget
 
-    def _batches(self, order: list[int], requests: list[Request], max_new_tokens: int, budget: int) -> list[list[int]]:
+    def _batches(
+        self, order: list[int], requests: list[Request], sampling: SamplingParams, budget: int
+    ) -> list[list[int]]:
         """Batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""
         batches: list[list[int]] = []
         longest = 0
         for i in order:
-            length = min(len(requests[i].prompt_ids) + max_new_tokens, self.spec.max_positions)
+            length = len(requests[i].prompt_ids) + sampling.limit_of(requests[i], self.spec.max_positions)
             longest = max(longest, length)
             full = not batches or len(batches[-1]) >= self.max_batch
             if full or (len(batches[-1]) + 1) * longest > budget:
@@ -198,8 +207,19 @@ class MegatronEngine(Generates):
 
 
 def _rollout(request: Request, response: Response, step: int) -> Rollout:
-    recorded = {"expert_routes": response.routes, "weight_version": step}
-    return request.answered(response.ids, finished=response.finished, **recorded)
+    recorded = {"logprobs": response.logprobs, "expert_routes": response.routes}
+    spans = weight_spans.span(step, len(response.ids))
+    return request.answered(response.ids, finished=response.finished, weight_versions=spans, **recorded)
+
+
+def _added(weights: Iterable[tuple[str, torch.Tensor]], digest: Digest | None) -> Iterable[tuple[str, torch.Tensor]]:
+    """The same stream, whose tensors are added to a digest, if there is one."""
+    for name, tensor in weights:
+        if digest is not None:
+            alone = Bucket([], torch.empty(padded_bytes(tensor), dtype=torch.uint8, device=tensor.device))
+            alone.add(name, tensor)
+            digest.add(alone)
+        yield name, tensor
 
 
 def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:

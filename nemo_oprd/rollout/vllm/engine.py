@@ -35,6 +35,7 @@ from nemo_oprd.rollout.engine import (
     Request,
     SamplingParams,
     Ticket,
+    Weights,
     WeightStream,
     check_room,
 )
@@ -51,7 +52,7 @@ from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.ticket import VllmTicket
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
-from nemo_oprd.rollout.vllm.weight_push import WeightPush
+from nemo_oprd.rollout.vllm.weight_push import WeightPush, digest_in
 from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.runtime.signals import agree
 
@@ -109,7 +110,7 @@ class VllmEngine(Generates):
         self._lost_clients = 0
         self._lengths = LengthEstimate()
         self._stream: WeightStream | None = None
-        self._step, self._version = 0, ""
+        self.weights, self._version = Weights(0), ""
         self._asleep = 0  # the level of servers that share GPUs with the trainer; 0: awake, 2: without weights
         self.metrics: dict[str, float] = {}
 
@@ -141,10 +142,11 @@ class VllmEngine(Generates):
         Raises:
             ValueError: a server refuses the weights, or died too often.
         """
-        self._stream, self._step = weights, step
+        self._stream = weights
         if self._any_sleeps:
             gpu_memory.release()
         self._version = self._push.push(weights, step)
+        self.weights = Weights(step, digest_in(self._version))
         self._asleep = 0
 
     def load(self, read: TensorReader, source: str) -> None:
@@ -231,7 +233,7 @@ class VllmEngine(Generates):
         mine, work = Round(), None
         if sampler is not None:
             slots = -(-len(order) // len(self._places))
-            job = Job(ticket.task, self._version, self._step, claim, slots, ticket.keeping(_rollout))
+            job = Job(ticket.task, self._version, self.weights.steps, claim, slots, ticket.keeping(_rollout))
             work = sampler.start(job, [*self._mine.servers.values()], mine)
         ticket.under_way = mine, work
 
@@ -302,7 +304,7 @@ class VllmEngine(Generates):
     def _push_again(self) -> None:
         """Gives servers that lost the weights the same ones once more."""
         assert self._stream is not None
-        self._version = self._push.push(self._stream, self._step, self._version)
+        self._version = self._push.push(self._stream, self.weights.steps, self._version)
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
@@ -325,5 +327,5 @@ def _check_clients(count: int, lost: list[str], most: int) -> None:
 
 def _rollout(request: Request, response: Response) -> Rollout:
     assert response.versions is not None and len(response.versions) == 1  # `answers.py` refuses others
-    version, logprobs = int(response.versions[0, 0]), response.logprobs
-    return request.answered(response.ids, finished=response.finished, logprobs=logprobs, weight_version=version)
+    recorded = {"logprobs": response.logprobs, "weight_versions": response.versions}
+    return request.answered(response.ids, finished=response.finished, **recorded)

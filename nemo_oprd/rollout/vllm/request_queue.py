@@ -85,6 +85,8 @@ class LengthEstimate:
     def learn(self, requests: Sequence[Request], lengths: dict[int, int]) -> None:
         """Takes up the lengths of responses, by the index of their request."""
         for index, length in lengths.items():
+            if requests[index].most is not None:  # a part of a response says nothing of its length
+                continue
             key = hash(tuple(requests[index].prompt_ids))
             tokens, responses = self._of_prompt.get(key, (0, 0))
             self._of_prompt[key] = (tokens + length, responses + 1)

@@ -24,14 +24,14 @@ class Task:
 
     def body(self, index: int) -> dict[str, Any]:
         """The request of one response. Unknown sampling parameters are ignored by the server without a word."""
-        prompt, sampling = self.requests[index].prompt_ids, self.sampling
+        request, sampling = self.requests[index], self.sampling
         return {
-            "token_ids": [*map(int, prompt)],
+            "token_ids": [*map(int, request.prompt_ids)],
             "sampling_params": {
-                "max_tokens": min(sampling.max_new_tokens, self.max_positions - len(prompt)),
+                "max_tokens": sampling.limit_of(request, self.max_positions),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
-                "seed": seed_of(sampling, index),
+                "seed": seed_of(sampling.key_of(request, index)),
                 "logprobs": 0,  # of the sampled id only
                 # the ids that end a response are ours, whatever generation_config.json says
                 "ignore_eos": True,
@@ -41,6 +41,6 @@ class Task:
         }
 
 
-def seed_of(sampling: SamplingParams, index: int) -> int:
-    """The seed of a response; 32 bits, of which every one depends on all of the key."""
-    return int(np.random.SeedSequence([*sampling.key, index]).generate_state(1)[0])
+def seed_of(key: tuple[int, ...]) -> int:
+    """The seed of a response, or of a part; 32 bits, of which every one depends on all of the key."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])

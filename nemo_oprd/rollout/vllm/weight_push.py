@@ -209,7 +209,7 @@ class WeightPush:
                 return failures, None, ended
         digest, ended = first_ranks((self._send(stream(), failures), self._group.ended()))
         failures.judge(ended, self._mine)
-        version = f"{step}-{digest}"
+        version = _version(step, str(digest))
         if known not in (None, version):
             failures.refused.append(
                 f"the weights are not those of version {known} any more, but of {version}; expected the same bytes "
@@ -326,6 +326,15 @@ class WeightPush:
     def _update(self, servers: list[int], info: dict[str, Any], failures: Failures) -> None:
         alive = [number for number in servers if number not in failures.died]
         self._each(alive, lambda server: self._calls.update(server, info), failures)
+
+
+def _version(step: int, digest: str) -> str:
+    return f"{step}-{digest}"
+
+
+def digest_in(version: str) -> str:
+    """The digest of the weights that have a version."""
+    return version.partition("-")[2]
 
 
 def _make_room(places: list[Place], mine: Controlled, share: float) -> None:

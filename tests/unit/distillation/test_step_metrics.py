@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from nemo_oprd.distillation.hidden_state_loss import (
     position_gap,
 )
 from nemo_oprd.distillation.metrics.named_sums import NamedSums
+from nemo_oprd.distillation.sampling_check import drift_metrics
 
 
 def test_all_sums_travel_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +40,22 @@ def test_all_sums_travel_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None
     assert reduced["count"].item() == 7.0 and reduced["none"].shape == (0, 3)
     with pytest.raises(KeyError):  # a name that other ranks do not have
         sums.add({"another": 1})
+
+
+def test_drift_by_position() -> None:
+    """Over the first k tokens of all responses; the last k has all of them."""
+    rollouts = [Rollout([1], [2, 3, 4]), Rollout([1], [5])]
+    table = make_rows(rollouts, positions="all", k=1, position="predicting", aggregation="token_mean")
+    ratio = np.array([1.0, 2.0, 0.5, 4.0])  # tokens 0, 1, 2 of the first response, and 0 of the other one
+    named = drift_metrics(np.zeros(4), np.log(ratio), table)
+    for k, rows in ((1, [0, 3]), (2, [0, 1, 3]), (4, [0, 1, 2, 3])):
+        w = ratio[rows]
+        assert named[f"rollout/drift_kl_first_k/{k}"] == pytest.approx((w - 1 - np.log(w)).mean())
+        size = w.sum() ** 2 / (len(w) * (w**2).sum())
+        assert named[f"rollout/drift_effective_sample_size_first_k/{k}"] == pytest.approx(size)
+    assert named["rollout/drift_kl"] == named["rollout/drift_kl_first_k/4"]
+    assert named["rollout/drift_effective_sample_size"] == named["rollout/drift_effective_sample_size_first_k/4"]
+    assert len(named) == 8
 
 
 def test_metrics_of_hidden_states() -> None:

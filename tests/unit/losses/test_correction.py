@@ -172,7 +172,7 @@ def test_effective_sample_size(weights: list[float]) -> None:
 
 def test_round_trip(tmp_path: Path) -> None:
     exact = [-0.1, -math.pi, -1e-30, 0.0, -123.456789012345678, float(np.float32(-2.3))]
-    rollouts = [Rollout([1, 2], [3] * 6, logprobs=exact, weight_version=7), Rollout([1], [2])]
+    rollouts = [Rollout([1, 2], [3] * 6, logprobs=exact, weight_versions=[[5, 0, 2], [7, 2, 6]]), Rollout([1], [2])]
     write_rollouts(tmp_path / "a.jsonl", rollouts)
     assert read_rollouts(tmp_path / "a.jsonl", 10) == rollouts
     assert "logprobs" not in json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])

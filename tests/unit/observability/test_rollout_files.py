@@ -34,7 +34,8 @@ def rollouts(count: int = 3, length: int = 50) -> list[Rollout]:
         made.append(
             Rollout(
                 draw.integers(0, 99, 2), draw.integers(0, 99, length), draw.random(length) < 0.5, f"p\n{i}", None,
-                "d", "4", "stop", [1], [2, 3], draw.integers(-1, 2, length), logprobs, 7, routes if i else None,
+                "d", "4", "stop", [1], [2, 3], draw.integers(-1, 2, length), logprobs, [[7, 0, length]],
+                routes if i else None,
             )
         )  # fmt: skip
     return [*made, Rollout([], [5], prompt="ü"), Rollout([5], [], [], logprobs=[])]  # type: ignore[arg-type]

@@ -66,6 +66,7 @@ def test_routes_that_are_refused(tmp_path: Path, routes: np.ndarray | None, mess
 
 def test_an_interrupted_step_keeps_its_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(resume_cache, "first_ranks", dict)
     rollout, sampling = Rollout([1, 2], [3, 4], expert_routes=GOOD), SamplingParams(1.0, 1.0, 8, (0,), True)
     without = replace(sampling, record_routes=False)
     cache = ResumeCache(tmp_path, {})

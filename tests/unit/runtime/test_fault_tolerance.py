@@ -39,9 +39,10 @@ from nemo_oprd.evaluation.validation import Validation
 from nemo_oprd.observability.loss_spikes import LossSpikeDetector
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.rollout import resume_cache
-from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
+from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, Weights
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.training_rollouts import RolloutSampler, TrainingPrompts
+from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts
+from nemo_oprd.rollout.training_rollouts import RolloutSampler
 from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.runtime import watchdog
 from nemo_oprd.runtime.disk import naming
@@ -54,7 +55,7 @@ NO_OUTPUT = ModelNeeds(None, teacher_states=False, teacher_logprobs=False)
 
 @pytest.fixture
 def alone() -> Any:
-    with mock.patch.object(dist, "get_rank", return_value=0):
+    with mock.patch.object(dist, "get_rank", return_value=0), mock.patch.object(resume_cache, "first_ranks", dict):
         yield
 
 
@@ -328,7 +329,9 @@ class TestPending:
             routes = draw.integers(0, 9, (len(ids) + length, 3, 2)).astype(np.int16)
             mask = draw.random(length) < 0.5
             response = draw.integers(0, 2**31, length)
-            return Rollout(ids, response, mask, logprobs=logprobs, expert_routes=routes, weight_version=3, **fields)
+            return Rollout(
+                ids, response, mask, logprobs=logprobs, expert_routes=routes, weight_versions=[[3, 0, length]], **fields
+            )
 
         full = rollout([1, 2], 21, answer="4", teacher_prompt_ids=[7], teacher_response_ids=[], teacher_index=[-1] * 21)
         put = {0: full, 1: replace(rollout([5], 0, prompt="p"), response_mask=None, finish_reason="length")}
@@ -399,10 +402,11 @@ class TestPending:
 
         settings = ["student.hf_path=a", "teacher.hf_path=b", "output=c", "train.prompts_per_step=2"]
         prompts = TrainingPrompts(list(self.REQUESTS), PromptOrder((2,)))
-        engine = SimpleNamespace(submit=lambda *_: None, collect=cancelled)
+        engine = SimpleNamespace(submit=lambda *_: object(), collect=cancelled, weights=Weights(3))
         cache = ResumeCache(tmp_path, {})
         config = load_config("verify", settings)
-        sampler = RolloutSampler(config, None, engine, prompts, [], cache, 9, lambda: True, stop)  # type: ignore[arg-type]
+        told: Any = config, None, engine, Schedule(config, prompts, 64), [], cache, 9, lambda: True, stop
+        sampler = RolloutSampler(*told)
         with mock.patch.object(resume_cache, "_write", slowly), pytest.raises(Stopped):
             sampler.rollouts(3)
         assert found == [((3, 3, 1, 2), True)]

@@ -9,7 +9,7 @@ import pytest
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.order import PromptOrder, exact_weights, prompt_order
 from nemo_oprd.rollout.engine import Request
-from nemo_oprd.rollout.training_rollouts import TrainingPrompts, training_requests
+from nemo_oprd.rollout.schedule import TrainingPrompts, training_requests
 
 SIZES = (5, 3, 11)
 WEIGHTS = ([1, 1, 1], [3, 1, 0.5], [0.1, 0.7, 1.3], [1, 100, 0.01])

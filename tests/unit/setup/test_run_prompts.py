@@ -14,7 +14,7 @@ from nemo_oprd.data.order import PromptOrder, exact_weights, prompt_order
 from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.evaluation.evaluator import Evaluator
-from nemo_oprd.rollout.training_rollouts import training_requests
+from nemo_oprd.rollout.schedule import training_requests
 from nemo_oprd.setup.prompt_files import write_report
 from nemo_oprd.setup.prompts import RunPrompts, read_run_prompts
 

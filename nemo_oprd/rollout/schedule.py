@@ -1,0 +1,179 @@
+"""Which responses are sampled from which weights: training prompts -> the calls of an engine between two updates.
+
+With `rollout.mode=exact` the responses of step k are sampled whole, from the weights after max(0, k - N) steps with
+N = `rollout.max_lag`. With `rollout.mode=segments` they begin there, too, but every later weights continue them by at
+most T = `rollout.segment_tokens` tokens: from the weights after v steps, a response of step k grows to at most
+(v - (k - N) + 1) T tokens in all. So token t comes from the weights after max(0, k - N + t // T) steps, whatever the
+clock says, and no response is preferred by its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nemo_oprd.batch import weight_spans
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.order import PromptOrder
+from nemo_oprd.rollout.engine import TRAINING_STREAM, Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """The encoded training prompts, file by file, and the order in which training visits them."""
+
+    requests: list[Request]
+    order: PromptOrder
+
+
+NO_PROMPTS = TrainingPrompts([], PromptOrder(()))
+
+
+def training_requests(prompts: TrainingPrompts, config: Config, first: int, count: int) -> list[Request]:
+    """`count` prompts from index `first` in the run's order of prompts, each `rollout.per_prompt` times."""
+    chosen = prompts.order.indices(config.seed, first, count)
+    return [prompts.requests[index] for index in chosen for _ in range(config.rollout.per_prompt)]
+
+
+def training_sampling(config: Config, step: int) -> SamplingParams:
+    """The sampling parameters of a training step (0-based)."""
+    rollout, key = config.rollout, (config.seed, TRAINING_STREAM, step)
+    limits = rollout.temperature, rollout.top_p, config.response_limit[1]
+    return SamplingParams(*limits, key, record_routes=config.student.router_replay)
+
+
+def schedule_settings(config: Config) -> dict[str, str]:
+    """The settings on which it depends which weights have sampled a response; none if they are those of its step."""
+    rollout = config.rollout
+    if not rollout.max_lag:
+        return {}
+    settings = {"max_lag": rollout.max_lag, "updates_per_rollout": config.train.updates_per_rollout}
+    if rollout.mode == "segments":
+        settings["segment_tokens"] = rollout.tokens_per_segment
+    return {name: str(value) for name, value in settings.items()}
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one call of an engine samples: whole responses of a step, or the next parts of those of several steps.
+
+    Attributes:
+        step: names the portion.
+        places: of each request the step and the number of its response.
+        weights: the number of steps behind the weights that the schedule samples it from.
+        urgent: whether the next update needs it.
+        last: whether nothing else is sampled from these weights.
+    """
+
+    step: int
+    requests: list[Request]
+    params: SamplingParams
+    places: list[tuple[int, int]]
+    weights: int
+    urgent: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The calls of a run. `max_positions`: those of the student."""
+
+    config: Config
+    prompts: TrainingPrompts
+    max_positions: int
+
+    def requests(self, step: int) -> list[Request]:
+        """One per response of a step; none if the run samples nothing."""
+        count = self.config.train.prompts_per_step
+        return training_requests(self.prompts, self.config, step * count, count) if self.prompts.requests else []
+
+    def due(self, sampled: Mapping[int, list[Rollout]], done: int) -> list[Portion]:
+        """What is sampled from the weights after `done` steps, in this order, given what is `sampled` already.
+
+        `sampled`: the responses of steps, some of which may go on (`finish_reason` None).
+        """
+        steps = range(done, min(done + self.config.rollout.max_lag, self.config.train.steps - 1) + 1)
+        whole = self.config.rollout.mode == "exact"
+        return self._whole(sampled, done, steps) if whole else self._parts(sampled, done, steps)
+
+    def _whole(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[Portion]:
+        lag, portions = self.config.rollout.max_lag, []
+        for step in [step for step in steps if step not in sampled]:
+            requests, params = self.requests(step), training_sampling(self.config, step)
+            places = [(step, i) for i in range(len(requests))]
+            made = Portion(step, requests, params, places, max(0, step - lag), step == done, step == done + lag)
+            portions.append(made)
+        return portions
+
+    def _parts(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[Portion]:
+        """What the step itself lacks, for which it waits, and then what the later ones may get meanwhile."""
+        params, portions = training_sampling(self.config, done), list[Portion]()
+        for chosen in (steps[:1], steps[1:]):
+            found: dict[tuple[int, int], Request] = {}
+            for step in chosen:
+                begun = sampled.get(step)
+                for i, request in enumerate(self.requests(step)):
+                    part = self._part(request, None if begun is None else begun[i], step, i, done)
+                    if part is not None:
+                        found[step, i] = part
+            if found:
+                # each request has a key of its own; this one tells the cache which portion it is
+                named = replace(params, key=(*params.key, *(number for place in found for number in place)))
+                urgent = done in chosen
+                portions.append(Portion(done, [*found.values()], named, [*found], done, urgent, last=False))
+        return [*portions[:-1], *(replace(portion, last=True) for portion in portions[-1:])]
+
+    def _part(self, request: Request, begun: Rollout | None, step: int, index: int, done: int) -> Request | None:
+        """Asks the weights after `done` steps for the next tokens of a response; None if they have none to add."""
+        tokens, lag = self.config.rollout.tokens_per_segment, self.config.rollout.max_lag
+        have = 0 if begun is None else len(begun.response_ids)
+        most = min((done - (step - lag) + 1) * tokens, self.config.response_limit[1]) - have
+        if most <= 0 or (begun is not None and begun.finish_reason is not None):
+            return None
+        key = (*training_sampling(self.config, step).key, index)
+        if begun is None:
+            return replace(request, key=key, most=most)
+        return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have // tokens), most=most)
+
+    def grown(self, begun: Rollout | None, part: Rollout) -> Rollout:
+        """A response with what was sampled for its portion; `finish_reason` is None if it goes on."""
+        rollout = part if begun is None else _joined(begun, part)
+        if self.config.rollout.mode == "exact" or part.finish_reason != "length":
+            return rollout
+        is_full = len(rollout.response_ids) == self.config.response_limit[1] or rollout.length == self.max_positions
+        return replace(rollout, finish_reason="length" if is_full else None)
+
+
+def _joined(begun: Rollout, part: Rollout) -> Rollout:
+    """`part`: the tokens that follow; its prompt is all that comes before, so its recorded experts cover that, too."""
+    assert begun.weight_versions is not None and part.weight_versions is not None
+    logprobs, routes = None, None
+    if begun.logprobs is not None and part.logprobs is not None:
+        logprobs = np.concatenate([begun.logprobs, part.logprobs])
+    if begun.expert_routes is not None and part.expert_routes is not None:
+        # those with which a token was sampled, also if later weights have computed it again
+        routes = np.concatenate([begun.expert_routes, part.expert_routes[len(begun.expert_routes) :]])
+    return replace(
+        begun,
+        response_ids=np.concatenate([begun.response_ids, part.response_ids]),
+        finish_reason=part.finish_reason,
+        logprobs=logprobs,
+        weight_versions=weight_spans.joined(begun.weight_versions, part.weight_versions),
+        expert_routes=routes,
+    )
+
+
+def ended_on_purpose(rollouts: list[Rollout], config: Config) -> list[Rollout]:
+    """Names the end of responses that `rollout.stop_after` ended: engines know a limit ("length"), not its reason."""
+    key, limit = config.response_limit
+    if key == "rollout.max_new_tokens":
+        return rollouts
+    return [
+        replace(rollout, finish_reason="prefix")
+        if rollout.finish_reason == "length" and len(rollout.response_ids) == limit
+        else rollout
+        for rollout in rollouts
+    ]
