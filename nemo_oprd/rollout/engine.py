@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -79,12 +79,16 @@ class Request:
 
 @dataclass
 class Ticket:
-    """What was asked of an engine, from `submit` to `collect`; engines add what they need in between."""
+    """What was asked of an engine, from `submit` to `collect`; engines add what they need in between.
+
+    `served`: after `collect`, per server when it began and when its last response came, in seconds since the epoch.
+    """
 
     requests: list[Request]
     sampling: SamplingParams
     done: dict[int, Rollout]
     keep: Keep | None
+    served: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
 
 
 class RolloutEngine(Protocol):

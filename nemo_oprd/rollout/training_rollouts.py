@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,6 +82,7 @@ class Sampling:
     requests: list[Request]
     params: SamplingParams
     ticket: Ticket
+    submitted: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -100,6 +102,8 @@ class RolloutSampler:
         should_cancel: whether the run was asked to stop; the sampling of a step is then cancelled.
         stop: called on every rank after that, with the steps so far, the step that was sampled, the responses that were
             kept and the requests; saves and raises `Stopped`.
+        note: called after each sampling with when it began and ended, in seconds since the epoch, and by name with
+            the fields of `observability.timeline.Interval`.
     """
 
     config: Config
@@ -111,6 +115,7 @@ class RolloutSampler:
     first_step: int
     should_cancel: Callable[[], bool]
     stop: Callable[[int, int, int, int], NoReturn]
+    note: Callable[..., None] = lambda began, ended, **more: None
     _ready: dict[int, list[Rollout]] = field(default_factory=dict)  # by their step; none of steps that are over
     _under_way: Sampling | None = None
     _unchecked: list[list[Rollout]] = field(default_factory=list)
@@ -206,7 +211,7 @@ class RolloutSampler:
         """Waits for the responses of a step, while the run has made `done` steps, and keeps them for a resume."""
         step, requests, params = sampling.step, sampling.requests, sampling.params
         lag = self.config.rollout.max_lag
-        self._under_way = None
+        self._under_way, began = None, time.time()
         try:
             rollouts = self.engine.collect(sampling.ticket, self.should_cancel, last=not lag)
         except GenerationCancelled as cancelled:
@@ -216,9 +221,17 @@ class RolloutSampler:
                 self.cache.put(step, kept, params, len(requests))
                 self.cache.finish()  # before the message says that they are kept
             self.stop(done, step, len(kept), len(requests))
+        self._note(sampling, began)
         if step == done + lag:  # earlier ones, at a run's start, would be in the way of the last one
             self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
         self._came(step, rollouts)
+
+    def _note(self, sampling: Sampling, began: float) -> None:
+        """Says when the responses of a step were sampled; `began`: when this process began to collect them."""
+        collected, served = time.time(), sampling.ticket.served
+        spans = list(served.values()) or [(began, collected)]
+        more = {"batch": sampling.step + 1, "submitted": sampling.submitted, "collected": collected}
+        self.note(min(spans)[0], max(ended for _, ended in spans), **more, servers={str(i): served[i] for i in served})
 
     def _came(self, step: int, rollouts: list[Rollout]) -> None:
         self._ready[step] = rollouts

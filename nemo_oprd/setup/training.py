@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.phase_timer import PhaseTimer
 from nemo_oprd.observability.step_recorder import StepRecorder
+from nemo_oprd.observability.timeline import SAMPLING, Timeline
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import ReplayEngine
@@ -69,6 +71,7 @@ class TrainingRun:
     validation: Validation
     checkpointer: Checkpointer
     log: MetricsLog
+    timeline: Timeline
     first_step: int
     files: RunFiles
     evaluator: Evaluator | None
@@ -220,6 +223,8 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     inputs = data.prompts, data.teacher_inputs
     sampler = RolloutSampler(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
     checkpointer.write_ahead = sampler.write_ahead
+    timeline = Timeline(Path(config.output), first_step, writes=log.writes)
+    sampler.note = partial(timeline.note, SAMPLING)
     if first_step:
         sampler.read_ahead(iteration_directory(checkpoints, first_step))
     run = TrainingRun(
@@ -232,6 +237,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals),
         checkpointer,
         log,
+        timeline,
         first_step,
         files,
         data.evaluator,

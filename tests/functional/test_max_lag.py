@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from golden_runs import metrics
@@ -12,8 +13,11 @@ from pool import Pools
 from vllm_engine_cases import make_bench
 
 from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.observability.timeline import Interval, hidden_share, read_timeline
 
 STEPS, BATCH = 4, 4
+DELAY_S = 0.05  # of a response
+CLOCK_S = 0.002  # two clocks are compared, one of them rounded
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def test_servers_sample_during_an_update_and_never_during_a_push(
     """By the server's own log. A server that dies meanwhile gets the same weights again, and samples the same."""
     rollouts, logs = [], []
     for name, faults in (("whole", {}), ("dies", {"die": {"call": GENERATE, "at": 6}})):
-        root = make_bench(tmp_path / name, delay_s=0.05, **faults)
+        root = make_bench(tmp_path / name, delay_s=DELAY_S, **faults)
         run = tmp_path / f"{name}_run"
         vllm = ["rollout.engine=vllm", f"rollout.vllm.python={root / 'python'}", "rollout.vllm.check_tokens=0"]
         overrides = [*settings, *vllm, "rollout.max_lag=1", "rollout.max_batch=2", f"output={run}"]
@@ -86,6 +90,37 @@ def test_servers_sample_during_an_update_and_never_during_a_push(
         assert pushed[step - 1] < batch[0] and batch[-1] < pushed[step]
         assert calls[batch[-1]]["time"] < update["optimizer"]
         assert step == 1 or calls[batch[0]]["time"] > noted[step - 2]["optimizer"]
+    agrees_with_the_server(read_timeline(tmp_path / "whole_run"), calls, noted)
     # the other run's server died once, and its successor got weights of a version that was pushed before
     again = [line for line in logs[1][0] if line["call"] == "/finish_weight_update"]
     assert len(again) == STEPS + 2
+
+
+def agrees_with_the_server(
+    intervals: list[Interval], calls: list[dict[str, Any]], noted: list[dict[str, float]]
+) -> None:
+    """The run's own record against what the server and the trainer have seen."""
+    asked = [line["time"] for line in calls if line["call"] == GENERATE]
+    samplings = [each for each in intervals if each.phase == "sampling"]
+    assert [(each.batch, each.step) for each in samplings] == [
+        (1, 1),
+        *((step, step - 1) for step in range(2, STEPS + 1)),
+    ]
+    for each in samplings:
+        own = asked[(each.batch - 1) * BATCH : each.batch * BATCH]
+        assert each.submitted <= each.began < own[0] and own[-1] + DELAY_S < each.ended + CLOCK_S
+        assert each.ended < each.collected + CLOCK_S and each.servers == {"0": (each.began, each.ended)}
+    of = {(each.step, each.phase): each for each in intervals}
+    for step in range(1, STEPS + 1):
+        gradient, optimizer, push = (of[step, phase] for phase in ("gradient", "optimizer", "sync"))
+        assert gradient.ended <= optimizer.began + CLOCK_S and optimizer.ended <= push.began + CLOCK_S
+        assert abs(optimizer.began - noted[step - 1]["optimizer"]) < 0.1
+        apart = [each for each in samplings if each.ended < push.began + CLOCK_S or push.ended < each.began + CLOCK_S]
+        assert apart == samplings, "nothing is sampled during a push"
+    ends = [line["time"] for line in calls if line["call"] == "/finish_weight_update"]
+    pushes = [each for each in intervals if each.phase == "sync"]
+    assert all(each.began < end < each.ended for each, end in zip(pushes, ends, strict=True))
+    during = [each for each in intervals if each.phase in ("teacher", "gradient")]
+    assert all(any(each.began < work.ended and work.began < each.ended for work in during) for each in samplings[1:])
+    share = hidden_share(intervals)
+    assert share is not None and 0 < share < 1
