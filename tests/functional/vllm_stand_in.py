@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -62,10 +62,21 @@ def length_of(prompt: list[int], most: int) -> int:
     return min(most, 1 + prompt[-1] % 7)
 
 
-def sample(digest: str, seed: int | None, prompt: list[int], most: int, known: int, stop: list[int]) -> dict[str, Any]:
-    """{"ids", "logprobs", "stopped"}; a response with room left ends with a stop id."""
+def sample(
+    digest: str,
+    seed: int | None,
+    prompt: list[int],
+    most: int,
+    known: int,
+    stop: list[int],
+    lengths: Sequence[int] = (),
+) -> dict[str, Any]:
+    """{"ids", "logprobs", "stopped"}; a response with room left ends with a stop id.
+
+    Its length is one of `lengths`, whatever the weights are; none: see `length_of`.
+    """
     draw = random.Random(f"{digest} {seed} {prompt}")
-    length = length_of(prompt, most)
+    length = min(most, random.Random(f"{seed} {prompt}").choice(lengths)) if lengths else length_of(prompt, most)
     ids = [draw.choice([i for i in range(known) if i not in stop]) for _ in range(length)]
     stopped = length < most and bool(stop)
     if stopped:
@@ -236,8 +247,10 @@ class Model:
             time.sleep(faults.get("delay_s", 0.0))
         stop = sampling.get("stop_token_ids", [])
         most, seed = sampling["max_tokens"], sampling.get("seed")
-        found = sample(self.digest, seed, body["token_ids"], most, self.known, stop)
+        found = sample(self.digest, seed, body["token_ids"], most, self.known, stop, faults.get("lengths", ()))
         ids, logprobs = found["ids"], found["logprobs"]
+        if "seed" in sampling:
+            time.sleep(faults.get("token_s", 0.0) * len(ids))
         if "seed" in sampling and faults.get("outside"):
             ids[-1] = self.known
         version = "1-of-somebody-else" if "seed" in sampling and faults.get("version") else self.version
