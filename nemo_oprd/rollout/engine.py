@@ -54,7 +54,8 @@ class Request:
     """One response to sample; `prompt`, `data_source` and `answer` are copied to the rollout.
 
     `messages` is the conversation that the prompt was made from, `teacher_messages` the one that the teacher reads: the
-    same one, unless `teacher.prompt` is set.
+    same one, unless `teacher.prompt` is set. `sampled` is how the response is sampled, and its number there, if it is
+    not one of its call's: servers know that, and the in-process engine does not.
     """
 
     prompt_ids: list[int]
@@ -63,6 +64,7 @@ class Request:
     answer: str | None = None
     messages: tuple[dict[str, str], ...] = ()
     teacher_messages: tuple[dict[str, str], ...] = ()
+    sampled: tuple[SamplingParams, int] | None = None
 
     def answered(self, ids: np.ndarray | Sequence[int], *, finished: bool, **recorded: Any) -> Rollout:
         """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,55 @@ def agrees_with_the_server(
     assert all(any(each.began < work.ended and work.began < each.ended for work in during) for each in samplings[1:])
     share = hidden_share(intervals)
     assert share is not None and 0 < share < 1
+
+
+def test_an_evaluation_beside_training_is_that_of_its_step(pools: Pools, settings: list[str], tmp_path: Path) -> None:
+    """By the server's log it is sampled with the next responses; otherwise it is the one that is sampled alone.
+
+    With `train.keep_best` evaluations are sampled alone, because the checkpoint waits for them.
+    """
+    runs, calls = {}, {}
+    for name, more in (("beside", []), ("alone", ["train.keep_best=val/heldout/avg@2"])):
+        root, run = make_bench(tmp_path / name, lengths=[3, 5, 8], delay_s=0.02), tmp_path / f"{name}_run"
+        heldout = Path(settings[0].partition("=")[2]).parent / "prompts" / "heldout.jsonl"
+        overrides = [
+            *(each for each in settings if not each.startswith(("data.validation", "evaluation.every"))),
+            *(f"data.validation.heldout={heldout}", "evaluation.every=1", "evaluation.limit=2"),
+            *("rollout.engine=vllm", f"rollout.vllm.python={root / 'python'}", "rollout.vllm.check_tokens=0"),
+            *("rollout.max_lag=1", f"output={run}", *more),
+        ]
+        pools[2].run("lag_cases:train", overrides=overrides)
+        runs[name], calls[name] = run, requests(root)
+    beside, alone = runs.values()
+    assert metrics(beside) == metrics(alone)
+    files = sorted(file.relative_to(beside / "evaluations") for file in (beside / "evaluations").rglob("*.json*"))
+    assert [str(file.parent) for file in files if file.name == "evaluation.json"] == [
+        f"step_{step:07d}" for step in range(STEPS + 1)
+    ]
+    for file in files:
+        texts = [nameless((run / "evaluations" / file).read_text()) for run in (beside, alone)]
+        assert texts[0] == texts[1], file
+    for name, run in runs.items():
+        pushes = [line["time"] for line in calls[name] if line["call"] == "/finish_weight_update"]
+        asked = [line["time"] for line in calls[name] if line["call"] == GENERATE and line["temperature"] == 0.7]
+        assert len(asked) == 4 * (STEPS + 1)
+        intervals = read_timeline(run)
+        during = {each.batch: each for each in intervals if each.phase == "sampling"}
+        of = {(each.step, each.phase): each for each in intervals if each.step}
+        graded = [
+            each.step
+            for each in intervals
+            if each.phase == "evaluation" and each.step and each.ended < of[each.step, "optimizer"].began + CLOCK_S
+        ]
+        assert graded == ([2, 3] if name == "beside" else []), "before the weights of the step before change"
+        for step in range(STEPS + 1):
+            own = asked[4 * step : 4 * step + 4]
+            assert pushes[step] < own[0] and all(own[-1] < push for push in pushes[step + 1 :])
+            found = [batch for batch, each in during.items() if each.began < own[0] and own[-1] < each.ended + CLOCK_S]
+            ahead = name == "beside" and 0 < step < STEPS - 1
+            assert found == ([step + 2] if ahead else [])
+
+
+def nameless(text: str) -> str:
+    """Without the random name of the weights after a step."""
+    return re.sub(r'"(weights|name|model)": "[^"]*"|student@[0-9a-f]+', "", text)

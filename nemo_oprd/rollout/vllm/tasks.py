@@ -24,14 +24,15 @@ class Task:
 
     def body(self, index: int) -> dict[str, Any]:
         """The request of one response. Unknown sampling parameters are ignored by the server without a word."""
-        prompt, sampling = self.requests[index].prompt_ids, self.sampling
+        prompt = self.requests[index].prompt_ids
+        sampling, number = self.requests[index].sampled or (self.sampling, index)
         return {
             "token_ids": [*map(int, prompt)],
             "sampling_params": {
                 "max_tokens": min(sampling.max_new_tokens, self.max_positions - len(prompt)),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
-                "seed": seed_of(sampling, index),
+                "seed": seed_of(sampling, number),
                 "logprobs": 0,  # of the sampled id only
                 # the ids that end a response are ours, whatever generation_config.json says
                 "ignore_eos": True,
