@@ -14,7 +14,7 @@ a role that it does not have take part in the transfers and return None.
     an engine's log-probabilities     distillation/sampling_check.py compares them with the student's
     validation sets                   evaluation/validation.py
     checkpoints                       checkpointing/checkpointer.py says when, training_state.py writes and loads them
-    metrics                           observability/step_recorder.py, metrics_log.py
+    metrics, and when what happened   observability/step_recorder.py, metrics_log.py, timeline.py
     signals, locks, dead ranks        runtime/
 
 Before the loop, `setup/preflight.py` checks and resolves the configuration: `setup/resolve.py` says what the run is,
@@ -52,12 +52,16 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
         Stopped: the process was asked to stop by a signal; the run has saved and can be resumed.
     """
     with start_training(spec or preflight(config, world_size(), "train")) as run:
-        distiller, student, engine, timer = run.distiller, run.distiller.student, run.engine, PhaseTimer()
+        distiller, student, engine = run.distiller, run.distiller.student, run.engine
+        timeline, timer = run.timeline, PhaseTimer(run.timeline.note)
         logger.info(check_gradients(distiller, accumulate_gradients))
         updates_per_step = config.train.updates_per_rollout
-        engine.update_weights(student.hf_weights, student.optimizer_steps)
-        run.validation.before_training(student)
+        with timeline("sync"):
+            engine.update_weights(student.hf_weights, student.optimizer_steps)
+        with timeline("evaluation"):
+            run.validation.before_training(student)
         for step in range(run.first_step, config.train.steps):
+            timeline.begin(step + 1)
             with timer("generate"):
                 rollouts = run.sampler.rollouts(step)
             with timer("check"):
@@ -72,13 +76,15 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
                 metrics, kept = accumulate_gradients(distiller, batch, timer, kept, keep=keep)
                 if number == 1 and config.rollout.max_lag:
                     measured |= run.settle(step, timer)  # the weights are still those that sample
-                with timer("update"):
+                with timer("update", "optimizer"):
                     updates.append((metrics, student.optimizer_step(step, batch.objective, metrics)))
             with timer("sync"):
                 engine.update_weights(student.hf_weights, student.optimizer_steps)
             run.recorder.record(step + 1, rollouts, updates, timer.take(), measured)
-            evaluation = run.validation.after_step(step + 1)
-            run.checkpointer.after_step(step + 1, [update for _, update in updates], evaluation)
+            with timeline("evaluation"):
+                evaluation = run.validation.after_step(step + 1)
+            with timeline("save"):
+                run.checkpointer.after_step(step + 1, [update for _, update in updates], evaluation)
         run.finish()
 
 
@@ -103,7 +109,7 @@ def accumulate_gradients(
     for group in batch.groups:
         with timer("teacher"):
             targets = distiller.targets(batch, group) if kept.targets is None else kept.targets
-        with timer("update"):
+        with timer("update", "gradient"):
             accumulation.forward_backward(group, targets)
         if keep:
             reused = targets if len(batch.groups) == 1 else None

@@ -24,7 +24,7 @@ class EvaluationOutcome:
     """The result of a step's evaluation, as far as the step's checkpoint depends on it.
 
     `best`: on the first rank, the content of best.json if this is the best evaluation so far; else None. `deferred`:
-    set if a signal interrupted the evaluation, so that the next start has to make it; see `EVALUATION_DEFERRED`.
+    set if the evaluation has not ended, so that a start from here has to make it; see `EVALUATION_DEFERRED`.
     """
 
     best: dict[str, Any] | None = None
@@ -54,6 +54,7 @@ class Checkpointer:
     before_save: Callable[[], None] = lambda: None
     write_ahead: Callable[[int, Path], None] = lambda done, directory: None
     _saved_at: float = field(default_factory=lambda: time.monotonic())
+    _deferred: str | None = None  # of the last step
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
         """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
@@ -64,7 +65,7 @@ class Checkpointer:
             ValueError: updates were skipped in too many steps in a row.
             Stopped: a signal asked the run to stop.
         """
-        train = self.train
+        train, self._deferred = self.train, evaluation.deferred
         reason = next((update.nonfinite_reason for update in updates if update and update.nonfinite_reason), None)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if reason else 0
         too_many = self.skipped_in_a_row >= train.stop_after_skipped
@@ -95,7 +96,7 @@ class Checkpointer:
             Stopped: always; the weights after `step` steps are saved, unless the run began with them.
         """
         if step > self.saved:
-            self._save(step, EvaluationOutcome())
+            self._save(step, EvaluationOutcome(deferred=self._deferred))
         raise Stopped(
             f"stopped by {self.signals.by} while sampling step {sampled + 1} of "
             f"{self.train.steps}, with {completed} of {requests} responses complete and kept; the same command "

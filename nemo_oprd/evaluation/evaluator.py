@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nemo_oprd.evaluation.intervals import scalars
 from nemo_oprd.evaluation.progress import Progress
 from nemo_oprd.evaluation.responses import response_of
 from nemo_oprd.models.megatron.parallel import first_ranks
+from nemo_oprd.rollout.beside import Beside
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 
@@ -52,6 +54,7 @@ class Evaluator:
         """
         self.config, self.tokenizer = config, tokenizer
         self.graders = GraderChoice(config.evaluation.graders, config.evaluation.judge)
+        self._beside: Generations | None = None  # of which all responses were asked for beside other ones
         self.sets: dict[str, list[Prompt]] = {}
         self.ids: dict[str, list[list[int]]] = {}
         report = DataReport()
@@ -133,11 +136,9 @@ class Evaluator:
         Raises:
             GenerationCancelled: see `RolloutEngine.generate`; the complete responses are kept.
         """
-        samples, metrics = self.config.evaluation.samples, dict[str, dict[str, float]]()
-        graded: list[GradedSet] = []
-        for number, name in enumerate(self.sets):
-            key = (self.config.seed, EVALUATION_STREAM, number)
-            of = SetKey(name, samples, key, generations.about["model"]["name"], self._facts(name))
+        metrics, graded = dict[str, dict[str, float]](), list[GradedSet]()
+        for name in self.sets:
+            of = self._set_key(name, generations)
             rollouts, sampled = self._responses(engine, generations, of, prefix, should_cancel)
             summary: list[dict[str, float] | None] = [None]
             if dist.get_rank() == 0:
@@ -154,6 +155,40 @@ class Evaluator:
             finish(generations.directory, graded, keep_others=False)
         return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
 
+    def beside(self, generations: Generations) -> Beside:
+        """All responses of an evaluation, to sample them with other ones; `evaluate` then finds them in `generations`.
+
+        Args:
+            generations: the evaluation's directory, after `begin`, without responses.
+        """
+        self._beside, requests, places = generations, list[Request](), list[tuple[SetKey, int]]()
+        for name in self.sets:
+            of = self._set_key(name, generations)
+            sampling = self._sampling(of)
+            for i, request in enumerate(self._requests(of)):
+                requests.append(replace(request, sampled=(sampling, i)))
+                places.append((of, i))
+
+        def keep(found: dict[int, Rollout]) -> None:
+            for index, rollout in found.items():
+                of, i = places[index]
+                generations.keep(of, dist.get_rank(), [(i, rollout, self.tokenizer.decode(rollout.response_ids))])
+
+        return Beside(requests, keep)
+
+    def _set_key(self, name: str, generations: Generations) -> SetKey:
+        key = (self.config.seed, EVALUATION_STREAM, [*self.sets].index(name))
+        samples, model = self.config.evaluation.samples, generations.about["model"]["name"]
+        return SetKey(name, samples, key, model, self._facts(name))
+
+    def _requests(self, of: SetKey) -> list[Request]:
+        problems = zip(self.sets[of.name], self.ids[of.name], strict=True)
+        return [Request(ids, answer=p.answer) for p, ids in problems for _ in range(of.samples)]
+
+    def _sampling(self, of: SetKey) -> SamplingParams:
+        settings = self.config.evaluation
+        return SamplingParams(settings.temperature, settings.top_p, self._max_new_tokens, of.key)
+
     def _responses(
         self,
         engine: Callable[[], RolloutEngine],
@@ -163,18 +198,16 @@ class Evaluator:
         should_cancel: Callable[[], bool] | None,
     ) -> tuple[list[Rollout], bool]:
         """(The responses to a set in order, whether any was sampled); if none was, only the first rank has them."""
-        problems = zip(self.sets[of.name], self.ids[of.name], strict=True)
-        requests = [Request(ids, answer=p.answer) for p, ids in problems for _ in range(of.samples)]
+        requests = self._requests(of)
         kept = generations.kept(of, requests) if dist.get_rank() == 0 else {}
         # the other ranks need no responses of a set that is complete
         is_complete = first_ranks(len(kept) == len(requests))
         if kept:
-            logger.info(
-                f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses are kept from an earlier start"
-            )
+            how = "were sampled beside a step" if generations is self._beside else "are kept from an earlier start"
+            logger.info(f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses {how}")
         if is_complete:
             return [kept[i] for i in range(len(kept))], False
-        done, limit, settings = first_ranks_rollouts(kept), self._max_new_tokens, self.config.evaluation
+        done = first_ranks_rollouts(kept)
         progress = Progress(f"{prefix}{of.name}", len(done), len(requests))
 
         def keep(rollouts: dict[int, Rollout]) -> None:
@@ -182,9 +215,8 @@ class Evaluator:
             generations.keep(of, dist.get_rank(), zip(rollouts, rollouts.values(), texts, strict=True))
             progress.add(len(rollouts.keys() - done.keys()))
 
-        sampling = SamplingParams(settings.temperature, settings.top_p, limit, of.key)
         try:
-            return engine().generate(requests, sampling, should_cancel, done, keep), True
+            return engine().generate(requests, self._sampling(of), should_cancel, done, keep), True
         finally:
             progress.close()
 

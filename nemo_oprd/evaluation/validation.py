@@ -21,6 +21,7 @@ from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
 from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.observability.metrics_log import MetricsLog
+from nemo_oprd.rollout.beside import EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
 from nemo_oprd.runtime.signals import Signals, Stopped, agree
 
@@ -51,6 +52,8 @@ class Validation:
         checkpoints: the run's directory of checkpoints.
         first_step: the step that the run begins with; above 0 in a resumed run.
         signals: a received signal defers the current evaluation to the next start.
+        beside: an engine that samples an evaluation together with the next responses of training, while the gradient of
+            a step is computed; None: evaluations are sampled alone.
     """
 
     def __init__(
@@ -63,7 +66,10 @@ class Validation:
         checkpoints: Path,
         first_step: int,
         signals: Signals,
+        beside: EngineBeside | None = None,
     ) -> None:
+        self._beside = beside
+        self._begun: tuple[int, Generations] | None = None  # an evaluation after so many steps, which is under way
         self._config, self._evaluator, self._engine, self._models = config, evaluator, engine, models
         self._log, self._checkpoints, self._first_step, self._signals = log, checkpoints, first_step, signals
 
@@ -93,7 +99,10 @@ class Validation:
             ) from None
 
     def after_step(self, done: int) -> EvaluationOutcome:
-        """Evaluates the student if an evaluation is due after step `done`; a signal defers it to the next start."""
+        """Evaluates the student if an evaluation is due after step `done`; a signal defers it to the next start.
+
+        With `beside` an evaluation only begins here, and `settle` ends it.
+        """
         due = done == self._config.train.steps or done % max(1, self._config.evaluation.every) == 0
         if self._evaluator is None or not due:
             return EvaluationOutcome()
@@ -101,6 +110,10 @@ class Validation:
         weights = _new_name()
         named = trained_identity(self._models.student, done, weights)
         generations = self._generations(self._evaluator, step_directory(done), named, afresh=True)
+        if self._beside is not None and done + self._config.rollout.max_lag < self._config.train.steps:
+            self._beside.add(self._evaluator.beside(generations))
+            self._begun = done, generations
+            return EvaluationOutcome(deferred=weights)  # if the run is stopped or killed before `settle`
         try:
             metrics = self._evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
         except GenerationCancelled:
@@ -109,6 +122,17 @@ class Validation:
         best = self._if_best(done, metrics)
         self._write(done, metrics)
         return EvaluationOutcome(best=best)
+
+    def settle(self) -> None:
+        """Ends an evaluation that was sampled during a gradient; the weights, which it is of, are about to change.
+
+        The responses of training that were asked for with it have been collected.
+        """
+        if self._begun is None or self._evaluator is None or self._beside is None:
+            return
+        (done, generations), self._begun = self._begun, None
+        self._beside.drop()  # what was not asked for, because all responses of training were there, is sampled now
+        self._write(done, self._evaluator.evaluate(lambda: self._engine, generations))
 
     def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
         logger.info("evaluating the student before training")

@@ -62,7 +62,7 @@ class MetricsLog:
         self.path = self.directory / "metrics.jsonl"
         if not first_step and self.path.exists():
             logger.info(f"no checkpoint in {self.directory}: starting over, {self.path.name} is overwritten")
-        self._drop_lines_after(first_step)
+        drop_lines_after(self.path, first_step)
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -131,19 +131,20 @@ class MetricsLog:
             return []
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
-    def _drop_lines_after(self, step: int) -> None:
-        """Keeps the lines up to `step` of a resumed run; a new run (step 0) keeps none."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break  # a killed run was writing this line; every step after the checkpoint is repeated
-            if step > 0 and record["step"] <= step:
-                kept.append(line)
-        write_atomically(self.path, "".join(line + "\n" for line in kept))
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Keeps the lines of JSON up to `step` of a resumed run, by their key `step`; a new run (step 0) keeps none."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break  # a killed run was writing this line; every step after the checkpoint is repeated
+        if step > 0 and record["step"] <= step:
+            kept.append(line)
+    write_atomically(path, "".join(line + "\n" for line in kept))
 
 
 def hours_minutes_seconds(seconds: float) -> str:

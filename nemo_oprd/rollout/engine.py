@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -66,7 +67,8 @@ class Request:
     same one, unless `teacher.prompt` is set.
 
     A request that continues a response has the tokens so far in `prompt_ids`. `key` seeds its randomness in place of
-    the call's, and `most` limits its tokens further.
+    the call's, and `most` limits its tokens further. `sampled` is how the response is sampled, and its number there, if
+    it is not one of its call's: servers know that, and the in-process engine does not.
     """
 
     prompt_ids: list[int]
@@ -77,6 +79,7 @@ class Request:
     teacher_messages: tuple[dict[str, str], ...] = ()
     key: tuple[int, ...] | None = None
     most: int | None = None
+    sampled: tuple[SamplingParams, int] | None = None
 
     def answered(self, ids: np.ndarray | Sequence[int], *, finished: bool, **recorded: Any) -> Rollout:
         """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`."""
@@ -104,12 +107,18 @@ class Weights:
 
 @dataclass
 class Ticket:
-    """What was asked of an engine, from `submit` to `collect`; engines add what they need in between."""
+    """What was asked of an engine, from `submit` to `collect`; engines add what they need in between.
+
+    `served`: after `collect`, per server when it began and when its last response came. Times are seconds since the
+    epoch.
+    """
 
     requests: list[Request]
     sampling: SamplingParams
     done: dict[int, Rollout]
     keep: Keep | None
+    submitted: float = field(init=False, default_factory=time.time)
+    served: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
 
 
 class RolloutEngine(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ class RolloutSampler:
         should_cancel: whether the run was asked to stop; the sampling of a step is then cancelled.
         stop: called on every rank after that, with the steps so far, the step that was sampled, the responses that were
             kept and the requests; saves and raises `Stopped`.
+        note: called after each sampling with when it began and ended, in seconds since the epoch, and by name with
+            the fields of `observability.timeline.Interval`.
     """
 
     config: Config
@@ -46,6 +49,7 @@ class RolloutSampler:
     first_step: int
     should_cancel: Callable[[], bool]
     stop: Callable[[int, int, int, int], NoReturn]
+    note: Callable[..., None] = lambda began, ended, **more: None
     # of steps that are not over, by their step; all responses of a step, some of which may go on (`finish_reason` None)
     _sampled: dict[int, list[Rollout]] = field(default_factory=dict)
     _under_way: tuple[Portion, Ticket] | None = None
@@ -147,7 +151,7 @@ class RolloutSampler:
     def _collect(self, portion: Portion, ticket: Ticket, done: int) -> None:
         """Waits for a portion, while the run has made `done` steps, and keeps it for a resume."""
         step, requests, params = portion.step, portion.requests, portion.params
-        self._under_way = None
+        self._under_way, began = None, time.time()
         try:
             rollouts = self.engine.collect(ticket, self.should_cancel, last=not self.config.rollout.max_lag)
         except GenerationCancelled as cancelled:
@@ -157,9 +161,17 @@ class RolloutSampler:
                 self.cache.put(step, kept, params, len(requests))
                 self.cache.finish()  # before the message says that they are kept
             self.stop(done, step, len(kept), len(requests))
+        self._note(portion, ticket, began)
         if portion.last:  # earlier ones would be in the way of the last one
             self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
         self._came(portion, rollouts)
+
+    def _note(self, portion: Portion, ticket: Ticket, began: float) -> None:
+        """Says when a portion was sampled; `began`: when this process began to collect it."""
+        collected, served = time.time(), ticket.served
+        spans = list(served.values()) or [(began, collected)]
+        more = {"batch": portion.step + 1, "submitted": ticket.submitted, "collected": collected}
+        self.note(min(spans)[0], max(ended for _, ended in spans), **more, servers={str(i): served[i] for i in served})
 
     def _came(self, portion: Portion, rollouts: list[Rollout]) -> None:
         """Takes the responses, or parts, of a portion; a step's first portion has all of its responses."""

@@ -73,8 +73,8 @@ MAKERS = (
         "a training run",
         (_has_run_config, "checkpoints/iter_*/state.json", "checkpoints/iter_*/hf"),  # Megatron's own have neither
         (
-            *("config.yaml", "metrics.jsonl", "data.json", "environment.json", "tensorboard", "rollouts"),
-            *("evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id"),
+            *("config.yaml", "metrics.jsonl", "timeline.jsonl", "data.json", "environment.json", "tensorboard"),
+            *("rollouts", "evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id"),
         ),
     ),
     Maker("compare", "a comparison of models", ("teacher.json", _has_responses_of_compare), ("teacher.jsonl",)),

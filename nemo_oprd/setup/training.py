@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.phase_timer import PhaseTimer
 from nemo_oprd.observability.step_recorder import StepRecorder
+from nemo_oprd.observability.timeline import SAMPLING, Timeline
+from nemo_oprd.rollout.beside import EngineBeside
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.replay import ReplayEngine
@@ -71,6 +75,7 @@ class TrainingRun:
     validation: Validation
     checkpointer: Checkpointer
     log: MetricsLog
+    timeline: Timeline
     first_step: int
     files: RunFiles
     evaluator: Evaluator | None
@@ -87,11 +92,17 @@ class TrainingRun:
         return found
 
     def settle(self, step: int, timer: PhaseTimer) -> dict[str, float]:
-        """Brings home and checks what was sampled during the update of a step, before the weights change."""
+        """Brings home and checks what was sampled during the update of a step, before the weights change.
+
+        That includes an evaluation of these weights.
+        """
         with timer("generate"):
             self.sampler.settle(step)
         with timer("check"):
-            return self.check_sampled(step)
+            found = self.check_sampled(step)
+        with self.timeline("evaluation"):
+            self.validation.settle()
+        return found
 
     def measure_lag(self, rollouts: list[Rollout], step: int) -> dict[str, float]:
         """How far the student is from those that sampled the rollouts of a step; nothing without `rollout.max_lag`."""
@@ -222,10 +233,17 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     stopping = checkpointer.asked_to_stop, checkpointer.stop_while_sampling
     schedule = Schedule(config, data.prompts, student.spec.max_positions)
     inputs = schedule, data.teacher_inputs
-    sampler = RolloutSampler(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
+    beside = EngineBeside(engine)
+    sampling = cast(RolloutEngine, beside)  # it has the engine's attributes
+    sampler = RolloutSampler(config, plan.run.models.routing, sampling, *inputs, cache, first_step, *stopping)
     checkpointer.write_ahead = sampler.write_ahead
+    timeline = Timeline(Path(config.output), first_step, writes=log.writes)
+    sampler.note = partial(timeline.note, SAMPLING)
     if first_step:
         sampler.read_ahead(iteration_directory(checkpoints, first_step))
+    # the checkpoint of a best evaluation is written before the next step
+    waits = not config.rollout.max_lag or ENGINES[config.rollout.engine].in_process or config.train.keep_best
+    overlapping = None if waits else beside
     run = TrainingRun(
         config,
         distiller,
@@ -233,9 +251,10 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         sampler,
         SamplingCheck(config, plan.run.models.vocab_limit),
         recorder,
-        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals),
+        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, overlapping),
         checkpointer,
         log,
+        timeline,
         first_step,
         files,
         data.evaluator,

@@ -18,9 +18,12 @@ from vllm_engine_cases import make_bench
 
 from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
+from nemo_oprd.observability.timeline import Interval, hidden_share, read_timeline
 from nemo_oprd.rollout.vllm.tasks import seed_of
 
 STEPS, BATCH = 4, 4
+DELAY_S = 0.05  # of a response
+CLOCK_S = 0.002  # two clocks are compared, one of them rounded
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +211,7 @@ def test_servers_sample_during_an_update_and_never_during_a_push(
     """By the server's own log. A server that dies meanwhile gets the same weights again, and samples the same."""
     rollouts, logs = [], []
     for name, faults in (("whole", {}), ("dies", {"die": {"call": GENERATE, "at": 6}})):
-        root = make_bench(tmp_path / name, delay_s=0.05, **faults)
+        root = make_bench(tmp_path / name, delay_s=DELAY_S, **faults)
         run = tmp_path / f"{name}_run"
         vllm = ["rollout.engine=vllm", f"rollout.vllm.python={root / 'python'}", "rollout.vllm.check_tokens=0"]
         overrides = [*settings, *vllm, "rollout.max_lag=1", "rollout.max_batch=2", f"output={run}"]
@@ -231,6 +234,89 @@ def test_servers_sample_during_an_update_and_never_during_a_push(
         assert pushed[step - 1] < batch[0] and batch[-1] < pushed[step]
         assert calls[batch[-1]]["time"] < update["optimizer"]
         assert step == 1 or calls[batch[0]]["time"] > noted[step - 2]["optimizer"]
+    agrees_with_the_server(read_timeline(tmp_path / "whole_run"), calls, noted)
     # the other run's server died once, and its successor got weights of a version that was pushed before
     again = [line for line in logs[1][0] if line["call"] == "/finish_weight_update"]
     assert len(again) == STEPS + 2
+
+
+def agrees_with_the_server(
+    intervals: list[Interval], calls: list[dict[str, Any]], noted: list[dict[str, float]]
+) -> None:
+    """The run's own record against what the server and the trainer have seen."""
+    asked = [line["time"] for line in calls if line["call"] == GENERATE]
+    samplings = [each for each in intervals if each.phase == "sampling"]
+    assert [(each.batch, each.step) for each in samplings] == [
+        (1, 1),
+        *((step, step - 1) for step in range(2, STEPS + 1)),
+    ]
+    for each in samplings:
+        own = asked[(each.batch - 1) * BATCH : each.batch * BATCH]
+        assert each.submitted <= each.began < own[0] and own[-1] + DELAY_S < each.ended + CLOCK_S
+        assert each.ended < each.collected + CLOCK_S and each.servers == {"0": (each.began, each.ended)}
+    of = {(each.step, each.phase): each for each in intervals}
+    for step in range(1, STEPS + 1):
+        gradient, optimizer, push = (of[step, phase] for phase in ("gradient", "optimizer", "sync"))
+        assert gradient.ended <= optimizer.began + CLOCK_S and optimizer.ended <= push.began + CLOCK_S
+        assert abs(optimizer.began - noted[step - 1]["optimizer"]) < 0.1
+        apart = [each for each in samplings if each.ended < push.began + CLOCK_S or push.ended < each.began + CLOCK_S]
+        assert apart == samplings, "nothing is sampled during a push"
+    ends = [line["time"] for line in calls if line["call"] == "/finish_weight_update"]
+    pushes = [each for each in intervals if each.phase == "sync"]
+    assert all(each.began < end < each.ended for each, end in zip(pushes, ends, strict=True))
+    during = [each for each in intervals if each.phase in ("teacher", "gradient")]
+    assert all(any(each.began < work.ended and work.began < each.ended for work in during) for each in samplings[1:])
+    share = hidden_share(intervals)
+    assert share is not None and 0 < share < 1
+
+
+def test_an_evaluation_beside_training_is_that_of_its_step(pools: Pools, settings: list[str], tmp_path: Path) -> None:
+    """By the server's log it is sampled with the next responses; otherwise it is the one that is sampled alone.
+
+    With `train.keep_best` evaluations are sampled alone, because the checkpoint waits for them.
+    """
+    runs, calls = {}, {}
+    for name, more in (("beside", []), ("alone", ["train.keep_best=val/heldout/avg@2"])):
+        root, run = make_bench(tmp_path / name, lengths=[3, 5, 8], delay_s=0.02), tmp_path / f"{name}_run"
+        heldout = Path(settings[0].partition("=")[2]).parent / "prompts" / "heldout.jsonl"
+        overrides = [
+            *(each for each in settings if not each.startswith(("data.validation", "evaluation.every"))),
+            *(f"data.validation.heldout={heldout}", "evaluation.every=1", "evaluation.limit=2"),
+            *("rollout.engine=vllm", f"rollout.vllm.python={root / 'python'}", "rollout.vllm.check_tokens=0"),
+            *("rollout.max_lag=1", f"output={run}", *more),
+        ]
+        pools[2].run("lag_cases:train", overrides=overrides)
+        runs[name], calls[name] = run, requests(root)
+    beside, alone = runs.values()
+    assert metrics(beside) == metrics(alone)
+    files = sorted(file.relative_to(beside / "evaluations") for file in (beside / "evaluations").rglob("*.json*"))
+    assert [str(file.parent) for file in files if file.name == "evaluation.json"] == [
+        f"step_{step:07d}" for step in range(STEPS + 1)
+    ]
+    for file in files:
+        texts = [nameless((run / "evaluations" / file).read_text()) for run in (beside, alone)]
+        assert texts[0] == texts[1], file
+    for name, run in runs.items():
+        pushes = [line["time"] for line in calls[name] if line["call"] == "/finish_weight_update"]
+        asked = [line["time"] for line in calls[name] if line["call"] == GENERATE and line["temperature"] == 0.7]
+        assert len(asked) == 4 * (STEPS + 1)
+        intervals = read_timeline(run)
+        during = {each.batch: each for each in intervals if each.phase == "sampling"}
+        of = {(each.step, each.phase): each for each in intervals if each.step}
+        graded = [
+            each.step
+            for each in intervals
+            if each.phase == "evaluation" and each.step and each.ended < of[each.step, "optimizer"].began + CLOCK_S
+        ]
+        assert graded == ([2, 3] if name == "beside" else []), "before the weights of the step before change"
+        for step in range(STEPS + 1):
+            own = asked[4 * step : 4 * step + 4]
+            assert pushes[step] < own[0] and all(own[-1] < push for push in pushes[step + 1 :])
+            found = [batch for batch, each in during.items() if each.began < own[0] and own[-1] < each.ended + CLOCK_S]
+            ahead = name == "beside" and 0 < step < STEPS - 1
+            assert found == ([step + 2] if ahead else [])
+
+
+def nameless(text: str) -> str:
+    """Without the random name of the weights after a step."""
+    return re.sub(r'"(weights|name|model)": "[^"]*"|student@[0-9a-f]+', "", text)

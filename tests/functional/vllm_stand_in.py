@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -69,11 +69,17 @@ def sample(
     most: int,
     known: int,
     stop: list[int],
-    of: slice = slice(-1, None),
+    lengths: Sequence[int] | str = (),
 ) -> dict[str, Any]:
-    """{"ids", "logprobs", "stopped"}; a response with room left ends with a stop id."""
+    """{"ids", "logprobs", "stopped"}; a response with room left ends with a stop id.
+
+    Its length is one of `lengths`, whatever the weights are; none, or "of whole prompts": see `length_of`.
+    """
     draw = random.Random(f"{digest} {seed} {prompt}")
-    length = length_of(prompt, most, of)
+    if isinstance(lengths, str) or not lengths:
+        length = length_of(prompt, most, slice(None) if lengths else slice(-1, None))
+    else:
+        length = min(most, random.Random(f"{seed} {prompt}").choice(lengths))
     ids = [draw.choice([i for i in range(known) if i not in stop]) for _ in range(length)]
     stopped = length < most and bool(stop)
     if stopped:
@@ -247,9 +253,10 @@ class Model:
             time.sleep(faults.get("delay_s", 0.0))
         stop = sampling.get("stop_token_ids", [])
         most, seed = sampling["max_tokens"], sampling.get("seed")
-        of = slice(None) if faults.get("lengths") == "of whole prompts" else slice(-1, None)
-        found = sample(self.digest, seed, body["token_ids"], most, self.known, stop, of)
+        found = sample(self.digest, seed, body["token_ids"], most, self.known, stop, faults.get("lengths", ()))
         ids, logprobs = found["ids"], found["logprobs"]
+        if "seed" in sampling:
+            time.sleep(faults.get("token_s", 0.0) * len(ids))
         if "seed" in sampling and faults.get("outside"):
             ids[-1] = self.known
         version = "1-of-somebody-else" if "seed" in sampling and faults.get("version") else self.version

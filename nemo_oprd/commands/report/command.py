@@ -14,6 +14,7 @@ _LONGEST_S = 86_400
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--output", metavar="FILE", help="default: report.html in the first run")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="of the timeline; default: the last 5 steps of each run")
     parser.add_argument(
         "--follow",
         metavar="SECONDS",
@@ -28,18 +29,20 @@ def run(options: argparse.Namespace) -> None:
     """Writes the page and prints its path.
 
     Raises:
-        ValueError: as `write_report`, or `--follow` is not above 0.
+        ValueError: as `write_report`, `--follow` is not above 0, or `--steps` is no range of steps.
     """
     from nemo_oprd.commands.report.page import unfinished, write_report
+    from nemo_oprd.commands.report.timelines import parse_steps
 
     follow, paths = options.follow, [Path(run) for run in options.runs]
     if follow is not None and not 0 < follow <= _LONGEST_S:
         raise ValueError(f"--follow {follow}: expected seconds above 0, at most {_LONGEST_S}; choose e.g. 30")
+    steps = None if options.steps is None else parse_steps(options.steps)
     file = Path(options.output) if options.output else paths[0] / "report.html"
     check_file(file, "report", "--output", r"\s*<!doctype html>.*distillation report</title>")
     going_on = follow is not None and unfinished(paths)  # asked before the page is written, so that none is missed
-    print(write_report(paths, file), flush=True)
+    print(write_report(paths, file, steps), flush=True)
     while follow is not None and going_on:
         time.sleep(follow)
         going_on = unfinished(paths)
-        write_report(paths, file)
+        write_report(paths, file, steps)

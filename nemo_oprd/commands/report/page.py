@@ -32,10 +32,13 @@ TEMPLATE = "page.html.jinja"
 REFRESH_S = 30
 
 
-def write_report(runs: Sequence[Path], output: Path) -> Path:
+def write_report(runs: Sequence[Path], output: Path, steps: tuple[int, int] | None = None) -> Path:
     """Writes the page that shows `runs` (directories with metrics.jsonl and config.yaml) side by side to `output`.
 
     A run whose last line of metrics.jsonl was cut off is shown without that line, and the page mentions it.
+
+    Args:
+        steps: the first and the last step of the timeline; None: the last ones of each run.
 
     Returns: `output`; its parent directories are created.
 
@@ -46,7 +49,7 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     if output.is_dir():
         raise ValueError(f"{output} is a directory, expected a file to write; add a name such as report.html")
     read = _read(runs)
-    page = _render(read)
+    page = _render(read, steps)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page)
     return output
@@ -64,7 +67,7 @@ def _read(runs: Sequence[Path]) -> list[Run]:
     return [read_run(path, name) for path, name in zip(paths, short_names(paths), strict=True)]
 
 
-def _render(runs: list[Run]) -> str:
+def _render(runs: list[Run], timeline_steps: tuple[int, int] | None) -> str:
     # autoescape: names of runs, sets and models come from files
     environment = Environment(
         loader=FunctionLoader(lambda name: resources.files(__package__).joinpath(name).read_text(encoding="utf-8")),
@@ -90,7 +93,9 @@ def _render(runs: list[Run]) -> str:
         groups=groups(kept),
         columns=COLUMNS,
         comparisons=[(key, comparison) for key, comparison in compared if comparison is not None],
-        figures=[(panel, _plots(panel, steps, f"f{index}")) for index, panel in enumerate(panels(runs))],
+        figures=[
+            (panel, _plots(panel, steps, f"f{index}")) for index, panel in enumerate(panels(runs, timeline_steps))
+        ],
         costs=costs(runs),
         settings=differing_settings(runs),
         changed=changed_settings(runs),

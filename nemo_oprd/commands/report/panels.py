@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nemo_oprd.commands.report.figures import COLORS, SMOOTH_FROM, Draw, Key, Panel, line, run_key, smooth
+from nemo_oprd.commands.report.timelines import timeline_panel
 from nemo_oprd.evaluation.set_metrics import order_of, repeated
 from nemo_oprd.observability.run_reader import Run
 
@@ -42,14 +43,15 @@ PHASES = ("generate", "check", "teacher", "update", "sync", "gradient_noise")
 VALIDATION = re.compile(r"val/(.+?)(/teacher)?/((?:avg|best|pass|maj)@\d+|avg_len|truncated|no_answer|dist_4g)")
 
 
-def panels(runs: list[Run]) -> list[Panel]:
-    """The figures for which the runs have data, in the order of the page."""
+def panels(runs: list[Run], steps: tuple[int, int] | None = None) -> list[Panel]:
+    """The figures for which the runs have data, in the order of the page; `steps`: those of the timeline."""
     averages = [(name, metric) for name, metric in validation_names(runs) if metric.startswith("avg@")]
     chosen = [_accuracy(runs, name, metric) for name, metric in averages]
     chosen += [_accuracy_over_time(runs, name, metric) for name, metric in averages]
     chosen += [_curve(runs, *curve) for curve in CURVES[:2]] + [_layers(runs), _positions(runs)]
     chosen += [_curve(runs, *curve) for curve in CURVES[2:NUM_LOSSES]] + [_entropies(runs)]
-    chosen += [_curve(runs, *curve) for curve in CURVES[NUM_LOSSES:]] + [_phases(runs), _bridge_ranks(runs)]
+    chosen += [_curve(runs, *curve) for curve in CURVES[NUM_LOSSES:]] + [_phases(runs)]
+    chosen += [timeline_panel(runs, steps), _bridge_ranks(runs)]
     return [panel for panel in chosen if panel.plots]
 
 

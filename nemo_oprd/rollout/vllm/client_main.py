@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections import deque
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class ToldRound:
 
     def __init__(self, channel: Channel, client: Client, message: dict[str, Any]) -> None:
         """`message`: `Job.message`."""
-        self._channel = channel
+        self._channel, self._waited_s = channel, time.monotonic() - message["asked"]
         self._writer = SegmentWriter(lambda file: channel.send({"kind": "segment"}, file))
         self._servers: list[Server] = [OthersServer(**server) for server in message["servers"]]
         check = AnswerCheck(message["version"], message["known_ids"])
@@ -86,7 +87,7 @@ class ToldRound:
             self._writer.close()
         self._tell()
         self._channel.send({"kind": "over", "died": [*work.died.items()], "error": work.error,
-                            "busy_s": [*work.busy_s.items()]})  # fmt: skip
+                            "busy_s": [*work.busy_s.items()], "waited_s": self._waited_s})  # fmt: skip
 
     def _deliver(self, index: int, response: Response, server: int) -> None:
         assert response.logprobs is not None

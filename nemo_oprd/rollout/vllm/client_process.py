@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -41,24 +42,30 @@ class Round:
     died: dict[int, str] = field(default_factory=dict)  # per server, why
     error: str | None = None  # what makes further sampling pointless
     busy_s: dict[int, float] = field(default_factory=dict)  # per server, the seconds until its last response
+    waited_s: float = 0.0  # before that, until the client process began
     lost: list[str] = field(default_factory=list)  # how the client process ended, if it did
 
 
 @dataclass
 class RoundSummary:
-    """What ranks tell each other of a round: a `Round` with the indices alone of what was sampled."""
+    """What ranks tell each other of a round: a `Round` with the indices alone of what was sampled.
+
+    `served_s`: per server when it began and when its last response came, in seconds since the round began.
+    """
 
     sampled: set[int]
     died: dict[int, str]
     error: str | None
     busy_s: dict[int, float]
+    served_s: dict[int, tuple[float, float]]
     lost: list[str]
     cancelled: bool
 
     @staticmethod
     def of(mine: Round, cancelled: bool) -> RoundSummary:
         """Of one rank, which was told to cancel, or not."""
-        return RoundSummary({*mine.sampled}, mine.died, mine.error, mine.busy_s, mine.lost, cancelled)
+        served = {number: (mine.waited_s, mine.waited_s + seconds) for number, seconds in mine.busy_s.items()}
+        return RoundSummary({*mine.sampled}, mine.died, mine.error, mine.busy_s, served, mine.lost, cancelled)
 
     @staticmethod
     def joined(parts: list[RoundSummary]) -> RoundSummary:
@@ -68,6 +75,7 @@ class RoundSummary:
             {number: why for part in parts for number, why in part.died.items()},
             next((part.error for part in parts if part.error is not None), None),
             {number: seconds for part in parts for number, seconds in part.busy_s.items()},
+            {number: seconds for part in parts for number, seconds in part.served_s.items()},
             [how for part in parts for how in part.lost],
             any(part.cancelled for part in parts),
         )
@@ -83,6 +91,7 @@ class Job:
         claim: the index of the next request; None if there are no more. Other controllers claim from the same queue.
         slots: the most requests that a server gets at a time.
         keep: called with responses, by the index of their request; each counts once it has returned.
+        asked: when the round began, by the clock that all processes of a machine share.
     """
 
     task: Task
@@ -91,13 +100,15 @@ class Job:
     claim: Callable[[], int | None]
     slots: int
     keep: Callable[[dict[int, Response]], None] | None = None
+    asked: float = field(default_factory=time.monotonic)
 
     def message(self, servers: list[Server]) -> dict[str, Any]:
         """What the client process is told."""
         task = self.task
         limits = {"known_ids": task.known_ids, "timeout_s": task.timeout_s, "slots": self.slots}
         taking_part = [_address(server) for server in servers if server.pushed == self.version]
-        return {"kind": "sample", "version": self.version, "servers": taking_part, **limits}
+        about = {"version": self.version, "servers": taking_part, "asked": self.asked}
+        return {"kind": "sample", **about, **limits}
 
 
 def _address(server: Server) -> dict[str, Any]:
@@ -231,7 +242,7 @@ class ClientProcess:
                 segments.add(self._channel.take_file())
             elif kind == "over":
                 result.died, result.error = dict(message["died"]), message["error"]
-                result.busy_s = dict(message["busy_s"])
+                result.busy_s, result.waited_s = dict(message["busy_s"]), message["waited_s"]
                 return
             else:
                 raise RuntimeError(f"the client process of the vLLM servers failed: {message['traceback']}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -202,6 +203,7 @@ class VllmEngine(Generates):
             ticket.own |= mine.sampled
             ticket.complete |= found.sampled
             busy |= found.busy_s
+            ticket.note_served(found.served_s)
             if found.error is not None:
                 raise ServerRefused(found.error)
             cancelled, failed = found.cancelled, bool(found.died or found.lost)
@@ -230,7 +232,7 @@ class VllmEngine(Generates):
         if not order:
             return
         claim, sampler = self._queue.open(order), self._mine.sampler
-        mine, work = Round(), None
+        mine, work, ticket.round_began = Round(), None, time.time()
         if sampler is not None:
             slots = -(-len(order) // len(self._places))
             job = Job(ticket.task, self._version, self.weights.steps, claim, slots, ticket.keeping(_rollout))

@@ -24,14 +24,15 @@ class Task:
 
     def body(self, index: int) -> dict[str, Any]:
         """The request of one response. Unknown sampling parameters are ignored by the server without a word."""
-        request, sampling = self.requests[index], self.sampling
+        request = self.requests[index]
+        sampling, number = request.sampled or (self.sampling, index)
         return {
             "token_ids": [*map(int, request.prompt_ids)],
             "sampling_params": {
                 "max_tokens": sampling.limit_of(request, self.max_positions),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
-                "seed": seed_of(sampling.key_of(request, index)),
+                "seed": seed_of(sampling.key_of(request, number)),
                 "logprobs": 0,  # of the sampled id only
                 # the ids that end a response are ours, whatever generation_config.json says
                 "ignore_eos": True,

@@ -21,12 +21,14 @@ class VllmTicket(Ticket):
         own: responses of this rank's client process, by the index of their request.
         complete: the indices of all requests that have a response on some rank.
         under_way: the round that has begun and was not waited for, with this rank's part in it.
+        round_began: when the last round began, in seconds since the epoch.
     """
 
     task: Task
     own: dict[int, Response] = field(default_factory=dict)
     complete: set[int] = field(init=False)
     under_way: tuple[Round, Future | None] | None = None
+    round_began: float = 0.0
 
     def __post_init__(self) -> None:
         self.complete = set(self.done)
@@ -34,6 +36,12 @@ class VllmTicket(Ticket):
     def missing(self) -> list[int]:
         """The requests without a response, in order."""
         return [i for i in range(len(self.requests)) if i not in self.complete]
+
+    def note_served(self, served_s: dict[int, tuple[float, float]]) -> None:
+        """Takes up when each server was busy, in seconds since the last round began."""
+        for number, (first, last) in served_s.items():
+            began, _ = self.served.get(number, (self.round_began + first, 0.0))
+            self.served[number] = began, self.round_began + last
 
     def forget(self) -> None:
         """Gives up what was sampled since the ticket was made."""

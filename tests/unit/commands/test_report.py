@@ -110,6 +110,29 @@ def test_one_run(tmp_path):
     assert "cut off" not in text
 
 
+def test_a_timeline_of_some_steps(tmp_path):
+    """Of the last steps, or of those that are asked for; the numbers in it are those of the sampled steps."""
+    made = run(tmp_path / "a", FEW)
+    lines = [
+        {"step": step, "phase": phase, "began": 100.0 * step + begin, "ended": 100.0 * step + end, **more}
+        for step in range(1, 9)
+        for phase, begin, end, more in (
+            ("sampling", 0, 60, {"batch": 40 + step, "submitted": 0, "collected": 60, "servers": {"0": [0, 60]}}),
+            ("generate", 0, 15, {}), ("teacher", 15, 20, {}), ("gradient", 20, 90, {}), ("sync", 90, 99, {}),
+        )
+    ]  # fmt: skip
+    (made / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(made)
+    assert "steps 4 to 8, 75 % of the sampling hidden" in words(page)
+    figure = re.search(r"<h3>Timeline</h3>.*?</figure>", page, flags=re.DOTALL)[0]
+    for text in ("sampling", "waiting for it", "teacher", "gradient", "weights to the engine", "44", "48"):
+        assert f">{text}<" in figure, text
+    assert ">43<" not in figure and "optimizer" not in figure
+    chosen = write_report([made], tmp_path / "chosen.html", (2, 3)).read_text(encoding="utf-8")
+    assert "steps 2 to 3, 75 % of the sampling hidden" in words(chosen)
+    assert "Timeline" not in titles(write_report([made], tmp_path / "none.html", (20, 21)).read_text(encoding="utf-8"))
+
+
 def test_several_runs_overlay(tmp_path):
     other = [{name: value for name, value in row.items() if not name.startswith("rep/")} for row in rows(4)]
     page = report(run(tmp_path / "a"), run(tmp_path / "b"), run(tmp_path / "c", other))
@@ -304,7 +327,7 @@ def test_the_page_starts_with_its_doctype(tmp_path):
 def test_the_command_says_where_the_page_is(tmp_path, capsys, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "a", FEW)
-    command.run(Namespace(runs=["a"], output=output, follow=None))
+    command.run(Namespace(runs=["a"], output=output, follow=None, steps=None))
     written = output or "a/report.html"
     assert capsys.readouterr().out == f"{written}\n"
     assert (tmp_path / written).read_text(encoding="utf-8").startswith("<!doctype html>")

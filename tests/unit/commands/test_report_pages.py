@@ -261,11 +261,11 @@ def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             file.write(json.dumps(lines[len(waits) - 1]) + "\n")
 
     monkeypatch.setattr(command.time, "sleep", wait)
-    command.run(Namespace(runs=[str(run)], output=None, follow=7.0))
+    command.run(Namespace(runs=[str(run)], output=None, follow=7.0, steps=None))
     assert waits == [7.0, 7.0] and capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert "refresh" not in (run / "report.html").read_text()
     with pytest.raises(ValueError, match="--follow 0.0: expected seconds above 0"):
-        command.run(Namespace(runs=[str(run)], output=None, follow=0.0))
+        command.run(Namespace(runs=[str(run)], output=None, follow=0.0, steps=None))
 
 
 def test_the_commands_of_its_page(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class VersionedEngine:
 
     def submit(self, requests: list[Request], params: Any, *_: Any) -> Any:
         self.calls.append(("submit", params.key[-1]))
-        return SimpleNamespace(requests=requests, step=params.key[-1])
+        return SimpleNamespace(requests=requests, step=params.key[-1], served={})
 
     def collect(self, ticket: Any, *_: Any, **__: Any) -> list[Rollout]:
         self.calls.append(("collect", ticket.step))

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.checkpointing.checkpointer import Checkpointer, EvaluationOutcome, skipped_in_a_row
+from nemo_oprd.checkpointing.checkpointer import EVALUATION_DEFERRED, Checkpointer, EvaluationOutcome, skipped_in_a_row
 from nemo_oprd.checkpointing.directory import commit_checkpoint, partial_directory
 from nemo_oprd.checkpointing.training_state import check_resume_signature, resume_signature
 from nemo_oprd.commands.report.page import write_report
@@ -100,6 +100,23 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> Non
         for done in range(1, 6):
             checkpointer.after_step(done, [None], EvaluationOutcome())
     assert saved == [2, 4]
+
+
+def test_a_stop_while_an_evaluation_is_under_way_defers_it(tmp_path: Path) -> None:
+    """It began after the step and is sampled beside the next one, in whose sampling the run stops."""
+    settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_every=0"]
+    train, nothing, saved = load_config("verify", settings).train, Signals(), list[Any]()
+    module = "nemo_oprd.checkpointing.checkpointer"
+    with (
+        mock.patch(f"{module}.save_checkpoint", lambda _, done, *args, more, **rest: saved.append((done, more))),
+        mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
+    ):
+        checkpointer = Checkpointer(train, tmp_path, nothing, tmp_path, nothing, 0, 0)  # type: ignore[arg-type]
+        for done, deferred in ((1, "names of weights"), (2, None)):
+            checkpointer.after_step(done, [None], EvaluationOutcome(deferred=deferred))
+            with pytest.raises(Stopped):
+                checkpointer.stop_while_sampling(done, done + 1, 0, 4)
+    assert saved == [(1, {EVALUATION_DEFERRED: "names of weights"}), (2, None)]
 
 
 def test_a_signal_before_training_stops_a_run_without_validation_sets() -> None:

@@ -1,0 +1,197 @@
+"""How long a step is with sampling ahead of the update: a model's prediction against runs with servers that sleep.
+
+    python -m benchmarks.timeline [--shares 98 90 70 50] [--lags 1 2] [--steps 6] [--json FILE]
+
+A run trains the tiny pair of `nemo-oprd toy` on one rank. Two servers sleep for each token (`sleeping_servers.py`), and
+the teacher sleeps before it answers, so that sampling has the given share of a synchronous step, and neither is limited
+by this machine's cores. Everything else is the real trainer. The phases besides sampling are taken from the synchronous
+run's timeline.jsonl (medians); the model (`timeline_model.py`) adds the sampling, from the seconds per token and the
+lengths of the responses, and the schedule. Its steps are compared with those of the timelines of all runs.
+
+The second table is computed only (`timeline_gpus.py`): lag and segments against a synchronous run on as many GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.sleeping_servers import interpreter
+from benchmarks.timeline_gpus import GPU_HEAD, compare, gpu_line
+from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, predict, seconds_per_step
+from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.observability.timeline import SAMPLING, Interval, hidden_share, read_timeline
+
+# tokens of a response: a few are much longer than the others
+LENGTHS = [4, 6, 6, 8, 8, 10, 12, 14, 20, 32]
+SERVERS, SLOTS, RESPONSES = 2, 4, 16
+# seconds of a synchronous step; long where little of it is left for the rest
+STEP_S = {98: 16.0, 95: 10.0, 90: 8.0, 70: 6.0, 50: 6.0}
+HEAD = (
+    "| share of sampling | lag | step, measured | predicted | error | of synchronous | whole run | hidden |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+class Bench:
+    """A directory with the tiny pair and the runs of the benchmark."""
+
+    def __init__(self, root: Path, steps: int) -> None:
+        self.root, self.steps = root, steps
+        make_tiny_pair(root / "toy", log=lambda line: None)
+
+    def run(self, name: str, lag: int, token_s: float, teacher_s: float) -> Path:
+        """Trains; returns the run directory."""
+        from nemo_oprd.config.loading import load_config
+        from nemo_oprd.distillation.distiller import Distiller
+        from nemo_oprd.rollout import engine_kinds
+        from nemo_oprd.train import train
+
+        python, toy, output = (
+            interpreter(self.root / f"{name}_servers", token_s, LENGTHS),
+            self.root / "toy",
+            self.root / name,
+        )
+        overrides = [
+            *(f"{role}.hf_path={toy / role}" for role in ("student", "teacher")),
+            *("student.checkpoint=null", "teacher.checkpoint=null", "student.parallel.tensor=1"),
+            *(f"data.train={toy / 'prompts' / 'train.jsonl'}", "data.validation={}", "evaluation.every=0"),
+            *("evaluation.teacher=false", "logging.tensorboard=false", "train.export_hf=false", "train.save_every=0"),
+            *(f"train.steps={self.steps}", f"train.prompts_per_step={RESPONSES}", "rollout.save=true"),
+            *("rollout.engine=vllm", f"rollout.vllm.python={python}", f"rollout.vllm.replicas={SERVERS}"),
+            *(f"rollout.max_batch={SLOTS}", f"rollout.max_lag={lag}", "rollout.vllm.check_tokens=0"),
+            f"output={output}",
+        ]
+        targets = Distiller.targets
+
+        def slowly(*arguments: Any) -> Any:
+            time.sleep(teacher_s)
+            return targets(*arguments)
+
+        with ExitStack() as patched:
+            patched.enter_context(mock.patch.object(Distiller, "targets", slowly))
+            # real servers on a CPU do not know heads of the tiny pair's size
+            patched.enter_context(mock.patch.object(engine_kinds, "check_head_size"))
+            train(load_config("quickstart", overrides))
+        return output
+
+
+def lengths_of(run: Path, steps: int) -> list[list[int]]:
+    """The tokens of the responses of each step."""
+    files = [run / "rollouts" / f"step_{step:07d}.jsonl" for step in range(1, steps + 1)]
+    return [[len(json.loads(line)["response_ids"]) for line in file.read_text().splitlines()] for file in files]
+
+
+def work_of(intervals: Sequence[Interval]) -> Work:
+    """The phases besides sampling in a synchronous run: medians over its steps, without the first one.
+
+    The gradient is what is between the last response and the optimizer, the planning of the batch included.
+    """
+    of = {(each.step, each.phase): each for each in intervals}
+    steps = sorted({each.step for each in intervals})[2:]
+    begins = {step: of[step, "generate"].began for step in steps}
+    return Work(
+        push=statistics.median(of[step, "sync"].ended - of[step, "sync"].began for step in steps),
+        gradient=statistics.median(of[step, "optimizer"].began - of[step, "generate"].ended for step in steps),
+        optimizer=statistics.median(of[step, "sync"].began - of[step, "optimizer"].began for step in steps),
+        other=statistics.median(begins[step + 1] - of[step, "sync"].ended for step in steps[:-1]),
+    )
+
+
+def settle(share: int, overhead: float, mean_span: float) -> tuple[float, float]:
+    """(Seconds per token, seconds of the teacher) with which sampling has `share` percent of a synchronous step.
+
+    Args:
+        overhead: seconds of a step in which nothing sleeps.
+        mean_span: decoding steps until the last response of a batch, on average.
+    """
+    step = STEP_S[share]
+    return share / 100 * step / mean_span, max(0.0, (1 - share / 100) * step - overhead)
+
+
+def row_of(
+    run: Path, share: int, lag: int, predicted: list[Interval], baseline: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The numbers of one run; `baseline`: those of the synchronous run."""
+    found = read_timeline(run)
+    measured, expected = seconds_per_step(found), seconds_per_step(predicted)
+    middle = slice(1, len(measured) - 1)  # without the beginning and the end of the pipeline
+    if lag:
+        middle = slice(1, len(measured) - lag)
+    step, model = statistics.fmean(measured[middle]), statistics.fmean(expected[middle])
+    row = {"share": share, "lag": lag, "step_s": step, "predicted_s": model, "error": model / step - 1}
+    row |= {"run_s": sum(measured), "predicted_run_s": sum(expected), "hidden": hidden_share(found)}
+    row |= {"step_seconds": measured, "predicted_step_seconds": expected}
+    sampling = [each.ended - each.began for each in found if each.phase == SAMPLING]
+    row["sampling_s"] = statistics.fmean(sampling)
+    if baseline is not None:
+        row |= {"of_synchronous": step / baseline["step_s"], "run_of_synchronous": row["run_s"] / baseline["run_s"]}
+        row["predicted_of_synchronous"] = model / baseline["predicted_s"]
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    ratios = [f"{row[key]:.2f}" if key in row else "1" for key in ("of_synchronous", "run_of_synchronous")]
+    numbers = f"{row['step_s']:.2f} s | {row['predicted_s']:.2f} s | {100 * row['error']:+.1f} %"
+    return f"| {row['share']} % | {row['lag']} | {numbers} | {ratios[0]} | {ratios[1]} | {100 * row['hidden']:.0f} % |"
+
+
+def measure(bench: Bench, shares: Sequence[int], lags: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of all runs; prints each."""
+    pilot = bench.run("pilot", 0, 0.0, 0.0)
+    lengths = lengths_of(pilot, bench.steps)
+    counting = Servers(SERVERS, SLOTS, 1.0)
+    span = statistics.fmean(max(finish_times([(tokens, 0) for tokens in batch], counting)) for batch in lengths)
+    idle = seconds_per_step(read_timeline(pilot))
+    overhead = statistics.median(idle[1:])
+    print(f"a step in which nothing sleeps: {overhead:.2f} s; a batch: {span:.1f} decoding steps\n\n{HEAD}", flush=True)
+    rows = []
+    for share in shares:
+        token_s, teacher_s = settle(share, overhead, span)
+        servers, work, baseline = Servers(SERVERS, SLOTS, token_s), None, None
+        for lag in (0, *lags):
+            run = bench.run(f"share_{share}_lag_{lag}", lag, token_s, teacher_s)
+            assert lengths_of(run, bench.steps) == lengths, "the lengths do not depend on the weights"
+            work = work or work_of(read_timeline(run))
+            row = row_of(run, share, lag, predict(lengths, work, servers, Schedule(bench.steps, lag)), baseline)
+            baseline = baseline or row
+            rows.append(row | {"token_s": token_s, "teacher_s": teacher_s, "work": vars(work)})
+            print(line(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--shares", nargs="*", type=int, choices=[*STEP_S], default=[98, 90, 70, 50], help="of sampling, in percent"
+    )
+    parser.add_argument("--lags", nargs="+", type=int, default=[1, 2], help="rollout.max_lag")
+    parser.add_argument("--steps", type=int, default=6, help="of each run")
+    parser.add_argument("--directory", type=Path, help="keep the runs there")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
+    options = parser.parse_args()
+    if options.steps < 4 + max(options.lags):
+        parser.error(f"--steps {options.steps}: expected at least {4 + max(options.lags)} with this lag")
+    found: dict[str, Any] = {"measured": []}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.shares:
+            bench = Bench(options.directory or Path(folder), options.steps)
+            found["measured"] = measure(bench, options.shares, options.lags)
+    found["equal_gpus"] = compare()
+    print("\n" + GPU_HEAD, *map(gpu_line, found["equal_gpus"]), sep="\n")
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""An evaluation that is sampled in one call with the responses of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.rollout.beside import Beside, EngineBeside
+from nemo_oprd.rollout.engine import EVALUATION_STREAM, TRAINING_STREAM, GenerationCancelled, Request, SamplingParams
+from nemo_oprd.rollout.vllm.tasks import Task
+
+TRAINING, EVALUATION = (
+    SamplingParams(1.0, 1.0, 8, (0, TRAINING_STREAM, 3)),
+    SamplingParams(0.7, 0.9, 4, (0, EVALUATION_STREAM, 1)),
+)
+
+
+class Engine:
+    """Answers request i with id i, and keeps each response; the first `complete` of them, if it is cancelled."""
+
+    name = "an engine"
+
+    def __init__(self, complete: int | None = None) -> None:
+        self.complete = complete
+
+    def submit(self, requests: list[Request], sampling: SamplingParams, done: Any, keep: Any) -> Any:
+        return SimpleNamespace(requests=requests, sampling=sampling, done=done, keep=keep)
+
+    def collect(self, ticket: Any, should_cancel: Any, *, last: bool) -> list[Rollout]:
+        rollouts = [Rollout([1], [i]) for i in range(len(ticket.requests))]
+        for i, rollout in enumerate(rollouts[: self.complete]):
+            if ticket.keep is not None:
+                ticket.keep({i: rollout})
+        if self.complete is not None:
+            raise GenerationCancelled(dict(enumerate(rollouts[: self.complete])))
+        return rollouts
+
+
+def added() -> tuple[Beside, dict[int, Rollout]]:
+    kept: dict[int, Rollout] = {}
+    return Beside([Request([5], sampled=(EVALUATION, i)) for i in range(3)], kept.update), kept
+
+
+def test_it_goes_with_the_next_call_and_no_other() -> None:
+    engine, (beside, kept) = EngineBeside(Engine()), added()  # type: ignore[arg-type]
+    assert engine.name == "an engine"
+    engine.add(beside)
+    of_training: dict[int, Rollout] = {}
+    ticket = engine.submit([Request([1]), Request([2])], TRAINING, {}, of_training.update)
+    assert [request.prompt_ids for request in ticket.requests] == [[1], [2], [5], [5], [5]]
+    assert [rollout.response_ids.tolist() for rollout in engine.collect(ticket)] == [[0], [1]]
+    assert {i: rollout.response_ids.tolist() for i, rollout in kept.items()} == {0: [2], 1: [3], 2: [4]}
+    assert sorted(of_training) == [0, 1]
+    again = engine.submit([Request([1])], TRAINING)
+    assert len(again.requests) == 1 and again.keep is None and len(engine.collect(again)) == 1
+    engine.add(beside)
+    engine.drop()
+    assert len(engine.submit([Request([1])], TRAINING).requests) == 1
+
+
+def test_what_is_complete_of_a_cancelled_call() -> None:
+    """Training gets its own responses back; those of the evaluation are kept already."""
+    engine, (beside, kept) = EngineBeside(Engine(complete=4)), added()  # type: ignore[arg-type]
+    engine.add(beside)
+    ticket = engine.submit([Request([1]), Request([2])], TRAINING)
+    with pytest.raises(GenerationCancelled) as cancelled:
+        engine.collect(ticket)
+    assert sorted(cancelled.value.completed) == [0, 1] and sorted(kept) == [0, 1]
+
+
+def test_servers_sample_it_as_if_it_were_alone(tmp_path: Path) -> None:
+    """The parameters and the seed of a request do not depend on the call that it is in."""
+    beside, _ = added()
+    limits = 100, (1,), 50, 60.0
+    joined = Task([Request([1]), *beside.requests], TRAINING, *limits)
+    alone = Task([Request([5])] * 3, EVALUATION, *limits)
+    assert [joined.body(1 + i) for i in range(3)] == [alone.body(i) for i in range(3)]
+    assert joined.body(0) == Task([Request([1])], TRAINING, *limits).body(0)
+    assert joined.body(0)["sampling_params"]["temperature"] != joined.body(1)["sampling_params"]["temperature"]
