@@ -41,7 +41,7 @@ class VersionedEngine:
 
     def submit(self, requests: list[Request], params: Any, *_: Any) -> Any:
         self.calls.append(("submit", params.key[-1]))
-        return SimpleNamespace(requests=requests, step=params.key[-1], served={})
+        return SimpleNamespace(requests=requests, step=params.key[-1], served={}, submitted=0.0)
 
     def collect(self, ticket: Any, *_: Any, **__: Any) -> list[Rollout]:
         self.calls.append(("collect", ticket.step))
@@ -171,7 +171,7 @@ class GrowingEngine(VersionedEngine):
         self.fault, self.keys = fault, list[tuple[int, ...]]()
 
     def submit(self, requests: list[Request], params: Any, done: dict[int, Rollout], *_: Any) -> Any:
-        return SimpleNamespace(requests=requests, step=params.key[2], done=done)
+        return SimpleNamespace(requests=requests, step=params.key[2], done=done, served={}, submitted=0.0)
 
     def collect(self, ticket: Any, *_: Any, **__: Any) -> list[Rollout]:
         sampled = [ticket.done.get(i) or self.answer(request) for i, request in enumerate(ticket.requests)]

@@ -107,7 +107,7 @@ def test_what_arises_in_one_turn_goes_in_one_message() -> None:
     limits = {"version": "1-a", "known_ids": 9, "timeout_s": 9.0, "slots": 4}
 
     async def carry_out() -> None:
-        made: Any = ToldRound(fake, fake, {"servers": servers, **limits})  # type: ignore[arg-type]
+        made: Any = ToldRound(fake, fake, {"servers": servers, "asked": time.monotonic(), **limits})  # type: ignore[arg-type]
         work = asyncio.create_task(made.run())
         for count in (8, 5):
             while not fake.sent or fake.sent[-1].get("claims") != 8:
