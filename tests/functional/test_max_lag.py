@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from golden_runs import metrics
 from lag_cases import GENERATE, picked_otherwise, requests
@@ -114,6 +115,25 @@ def test_each_token_is_of_the_weights_that_it_names(
 
         differs += picked_otherwise(rollouts, step, relabelled, read, tokens)
     assert differs > 0, "other weights pick other tokens"
+
+
+def test_recorded_experts_cover_responses_in_parts(pools: Pools, settings: list[str], tmp_path: Path) -> None:
+    """And are replayed in training, which fails without one set per token."""
+    make_tiny_pair(tmp_path, steps=2, experts=4, log=lambda line: None)
+    models = [f"{role}.hf_path={tmp_path / role}" for role in ("student", "teacher")]
+    layout = ["student.parallel.tensor=1", "student.parallel.expert=2", "teacher.parallel.expert=2"]
+    more = [*models, *layout, "student.router_replay=true", "rollout.max_lag=2", "rollout.mode=segments"]
+    run = [*settings, *more, "rollout.segment_tokens=6", f"output={tmp_path / 'run'}"]
+    pools[2].run("cases:run_train", overrides=run, config="quickstart")
+    longest = 0
+    for step in range(1, STEPS + 1):
+        for line in (tmp_path / "run" / "rollouts" / f"step_{step:07d}.jsonl").read_text().splitlines():
+            rollout = json.loads(line)
+            tokens = len(rollout["prompt_ids"]) + len(rollout["response_ids"])
+            assert np.shape(rollout["expert_routes"])[0] == tokens - 1
+            assert np.min(rollout["expert_routes"]) >= 0
+            longest = max(longest, len(rollout["weight_versions"]))
+    assert longest == 3
 
 
 @pytest.mark.parametrize(
