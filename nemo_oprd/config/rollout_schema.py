@@ -127,7 +127,7 @@ class RolloutConfig:
     mode: Learned[Literal["exact", "segments"]] = "exact"
     """exact: a response is sampled from one student; segments: long ones go on over updates (docs/vllm.md)"""
     segment_tokens: Learned[PositiveInt | None] = None
-    """with mode=segments, the tokens of a response from one student; the longest needs max_lag + 1 times as many"""
+    """with mode=segments, the tokens of a response from one student; at least max_new_tokens / (max_lag + 1)"""
     per_prompt: Learned[PositiveInt] = 1
     """responses per prompt"""
     replay: Learned[FilePath | None] = None

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from golden_runs import metrics
 from lag_cases import GENERATE, picked_otherwise, requests
@@ -70,13 +71,17 @@ def test_each_response_is_of_the_weights_that_it_names(
     assert files == [f"step_{step:07d}.safetensors" for step in range(2, 2 + lag)]
 
 
-@pytest.mark.parametrize(("lag", "tokens"), [(1, 10), (2, 6), (2, 8)])
+@pytest.mark.parametrize(("lag", "tokens", "updates"), [(1, 10, 1), (2, 6, 1), (2, 8, 2)])
 def test_each_token_is_of_the_weights_that_it_names(
-    pools: Pools, settings: list[str], tmp_path: Path, lag: int, tokens: int
+    pools: Pools, settings: list[str], tmp_path: Path, lag: int, tokens: int, updates: int
 ) -> None:
-    """Plain models find token t of step s to be what the weights after max(0, s - lag + t // tokens) steps pick."""
+    """Plain models find token t of step s to be what the weights after max(0, s - lag + t // tokens) steps pick.
+
+    Versions count the `updates` of each step.
+    """
     run = tmp_path / "run"
     segments = ["rollout.mode=segments", f"rollout.segment_tokens={tokens}", f"rollout.max_lag={lag}"]
+    segments.append(f"train.updates_per_rollout={updates}")
     pools[2].run("cases:run_train", overrides=[*settings, *segments, f"output={run}"], config="quickstart")
     student = Path(next(each.split("=")[1] for each in settings if each.startswith("student.hf_path")))
 
@@ -84,7 +89,7 @@ def test_each_token_is_of_the_weights_that_it_names(
     def read(version: int) -> Any:
         model = AutoModelForCausalLM.from_pretrained(student, attn_implementation="eager")
         if version:
-            trained = MegatronCheckpoint(run / "checkpoints" / f"iter_{version:07d}")
+            trained = MegatronCheckpoint(run / "checkpoints" / f"iter_{version // updates:07d}")
             model.load_state_dict({name: trained[name] for name in load_file(student / "model.safetensors")})
         return model
 
@@ -94,7 +99,7 @@ def test_each_token_is_of_the_weights_that_it_names(
 
         def parts(length: int, step: int = step, first: int = first) -> list[tuple[int, int]]:
             starts = [0, *range(first, length, tokens)]
-            return [(start, max(0, step - lag + start // tokens)) for start in starts]
+            return [(start, updates * max(0, step - lag + start // tokens)) for start in starts]
 
         rows = (run / "rollouts" / f"step_{step + 1:07d}.jsonl").read_text().splitlines()
         rollouts, lags = [json.loads(row) for row in rows], []
@@ -103,16 +108,35 @@ def test_each_token_is_of_the_weights_that_it_names(
             ends = [*(start for start, _ in found[1:]), length]
             spans = [{"version": v, "start": a, "end": b} for (a, v), b in zip(found, ends, strict=True)]
             assert rollout["weight_versions"] == spans
-            lags += [step - span["version"] for span in spans for _ in range(span["start"], span["end"])]
+            lags += [updates * step - span["version"] for span in spans for _ in range(span["start"], span["end"])]
         assert line["rollout/lag_mean"] == pytest.approx(sum(lags) / len(lags))
         assert line["rollout/lag_max"] == max(lags)
         assert picked_otherwise(rollouts, step, parts, read, tokens) == 0
 
         def relabelled(length: int, step: int = step, parts: Any = parts) -> list[tuple[int, int]]:
-            return [(start, step) for start, _ in parts(length)]
+            return [(start, updates * step) for start, _ in parts(length)]
 
         differs += picked_otherwise(rollouts, step, relabelled, read, tokens)
     assert differs > 0, "other weights pick other tokens"
+
+
+def test_recorded_experts_cover_responses_in_parts(pools: Pools, settings: list[str], tmp_path: Path) -> None:
+    """And are replayed in training, which fails without one set per token."""
+    make_tiny_pair(tmp_path, steps=2, experts=4, log=lambda line: None)
+    models = [f"{role}.hf_path={tmp_path / role}" for role in ("student", "teacher")]
+    layout = ["student.parallel.tensor=1", "student.parallel.expert=2", "teacher.parallel.expert=2"]
+    more = [*models, *layout, "student.router_replay=true", "rollout.max_lag=2", "rollout.mode=segments"]
+    run = [*settings, *more, "rollout.segment_tokens=6", f"output={tmp_path / 'run'}"]
+    pools[2].run("cases:run_train", overrides=run, config="quickstart")
+    longest = 0
+    for step in range(1, STEPS + 1):
+        for line in (tmp_path / "run" / "rollouts" / f"step_{step:07d}.jsonl").read_text().splitlines():
+            rollout = json.loads(line)
+            tokens = len(rollout["prompt_ids"]) + len(rollout["response_ids"])
+            assert np.shape(rollout["expert_routes"])[0] == tokens - 1
+            assert np.min(rollout["expert_routes"]) >= 0
+            longest = max(longest, len(rollout["weight_versions"]))
+    assert longest == 3
 
 
 @pytest.mark.parametrize(

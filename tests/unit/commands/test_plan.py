@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,19 @@ def test_a_server_that_holds_no_response_is_named(pair: list[str]) -> None:
     dedicated = plan(pair, 9, "rollout.engine=vllm", "rollout.vllm.placement=dedicated")
     assert dedicated.student.size == 8
     assert "vLLM server" not in dedicated.kinds[0].memory.phases["rollout"]
+
+
+def test_what_is_sampled_while_an_update_is_computed(pair: list[str]) -> None:
+    """All of it, unless the last segment of the longest responses is of the step's own student."""
+    servers = ("rollout.engine=vllm", "rollout.vllm.placement=dedicated", "rollout.max_new_tokens=1000")
+    assert plan(pair, 9, *servers).overlap_seconds == 0
+    exact = plan(pair, 9, *servers, "rollout.max_lag=1")
+    assert 0 < exact.overlap_seconds < exact.seconds["sampling"]
+    for tokens, lag, share in ((500, 1, 0.5), (500, 2, 1.0), (400, 2, 0.8)):
+        segments = ("rollout.mode=segments", f"rollout.segment_tokens={tokens}", f"rollout.max_lag={lag}")
+        # a step whose update takes as long as you like
+        found = replace(plan(pair, 9, *servers, *segments), seconds=exact.seconds | {"update": 1e6})
+        assert found.overlap_seconds == pytest.approx(share * exact.seconds["sampling"])
 
 
 def test_the_pipeline_waits(pair: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,3 +363,15 @@ def test_recorded_experts_of_a_response_in_parts_are_those_of_its_sampling() -> 
     assert whole.prompt_ids.tolist() == [7] and whole.response_ids.tolist() == [1, 2, 3, 4]
     assert whole.expert_routes.ravel().tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
     assert whole.weight_versions.tolist() == [[0, 0, 2], [1, 2, 4]]  # type: ignore[union-attr]
+
+
+def test_a_response_that_fills_the_positions_is_complete(tmp_path: Path) -> None:
+    """No more is asked of it, as a prompt of that length would leave no room."""
+    made = segmented(GrowingEngine(), tmp_path, 2, 3).schedule
+    begun = Rollout([1] * 58, [1] * 3, weight_versions=[[0, 0, 3]])  # type: ignore[arg-type]
+    part = Rollout(begun.ids, [2] * 3, weight_versions=[[1, 0, 3]], finish_reason="length")  # type: ignore[arg-type]
+    assert made.grown(begun, part).finish_reason == "length"
+    shorter = replace(begun, prompt_ids=begun.prompt_ids[1:])
+    assert made.grown(shorter, part).finish_reason is None
+    ended = made.grown(begun, replace(part, finish_reason="stop"))
+    assert ended.finish_reason == "stop" and made._part(Request([1]), ended, 1, 0, 1) is None
