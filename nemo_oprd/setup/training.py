@@ -237,9 +237,6 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     sampler.note = partial(timeline.note, SAMPLING)
     if first_step:
         sampler.read_ahead(iteration_directory(checkpoints, first_step))
-    # the checkpoint of a best evaluation is written before the next step
-    waits = not config.rollout.max_lag or ENGINES[config.rollout.engine].in_process or config.train.keep_best
-    overlapping = None if waits else beside
     run = TrainingRun(
         config,
         distiller,
@@ -247,7 +244,9 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         sampler,
         SamplingCheck(config, plan.run.models.vocab_limit),
         recorder,
-        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, overlapping),
+        Validation(
+            config, data.evaluator, engine, models, log, checkpoints, first_step, signals, _overlapping(config, beside)
+        ),
         checkpointer,
         log,
         timeline,
@@ -270,12 +269,26 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     if data.report is not None:
         _record_prompts(run, data.report)
     _show_bridges(run)
+    _warn_of_moving_teacher(config)
+    return run
+
+
+def _warn_of_moving_teacher(config: Config) -> None:
     if not TEACHER_KINDS[config.teacher.weights].copied and is_first_rank():
         logger.warning(
             "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
             "validation metrics, or choose ema or initial weights (docs/teachers.md)"
         )
-    return run
+
+
+def _overlapping(config: Config, engine: EngineBeside) -> EngineBeside | None:
+    """What samples evaluations beside training; None if they are sampled alone.
+
+    The in-process engine has no time in which the trainer computes. The checkpoint of a best evaluation is written
+    before the next step.
+    """
+    waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
+    return None if waits or not config.rollout.max_lag else engine
 
 
 def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:
