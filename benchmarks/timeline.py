@@ -29,6 +29,8 @@ from benchmarks.timeline_gpus import GPU_HEAD, compare, gpu_line
 from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, predict, seconds_per_step
 from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.observability.timeline import SAMPLING, Interval, hidden_share, read_timeline
+from nemo_oprd.rollout.engine import Request
+from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
 
 # tokens of a response: a few are much longer than the others
 LENGTHS = [4, 6, 6, 8, 8, 10, 12, 14, 20, 32]
@@ -36,8 +38,8 @@ SERVERS, SLOTS, RESPONSES = 2, 4, 16
 # seconds of a synchronous step; long where little of it is left for the rest
 STEP_S = {98: 16.0, 95: 10.0, 90: 8.0, 70: 6.0, 50: 6.0}
 HEAD = (
-    "| share of sampling | lag | step, measured | predicted | error | of synchronous | whole run | hidden |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| sampling | lag | step | predicted | error | of synchronous | predicted | whole run | hidden | predicted |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -85,9 +87,16 @@ class Bench:
 
 
 def lengths_of(run: Path, steps: int) -> list[list[int]]:
-    """The tokens of the responses of each step."""
-    files = [run / "rollouts" / f"step_{step:07d}.jsonl" for step in range(1, steps + 1)]
-    return [[len(json.loads(line)["response_ids"]) for line in file.read_text().splitlines()] for file in files]
+    """The tokens of the responses of each step, in the order in which the engine asks for them."""
+    estimate, found = LengthEstimate(), []
+    for step in range(1, steps + 1):
+        lines = (run / "rollouts" / f"step_{step:07d}.jsonl").read_text().splitlines()
+        rollouts = [json.loads(line) for line in lines]
+        requests = [Request(rollout["prompt_ids"]) for rollout in rollouts]
+        tokens = {i: len(rollout["response_ids"]) for i, rollout in enumerate(rollouts)}
+        found.append([tokens[i] for i in estimate.longest_first(requests, range(len(requests)))])
+        estimate.learn(requests, tokens)
+    return found
 
 
 def work_of(intervals: Sequence[Interval]) -> Work:
@@ -117,32 +126,45 @@ def settle(share: int, overhead: float, mean_span: float) -> tuple[float, float]
     return share / 100 * step / mean_span, max(0.0, (1 - share / 100) * step - overhead)
 
 
-def row_of(
-    run: Path, share: int, lag: int, predicted: list[Interval], baseline: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The numbers of one run; `baseline`: those of the synchronous run."""
+def row_of(run: Path, share: int, lag: int, predicted: list[Interval], first: dict[str, Any] | None) -> dict[str, Any]:
+    """The numbers of one run. `first`: those of the synchronous run; None for itself.
+
+    A step is compared with the synchronous one that samples the same batch, without the first and the last steps.
+    """
     found = read_timeline(run)
     measured, expected = seconds_per_step(found), seconds_per_step(predicted)
-    middle = slice(1, len(measured) - 1)  # without the beginning and the end of the pipeline
-    if lag:
-        middle = slice(1, len(measured) - lag)
+    middle, same = slice(1, len(measured) - lag), slice(1 + lag, len(measured))
+    base = measured if first is None else first["step_seconds"]
+    base_expected = expected if first is None else first["predicted_step_seconds"]
     step, model = statistics.fmean(measured[middle]), statistics.fmean(expected[middle])
-    row = {"share": share, "lag": lag, "step_s": step, "predicted_s": model, "error": model / step - 1}
-    row |= {"run_s": sum(measured), "predicted_run_s": sum(expected), "hidden": hidden_share(found)}
-    row |= {"step_seconds": measured, "predicted_step_seconds": expected}
-    sampling = [each.ended - each.began for each in found if each.phase == SAMPLING]
-    row["sampling_s"] = statistics.fmean(sampling)
-    if baseline is not None:
-        row |= {"of_synchronous": step / baseline["step_s"], "run_of_synchronous": row["run_s"] / baseline["run_s"]}
-        row["predicted_of_synchronous"] = model / baseline["predicted_s"]
-    return row
+    sampling = [each.ended - each.began for each in found if each.phase == SAMPLING and each.batch > 1]
+    return {
+        "share": share,
+        "lag": lag,
+        "step_s": step,
+        "predicted_s": model,
+        "error": model / step - 1,
+        "of_synchronous": step / statistics.fmean(base[same]),
+        "predicted_of_synchronous": model / statistics.fmean(base_expected[same]),
+        "run_s": sum(measured),
+        "predicted_run_s": sum(expected),
+        "run_of_synchronous": sum(measured) / sum(base),
+        "hidden": hidden_share(found),
+        "predicted_hidden": hidden_share(predicted),
+        "sampling_s": statistics.fmean(sampling),
+        "step_seconds": measured,
+        "predicted_step_seconds": expected,
+    }
 
 
 def line(row: dict[str, Any]) -> str:
     """A line of the table."""
-    ratios = [f"{row[key]:.2f}" if key in row else "1" for key in ("of_synchronous", "run_of_synchronous")]
-    numbers = f"{row['step_s']:.2f} s | {row['predicted_s']:.2f} s | {100 * row['error']:+.1f} %"
-    return f"| {row['share']} % | {row['lag']} | {numbers} | {ratios[0]} | {ratios[1]} | {100 * row['hidden']:.0f} % |"
+    step = f"{row['step_s']:.2f} s | {row['predicted_s']:.2f} s | {100 * row['error']:+.1f} %"
+    ratios = " | ".join(
+        f"{row[key]:.2f}" for key in ("of_synchronous", "predicted_of_synchronous", "run_of_synchronous")
+    )
+    hidden = f"{100 * row['hidden']:.0f} % | {100 * row['predicted_hidden']:.0f} %"
+    return f"| {row['share']} % | {row['lag']} | {step} | {ratios} | {hidden} |"
 
 
 def measure(bench: Bench, shares: Sequence[int], lags: Sequence[int]) -> list[dict[str, Any]]:
@@ -151,22 +173,35 @@ def measure(bench: Bench, shares: Sequence[int], lags: Sequence[int]) -> list[di
     lengths = lengths_of(pilot, bench.steps)
     counting = Servers(SERVERS, SLOTS, 1.0)
     span = statistics.fmean(max(finish_times([(tokens, 0) for tokens in batch], counting)) for batch in lengths)
-    idle = seconds_per_step(read_timeline(pilot))
-    overhead = statistics.median(idle[1:])
+    overhead = statistics.median(seconds_per_step(read_timeline(pilot))[1:])
     print(f"a step in which nothing sleeps: {overhead:.2f} s; a batch: {span:.1f} decoding steps\n\n{HEAD}", flush=True)
     rows = []
     for share in shares:
         token_s, teacher_s = settle(share, overhead, span)
-        servers, work, baseline = Servers(SERVERS, SLOTS, token_s), None, None
-        for lag in (0, *lags):
-            run = bench.run(f"share_{share}_lag_{lag}", lag, token_s, teacher_s)
-            assert lengths_of(run, bench.steps) == lengths, "the lengths do not depend on the weights"
-            work = work or work_of(read_timeline(run))
-            row = row_of(run, share, lag, predict(lengths, work, servers, Schedule(bench.steps, lag)), baseline)
-            baseline = baseline or row
-            rows.append(row | {"token_s": token_s, "teacher_s": teacher_s, "work": vars(work)})
-            print(line(row), flush=True)
+        runs = {lag: bench.run(f"share_{share}_lag_{lag}", lag, token_s, teacher_s) for lag in (0, *lags)}
+        rows += rows_of(runs, share, lengths, token_s)
+        print(*map(line, rows[-len(runs) :]), sep="\n", flush=True)
     return rows
+
+
+def rows_of(runs: dict[int, Path], share: int, lengths: list[list[int]], token_s: float) -> list[dict[str, Any]]:
+    """The rows of the runs with one share of sampling, by their lag; the first one is synchronous."""
+    servers, work, rows = Servers(SERVERS, SLOTS, token_s), work_of(read_timeline(runs[0])), list[dict[str, Any]]()
+    for lag, run in runs.items():
+        assert lengths_of(run, len(lengths)) == lengths, "the lengths do not depend on the weights"
+        predicted = predict(lengths, work, servers, Schedule(len(lengths), lag))
+        row = row_of(run, share, lag, predicted, rows[0] if rows else None)
+        rows.append(row | {"token_s": token_s, "work": vars(work)})
+    return rows
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits behind the point."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def main() -> None:
@@ -190,7 +225,7 @@ def main() -> None:
     found["equal_gpus"] = compare()
     print("\n" + GPU_HEAD, *map(gpu_line, found["equal_gpus"]), sep="\n")
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(rounded(found), indent=1) + "\n")
 
 
 if __name__ == "__main__":

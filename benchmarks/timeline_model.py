@@ -3,7 +3,8 @@
 The schedule is that of `nemo_oprd/train.py` and `RolloutSampler`. With `rollout.max_lag=N` the weights after k steps
 sample batch k + N while the gradient of step k is computed, and the optimizer waits for both; at the start the weights
 before the first step sample batches 0 to N. With segments, segment j of batch k comes from the weights after
-max(0, k - N + j) steps: weights sample a part of N + 1 batches, of which step k waits for what batch k lacks.
+max(0, k - N + j) steps: weights sample parts of N + 1 batches. Step k waits for what batch k lacks, which is sampled
+first and alone; the other parts are sampled during the gradient.
 
 Left out: what a step computes twice because something died, and the time in which ranks tell each other things.
 """
@@ -11,7 +12,7 @@ Left out: what a step computes twice because something died, and the time in whi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from nemo_oprd.observability.timeline import SAMPLING, WAITING, Interval
@@ -201,10 +202,15 @@ class _Run:
         return needed, at
 
     def _sample_segments(self, step: int, size: int) -> tuple[float, float]:
-        lag, now = self._schedule.lag, self._now
+        lag, last = self._schedule.lag, self._schedule.steps - 1
+        needed = self._sample_parts(step, [step], size, self._now)
+        return needed, self._sample_parts(step, range(step + 1, min(step + lag, last) + 1), size, needed)
+
+    def _sample_parts(self, step: int, batches: Iterable[int], size: int, now: float) -> float:
+        """Samples the parts of batches that the weights after `step` steps add, from `now` on; when all are there."""
         jobs, of = list[Job](), list[int]()  # the batch of each job
-        for batch in range(step, min(step + lag, self._schedule.steps - 1) + 1):
-            newest = step - batch + lag  # the segment of this batch that these weights begin, or end with at the start
+        for batch in batches:
+            newest = step - batch + self._schedule.lag  # the segment that these weights end with
             begin, end = (newest if step else 0) * size, (newest + 1) * size
             for tokens in self._lengths[batch]:
                 if tokens > begin:
@@ -214,5 +220,4 @@ class _Run:
         for batch in sorted(set(of)):
             ends = max(time for time, own in zip(times, of, strict=True) if own == batch)
             self._found.append(Interval(self._step, SAMPLING, now, now + ends, batch + 1))
-        own_ends = [time for time, batch in zip(times, of, strict=True) if batch == step]
-        return now + max(own_ends, default=0.0), now + max(times, default=0.0)
+        return now + max(times, default=0.0)

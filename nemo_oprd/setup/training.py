@@ -216,12 +216,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         load_checkpoint(checkpoints, first_step, student)
     log = MetricsLog(config, first_step)
     directory = files.student.directory
-    sampled_with = {"student": str(directory), "precision": config.precision}
-    sampled_with |= ENGINES[config.rollout.engine].sampled_with
-    sampled_with |= schedule_settings(config)
-    if config.student.router_dtype is not None:
-        sampled_with["router_dtype"] = config.student.router_dtype
-    cache = ResumeCache(Path(config.output) / "rollouts", sampled_with)
+    cache = _resume_cache(config, directory)
     skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
     decoder = None if data.recorded is not None else files.student.tokenizer
     recorder = StepRecorder(config, plan.run.models.routing, log, decoder)
@@ -241,9 +236,6 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     sampler.note = partial(timeline.note, SAMPLING)
     if first_step:
         sampler.read_ahead(iteration_directory(checkpoints, first_step))
-    # the checkpoint of a best evaluation is written before the next step
-    waits = not config.rollout.max_lag or ENGINES[config.rollout.engine].in_process or config.train.keep_best
-    overlapping = None if waits else beside
     run = TrainingRun(
         config,
         distiller,
@@ -251,7 +243,9 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         sampler,
         SamplingCheck(config, plan.run.models.vocab_limit),
         recorder,
-        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, overlapping),
+        Validation(
+            config, data.evaluator, engine, models, log, checkpoints, first_step, signals, _overlapping(config, beside)
+        ),
         checkpointer,
         log,
         timeline,
@@ -259,12 +253,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         files,
         data.evaluator,
     )
-    for note in notes:
-        logger.info(note)
-    if first_step:
-        logger.info(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
-    for change in changed:
-        logger.info(f"changed: {change}")
+    _say_what_resumes(run, [*notes, *(f"changed: {change}" for change in changed)])
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
@@ -274,12 +263,44 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     if data.report is not None:
         _record_prompts(run, data.report)
     _show_bridges(run)
+    _warn_of_moving_teacher(config)
+    return run
+
+
+def _resume_cache(config: Config, student: Path) -> ResumeCache:
+    """Keeps what was sampled last, for a run that samples alike."""
+    sampled_with = {"student": str(student), "precision": config.precision}
+    sampled_with |= ENGINES[config.rollout.engine].sampled_with
+    sampled_with |= schedule_settings(config)
+    if config.student.router_dtype is not None:
+        sampled_with["router_dtype"] = config.student.router_dtype
+    return ResumeCache(Path(config.output) / "rollouts", sampled_with)
+
+
+def _say_what_resumes(run: TrainingRun, notes: list[str]) -> None:
+    for note in notes:
+        logger.info(note)
+    if run.first_step:
+        checkpoints, steps = _checkpoints(run.config), run.config.train.steps
+        logger.info(f"resumed from {checkpoints} after {run.first_step} of {steps} steps")
+
+
+def _warn_of_moving_teacher(config: Config) -> None:
     if not TEACHER_KINDS[config.teacher.weights].copied and is_first_rank():
         logger.warning(
             "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
             "validation metrics, or choose ema or initial weights (docs/teachers.md)"
         )
-    return run
+
+
+def _overlapping(config: Config, engine: EngineBeside) -> EngineBeside | None:
+    """What samples evaluations beside training; None if they are sampled alone.
+
+    The in-process engine has no time in which the trainer computes. The checkpoint of a best evaluation is written
+    before the next step.
+    """
+    waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
+    return None if waits or not config.rollout.max_lag else engine
 
 
 def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:

@@ -78,12 +78,12 @@ def test_a_check_and_an_evaluation() -> None:
 
 
 def test_segments() -> None:
-    """A lag of 1, segments of 4: weights 0 sample 8 tokens of batch 1 and 4 of batch 2, weights k the last 4 of batch
-    k + 1, for which the step waits, and the first 4 of batch k + 2."""
+    """A lag of 1, segments of 4: weights 0 sample 8 tokens of batch 1 and then 4 of batch 2, weights k the last 4 of
+    batch k + 1, for which the step waits, and then the first 4 of batch k + 2."""
     found = predict([[8, 2], [7, 3], [4, 4], [8, 1]], WORK, ONE, Schedule(4, lag=1, segment_tokens=4))
     assert sampled(found) == [
-        (1, 2, 10), (2, 2, 6),  # weights 0: 8 and 2 tokens; 4 and 3
-        (2, 19, 22), (3, 19, 23),  # weights 1: the last 3 of 7; all of batch 3
+        (1, 2, 10), (2, 10, 14),  # weights 0: 8 and 2 tokens; 4 and 3
+        (2, 19, 22), (3, 22, 26),  # weights 1: the last 3 of 7; all of batch 3
         (4, 31, 35),  # weights 2: nothing of batch 3 is left
         (4, 40, 44),  # weights 3: the last 4 of 8
     ]  # fmt: skip
