@@ -259,12 +259,17 @@ def _result(name: str) -> Path:
 
 def write_result(name: str, content: dict[str, Any]) -> None:
     """Writes the small JSON of a finished run, which is committed."""
+    write_json(_result(name), content)
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Writes a result with five digits of every number, and each list on one line."""
     from nemo_oprd.runtime.files import write_atomically
 
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     lists = re.compile(r"\[[^\[\]{}]*\]")  # one line each
     text = lists.sub(lambda found: " ".join(found[0].split()), json.dumps(_rounded(content), indent=1))
-    write_atomically(_result(name), text + "\n")
+    write_atomically(file, text + "\n")
 
 
 def arm_of(result: dict[str, Any]) -> Arm:
