@@ -28,6 +28,7 @@ def read_served_spec(path: str | Path) -> ModelSpec:
     hf_config, source = read_hf_config(path), str(Path(path) / "config.json")
     text = hf_config.get("text_config")
     text = hf_config if not isinstance(text, dict) else {**hf_config, **text}
+    _check_rope(text, source)
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{source}: model_type={model_type!r}; expected a name: copy the file from its source again")
@@ -55,6 +56,18 @@ def read_served_spec(path: str | Path) -> ModelSpec:
         dtype=source_dtype(text),
         hf_config=hf_config,
     )
+
+
+def _check_rope(text: dict, source: str) -> None:
+    """Raises ValueError if the length of a sequence decides how its first tokens are rotated."""
+    settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = settings.get("rope_type", settings.get("type")) if isinstance(settings, dict) else None
+    if kind in ("longrope", "su", "dynamic"):
+        raise ValueError(
+            f"{source}: teacher.engine=vllm with RoPE of type {kind}, whose frequencies depend on the length of a "
+            "sequence, and vLLM's not on that of each; expected another type: set teacher.engine=megatron, or choose "
+            "another teacher"
+        )
 
 
 def _no_parse(family: Family, hf_config: dict, source: str) -> ModelSpec:

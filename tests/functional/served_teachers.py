@@ -16,6 +16,8 @@ import torch
 
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
 
+# of a case whose teacher is behind servers; `ServedTeachers.of` adds where they are
+SERVED = ("teacher.engine=vllm",)
 STAND_IN = Path(__file__).with_name("teacher_stand_in.py")
 
 
@@ -97,6 +99,10 @@ class ServedTeachers:
     def settings(self, **faults: Any) -> list[str]:
         """Overrides for a teacher behind a stand-in with these faults."""
         return settings_of(self.bench(**faults))
+
+    def of(self, overrides: list[str]) -> list[str]:
+        """The overrides of a case, with the stand-in where the teacher is behind servers."""
+        return [*overrides, *self.settings()] if {*SERVED} <= {*overrides} else overrides
 
     def close(self) -> None:
         """Ends the threads."""
