@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,8 @@ class _Job:
 
     def __post_init__(self) -> None:
         ask = self.ask
-        self.rows, self.final_rows = torch.tensor(ask.rows, dtype=torch.int64), torch.tensor(ask.final_rows)
+        self.rows = torch.tensor(ask.rows, dtype=torch.int64)
+        self.final_rows = torch.tensor(ask.final_rows, dtype=torch.int64)
         self.states = torch.empty(len(ask.layers), len(ask.rows), self.width, dtype=self.dtype)
         self.filled = torch.zeros(len(ask.layers), len(ask.rows), dtype=torch.bool)
         columns, dtype = (self.width, self.dtype) if ask.tokens is None else (LOGPROB_COLUMNS, torch.float32)
@@ -311,7 +313,7 @@ class _Capture:
         if job.ask.tokens is None:
             job.final.index_copy_(0, inside, states.cpu())
         else:
-            drawn = torch.tensor(job.ask.tokens)[inside]
+            drawn = torch.tensor(job.ask.tokens, dtype=torch.int64)[inside]
             for start in range(0, len(inside), job.ask.chunk):
                 part = slice(start, start + job.ask.chunk)
                 values = _logprob_and_entropy(self.model, states[part], drawn[part], job.ask)
@@ -335,7 +337,7 @@ class _Capture:
             self.folder.write(job.ask.name, header, *values)
         except (OSError, ValueError) as error:
             logger.warning(f"an answer was not written: {error}")
-            if header.get("error") is None:  # shared memory is full, perhaps
+            with suppress(OSError, ValueError):  # shared memory is full, perhaps, but not for a line
                 self.folder.write(job.ask.name, {"error": f"the answer was not written: {error}"})
 
 
