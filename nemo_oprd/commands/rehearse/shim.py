@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import tempfile

@@ -30,7 +30,7 @@ OWN_DEVIATIONS = 1.5
 Measure = Callable[[str], ReferenceStates]
 
 
-class CanaryRefused(ValueError):
+class CanaryRefused(ValueError):  # noqa: N818 (a refusal, as users read it)
     """States that are not the model's.
 
     Attributes:
@@ -238,8 +238,8 @@ def _refusal(
     row, prompt = min((int(each[0]), i) for i, each in enumerate(wrong) if len(each))
     text = hint(layer, found, reference, [set(each.tolist()) for each in wrong], bound.row, window, chunk)
     return CanaryRefused(
-        f"canary of {family}: layer {layer} of {reference.depth}, prompt {prompt}, row {row} is the first wrong one: it "
-        f"deviates from transformers' by {float(rows[prompt][row]):.1e}, the layer's {bound.what} by "
+        f"canary of {family}: layer {layer} of {reference.depth}, prompt {prompt}, row {row} is the first wrong one: "
+        f"it deviates from transformers' by {float(rows[prompt][row]):.1e}, the layer's {bound.what} by "
         f"{bound.deviation:.1e}; expected at most {bound.allowed:.1e} in {dtype}: {text}",
         layer,
         prompt,
