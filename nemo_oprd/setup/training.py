@@ -42,6 +42,7 @@ from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped
+from nemo_oprd.setup.canary import refuse_wrong_states
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
@@ -196,6 +197,8 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     latest, notes = _find_checkpoint(config, plan)
     changed = check_resume(config)
     distiller = build_distiller(plan)
+    for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
+        logger.info(line)
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
     checkpoints = _checkpoints(config)

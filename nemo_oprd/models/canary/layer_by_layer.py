@@ -140,8 +140,6 @@ def _load(directory: Path, dtype: torch.dtype, files: ExitStack) -> Any:
     import transformers
     from transformers import AutoConfig, AutoModel
 
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise ValueError(f"transformers {transformers.__version__} loads models as a whole only; expected 5 or later")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it reports the head, which the states don't need
     config = AutoConfig.from_pretrained(directory, local_files_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 # of the short prompts: one token, which attends to itself only, and lengths that no power of two divides
 LENGTHS = (7, 33, 1, 64, 18)
@@ -36,3 +37,13 @@ def canary_prompts(vocab_size: int, window: int | None, chunk: int, limit: int |
     draw = random.Random(20)
     lengths = [LENGTHS[0], longest, *LENGTHS[1:]]
     return [[draw.randrange(vocab_size) for _ in range(min(length, limit or length))] for length in lengths]
+
+
+def sliding_window(hf_config: dict[str, Any]) -> int | None:
+    """The sliding window of a model by its config.json in tokens; None if no sequence of the model exceeds one."""
+    text = hf_config.get("text_config") or hf_config
+    window = text.get("sliding_window")
+    kinds = text.get("layer_types")
+    used = text.get("use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    most = text.get("max_position_embeddings")
+    return window if used and window and (most is None or window < most) else None

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +26,8 @@ STATES, REPORT = "states.safetensors", "report.json"
 DTYPES = ("float32", "bfloat16", "float64")
 # more threads gain little on a few hundred tokens, and the engine's own processes may be starting meanwhile
 _MOST_THREADS = 8
+# the first one whose loader takes the tensors of one layer alone
+_FIRST_TRANSFORMERS = 5
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,14 @@ class ReferenceStates:
         layers = {int(part): rows for part, rows in sorted(lists.items(), key=lambda item: int(item[0]))}
         bytes_of = (int(report[name]) for name in ("peak_bytes", "largest_layer_bytes", "total_bytes"))
         return ReferenceStates(layers, embeddings, before_norm, str(report["dtype"]), *bytes_of)
+
+
+def why_unavailable() -> str | None:
+    """Why there is no reference here, whatever the model; None if there is one."""
+    version = metadata.version("transformers")
+    if int(version.partition(".")[0]) >= _FIRST_TRANSFORMERS:
+        return None
+    return f"transformers {version} loads models as a whole only; expected {_FIRST_TRANSFORMERS} or later"
 
 
 def reference_states(directory: Path, prompts: list[list[int]], dtype: str = "float32") -> ReferenceStates:
