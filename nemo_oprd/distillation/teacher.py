@@ -107,7 +107,7 @@ class MegatronTeacher(Teacher):
             parameter.data = parameter.data.new_empty(0)
 
     @contextmanager
-    def _weights_on_device(self) -> Iterator[None]:
+    def weights_on_device(self) -> Iterator[None]:
         """In this context offloaded weights are on the device."""
         if self.host_weights is None:
             yield
@@ -142,7 +142,7 @@ class MegatronTeacher(Teacher):
             captures.append(capture)
             depth = objective.teacher_depth(self.number)
             microbatches.append(make_microbatch(pack, sequences, self.role, capture, depth))
-        with self._weights_on_device():
+        with self.weights_on_device():
             run_schedule(self.chunks, self.role, microbatches, forward_only=True)
             output = None
             if output_rows and objective.output is not None:

@@ -42,6 +42,7 @@ from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped
+from nemo_oprd.setup.canary import refuse_wrong_states
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
@@ -198,6 +199,8 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     changed = check_resume(config)
     distiller = build_distiller(plan)
     try:
+        for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
+            logger.info(line)
         run = _assemble(plan, data, engine, signals, distiller, latest)
         for note in notes:
             logger.info(note)

@@ -34,6 +34,7 @@ CHECKS = [
 CHECKS += ["teacher's weights", "layer map", "data", "prompt tokens", "suffix", "truncation"]
 CHECKS += [
     "teacher is better",
+    "hidden states",
     "positions",
     "teacher's positions",
     "repeatability",

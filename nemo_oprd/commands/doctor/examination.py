@@ -40,6 +40,7 @@ from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.rollout.training_rollouts import training_sampling
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.signals import agree
+from nemo_oprd.setup.canary import Proof, prove_models
 from nemo_oprd.setup.checks import check_same_architecture
 from nemo_oprd.setup.data import check_bridge_tokenizers, read_prompts
 from nemo_oprd.setup.models import ModelFiles, RunFiles, RunPlan, build_distiller, make_plan
@@ -233,6 +234,7 @@ class Examination:
         """The checks of forward passes, teacher by teacher."""
         distiller = build_distiller(self.plan)
         limit = self.spec.models.vocab_limit
+        self.report.add(map(_of_proof, prove_models(self.plan, distiller)))
         self.report.add(model_checks.positions(self.greedy, distiller.student, self.config, limit))
         taught_by = distiller.taught_by(self.rollouts)
         try:
@@ -273,3 +275,13 @@ class Examination:
             yield Finding("similar layers", "ok", "the teacher has the student's layers")
         shares = {} if metrics is None else metrics.per_layer("gradient_share")
         yield massive_activations(distiller, batch, loss, shares)
+
+
+def _of_proof(proof: Proof) -> Finding:
+    """The check `hidden states` of one model."""
+    check, text = "hidden states", f"{proof.key}: {proof.line}"
+    if proof.refused:
+        return Finding(check, "wrong", f"{text}; fix: docs/canary.md", code="states-differ")
+    if proof.verdict is None:
+        return Finding(check, "skipped", text)
+    return Finding(check, "ok", text, proof.verdict.as_json())
