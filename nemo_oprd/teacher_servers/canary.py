@@ -28,6 +28,14 @@ _HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 Asks = Callable[[list[Request]], list[Answer]]
 
 
+@dataclass(frozen=True)
+class Proven:
+    """A verdict, and what is said of it in one line."""
+
+    verdict: CanaryVerdict
+    line: str
+
+
 @dataclass
 class Canary:
     """The proof of one teacher's servers on this machine.
@@ -42,8 +50,8 @@ class Canary:
     dtype: str
     head: Callable[[], torch.Tensor] | None
 
-    def prove(self, ask: Asks, described: dict[str, Any]) -> str:
-        """A line that says what was compared.
+    def prove(self, ask: Asks, described: dict[str, Any]) -> Proven:
+        """What was compared.
 
         Args:
             described: what the server says of itself.
@@ -56,15 +64,15 @@ class Canary:
             self._check_head(ask, prompts[0])
         key = self.key(described)
         if (kept := kept_verdict(key)) is not None:
-            return f"{kept.line} (known from an earlier start)"
+            return Proven(kept, f"{kept.line} (known from an earlier start)")
         if (why := why_unavailable()) is not None:
             raise ValueError(f"teacher.engine=vllm needs transformers' states to compare with: {why}: install it")
         verdict = self._compared(ask, prompts, described)
         try:
             keep_verdict(key, verdict)
         except OSError as error:
-            return f"{verdict.line} (not kept for the next start: {error})"
-        return verdict.line
+            return Proven(verdict, f"{verdict.line} (not kept for the next start: {error})")
+        return Proven(verdict, verdict.line)
 
     def prompts(self, described: dict[str, Any]) -> list[list[int]]:
         """They exceed the window and what the server computes at a time, as far as the model has positions."""

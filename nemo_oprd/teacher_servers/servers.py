@@ -33,7 +33,7 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
-from nemo_oprd.teacher_servers.canary import Canary
+from nemo_oprd.teacher_servers.canary import Canary, Proven
 from nemo_oprd.teacher_servers.launch import KEY, MAX_SEQUENCES, VARIABLES, check_description, server_arguments
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
@@ -165,6 +165,7 @@ class TeacherServers:
         self._answers: AnswerFolder | None = None
         self._false_starts: dict[int, int] = {}
         self.deaths = 0
+        self.proven: Proven | None = None  # what the last server of this rank has shown, on controllers
         if not self._mine:
             return
         try:
@@ -224,8 +225,8 @@ class TeacherServers:
         found = {number: (server.generation, str(server.socket)) for number, server in own.items()}
         for number, (generation, at) in ((n, where) for part in everyones(found) for n, where in part.items()):
             if any(each.number == number for each in self._mine) and number not in own:
-                server = self._servers.setdefault(number, self._neighbour(number))
-                server.generation, server.socket = generation, Path(at)
+                near = self._servers.setdefault(number, self._neighbour(number))
+                near.generation, near.socket = generation, Path(at)
         if self._answers is None and self._servers:
             self._answers = AnswerFolder(str(self._folder))
         return failures
@@ -261,9 +262,9 @@ class TeacherServers:
                 raise ServerDied(why)
             return [found[i] for i in range(len(requests))]
 
-        line = self._canary.prove(ask, described)
+        self.proven = self._canary.prove(ask, described)
         server.pushed = weights
-        logger.info(f"{server.name} (teacher {self._number}): {line}")
+        logger.info(f"{server.name} (teacher {self._number}): {self.proven.line}")
 
     async def _settle(self, client: Client, server: Server, weights: str) -> dict[str, Any]:
         """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
