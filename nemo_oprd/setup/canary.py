@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.model_states import model_states
+from nemo_oprd.distillation.teacher import MegatronTeacher
 from nemo_oprd.models.canary import CanaryVerdict, canary_key, canary_prompts, keep_verdict, kept_verdict, prove
 from nemo_oprd.models.canary.prompts import sliding_window
 from nemo_oprd.models.canary.reference import ReferenceStates, reference_states, why_unavailable
@@ -101,6 +102,8 @@ def _models(plan: RunPlan, distiller: Distiller) -> Iterator[_Built]:
     if not kind.copied:
         return
     for teacher, files, model in zip(distiller.teachers, plan.files.teachers, plan.run.models.teachers, strict=True):
+        if not isinstance(teacher, MegatronTeacher):
+            continue  # servers are proven when they start
         depth = plan.needs.teacher_depth(distiller.objective, teacher.number)
         dtype = None if kind.own_model else router_dtype
         key = model.model.key if kind.own_model else "teacher"

@@ -157,6 +157,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         with signals, _written_aside(run):
             yield run
     finally:
+        run.distiller.close()
         engine.close()
         run.log.close()
         if lock is not None:
@@ -197,8 +198,32 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     latest, notes = _find_checkpoint(config, plan)
     changed = check_resume(config)
     distiller = build_distiller(plan)
-    for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
-        logger.info(line)
+    try:
+        for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
+            logger.info(line)
+        run = _assemble(plan, data, engine, signals, distiller, latest)
+        for note in notes:
+            logger.info(note)
+        if run.first_step:
+            logger.info(f"resumed from {_checkpoints(config)} after {run.first_step} of {config.train.steps} steps")
+        for change in changed:
+            logger.info(f"changed: {change}")
+        _tell(run, plan, data)
+    except BaseException:
+        distiller.close()
+        raise
+    return run
+
+
+def _assemble(
+    plan: RunPlan,
+    data: TrainingData,
+    engine: RolloutEngine,
+    signals: Signals,
+    distiller: Distiller,
+    latest: int | None,
+) -> TrainingRun:
+    config = plan.run.config
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
     checkpoints = _checkpoints(config)
@@ -225,7 +250,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     checkpointer.write_ahead = sampler.write_ahead
     if first_step:
         sampler.read_ahead(iteration_directory(checkpoints, first_step))
-    run = TrainingRun(
+    return TrainingRun(
         config,
         distiller,
         engine,
@@ -239,12 +264,11 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         files,
         data.evaluator,
     )
-    for note in notes:
-        logger.info(note)
-    if first_step:
-        logger.info(f"resumed from {checkpoints} after {first_step} of {config.train.steps} steps")
-    for change in changed:
-        logger.info(f"changed: {change}")
+
+
+def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
+    """Logs what is worth knowing of the run before its first step, and stores it in the run directory."""
+    config = run.config
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
@@ -259,7 +283,6 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
             "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
             "validation metrics, or choose ema or initial weights (docs/teachers.md)"
         )
-    return run
 
 
 def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:

@@ -1,0 +1,38 @@
+"""The LM head of a model that vLLM servers compute, from its files: families call it by different names."""
+
+from __future__ import annotations
+
+import torch
+
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.weights.hf import HFCheckpoint
+
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+class ServedHead:
+    """Reads the head [V, D], by whichever name it is asked for; a `TensorReader`."""
+
+    def __init__(self, checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
+        """Opens nothing: only what is trained on the teacher's distribution reads its head."""
+        self._checkpoint, self._spec = checkpoint, spec
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The head. A tied one is the only matrix of ids in the files, or the one that is no head.
+
+        Raises:
+            ValueError: which tensor it is can't be told.
+        """
+        checkpoint, spec = self._checkpoint, self._spec
+        shape = spec.vocab_size, spec.hidden_size
+        names = checkpoint.keys()
+        found = [name for name in names if checkpoint.shape(name) == shape]
+        heads = [name for name in found if name.endswith(_HEADS)]
+        chosen = heads if heads and not spec.tied_embeddings else [name for name in found if name not in heads]
+        if len(chosen) != 1:
+            raise ValueError(
+                f"{checkpoint.path}: {len(chosen)} tensors of shape {list(shape)} may be the teacher's LM head "
+                f"({', '.join(chosen) or 'none'}); expected one: take loss.output.kind=sampled_token, for which the "
+                "servers apply the head, and logging.output_metrics_every=0"
+            )
+        return checkpoint[chosen[0]]

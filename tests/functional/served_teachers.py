@@ -1,0 +1,131 @@
+"""Teachers behind servers, for tests: the models of stand-in servers, and the settings with which a run starts one."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
+
+# of a case whose teacher is behind servers; `ServedTeachers.of` adds where they are
+SERVED = ("teacher.engine=vllm",)
+STAND_IN = Path(__file__).with_name("teacher_stand_in.py")
+
+
+@cache
+def _model(directory: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
+    )
+    return made.eval()
+
+
+@torch.no_grad()
+def states_of(directory: str, dtype: str, ids: list[int], ask: Ask) -> list[torch.Tensor]:
+    """[The states [layers, rows, D], the final rows [n, D], or [n, 2] for tokens], as servers number layers."""
+    model = _model(directory, dtype)
+    streams: dict[int, torch.Tensor] = {}
+    layers = model.model.layers
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, __, out, n=number: streams.update({n: (out[0] if isinstance(out, tuple) else out)[0]})
+        )
+        for number, layer in enumerate(layers, 1)
+    ]
+    try:
+        final = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    streams[len(layers) + 1] = final
+    states = torch.stack([streams[layer][ask.rows] for layer in ask.layers]) if ask.layers else torch.empty(0)
+    rows = final[ask.final_rows]
+    if ask.tokens is not None:
+        logits = model.lm_head(rows)[:, : ask.vocabulary].float() / ask.temperature
+        logprobs = logits.log_softmax(-1)
+        drawn = logprobs.gather(1, torch.tensor(ask.tokens)[:, None])[:, 0]
+        rows = torch.stack([drawn, -(logprobs.exp() * logprobs).sum(-1)], dim=1)
+    return [states.to(getattr(torch, dtype)), rows]
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        task = json.loads(self.rfile.readline())
+        ask = Ask(**json.loads(task["ask"]))
+        with self.server.lock:  # type: ignore[attr-defined]
+            parts = states_of(task["model"], task["dtype"], task["ids"], ask)
+        self.wfile.write(b"!" + b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
+
+
+class ServedTeachers:
+    """Computes for stand-in servers in threads of this process; `settings` start them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._socket = root / "model"
+        self._server = socketserver.ThreadingUnixStreamServer(str(self._socket), _Handler)
+        self._server.daemon_threads = True
+        self._server.lock = threading.Lock()  # type: ignore[attr-defined]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._made = 0
+
+    def bench(self, **faults: Any) -> Path:
+        """A directory with these faults and an interpreter whose `vllm` is the stand-in."""
+        self._made += 1
+        root = self.root / str(self._made)
+        package = root / "path" / "vllm" / "entrypoints" / "openai"
+        package.mkdir(parents=True)
+        (root / "faults.json").write_text(json.dumps(faults))
+        (package / "api_server.py").write_text(
+            f"import runpy\nrunpy.run_path({str(STAND_IN)!r}, run_name='__main__')\n"
+        )
+        python = root / "python"
+        variables = f"STAND_IN={root} STAND_IN_MODEL={self._socket} PYTHONPATH={root}/path"
+        python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} -S "$@"\n')
+        python.chmod(0o700)
+        return root
+
+    def settings(self, **faults: Any) -> list[str]:
+        """Overrides for a teacher behind a stand-in with these faults."""
+        return settings_of(self.bench(**faults))
+
+    def of(self, overrides: list[str]) -> list[str]:
+        """The overrides of a case, with the stand-in where the teacher is behind servers."""
+        return [*overrides, *self.settings()] if {*SERVED} <= {*overrides} else overrides
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def settings_of(bench: Path) -> list[str]:
+    """Overrides for a teacher behind the stand-in of a bench."""
+    return ["teacher.engine=vllm", f"teacher.vllm.python={bench / 'python'}", "teacher.vllm.start_timeout=60"]
+
+
+def asks(bench: Path) -> list[dict[str, Any]]:
+    """What the servers of a bench were asked, in order."""
+    file = bench / "asks.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@contextmanager
+def serving_teachers(root: Path) -> Iterator[ServedTeachers]:
+    """`ServedTeachers` for the time of a `with`."""
+    made = ServedTeachers(root)
+    try:
+        yield made
+    finally:
+        made.close()
