@@ -102,8 +102,8 @@ def _models(plan: RunPlan, distiller: Distiller) -> Iterator[_Built]:
     if not kind.copied:
         return
     for teacher, files, model in zip(distiller.teachers, plan.files.teachers, plan.run.models.teachers, strict=True):
-        if not isinstance(teacher, MegatronTeacher):
-            continue  # servers are proven when they start
+        if not isinstance(teacher, MegatronTeacher):  # `teacher_servers/canary.py` has proven it
+            continue
         depth = plan.needs.teacher_depth(distiller.objective, teacher.number)
         dtype = None if kind.own_model else router_dtype
         key = model.model.key if kind.own_model else "teacher"

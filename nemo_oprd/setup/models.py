@@ -199,7 +199,11 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
     for model in (files.student, *files.teachers):
         # opens the weights and makes providers, so that mistakes in them are found before models are built
         _ = model.read, model.build
-    return RunPlan(run, files, objective, watched)
+    plan = RunPlan(run, files, objective, watched)
+    for served in (teacher.read for teacher in files.teachers if plan.needs.teacher_states):
+        if isinstance(served, ServedHead):
+            served.find()
+    return plan
 
 
 def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
@@ -226,13 +230,16 @@ def _start_teacher_servers(plan: RunPlan) -> list[TeacherServers]:
     run = plan.run
     if run.config.teacher.engine != "vllm":
         return []
+    from nemo_oprd.rollout.vllm.launch import DTYPES
+    from nemo_oprd.teacher_servers.canary import Canary
     from nemo_oprd.teacher_servers.servers import TeacherServers
 
     started = list[TeacherServers]()
     try:
         for number, teacher in enumerate(run.models.teachers):
-            made = TeacherServers(run.config, number, teacher.spec, teacher.model.directory, run.teacher_layout)
-            started.append(made)
+            head = partial(plan.files.teachers[number].open(), "lm_head.weight") if plan.needs.teacher_states else None
+            canary = Canary(teacher.spec, teacher.model.directory, DTYPES[run.config.precision], head)
+            started.append(TeacherServers(run.config, number, canary, run.teacher_layout))
     except BaseException:
         for each in started:
             each.close()

@@ -13,7 +13,7 @@ KEY = "teacher.vllm"
 # sequences that a server computes at a time; further requests wait in it
 MAX_SEQUENCES = 64
 # tokens of a forward pass; longer prompts are computed in chunks
-BATCHED_TOKENS = 4096
+BATCHED_TOKENS = 2048
 # of its environment: hooks need the first runner, and the token that a request samples is one position more
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 

@@ -9,22 +9,23 @@ the server is restarted and checked again, and the next round asks for what is m
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
-from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.parallel import device, everyones, wait_for_all
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.controlled import machines_and_devices
-from nemo_oprd.rollout.vllm.launch import DTYPES, find_python
+from nemo_oprd.rollout.vllm.launch import find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks, rank_groups
 from nemo_oprd.rollout.vllm.sampling import GENERATE, Claimed, Sampling
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
@@ -32,8 +33,11 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+from nemo_oprd.teacher_servers.canary import Canary
 from nemo_oprd.teacher_servers.launch import KEY, MAX_SEQUENCES, VARIABLES, check_description, server_arguments
 from nemo_oprd.teacher_servers.wanted import Answer, Request
+
+logger = logging.getLogger(__name__)
 
 # of the free bytes in shared memory, the part that answers may take on a machine
 ANSWERS_SHARE = 0.25
@@ -137,22 +141,22 @@ class _AnswerFiles:
 class TeacherServers:
     """The servers of a teacher. Every rank of the world builds it and makes every call."""
 
-    def __init__(self, config: Config, number: int, spec: ModelSpec, directory: Path, readers: Layout) -> None:
+    def __init__(self, config: Config, number: int, canary: Canary, readers: Layout) -> None:
         """Starts the servers of this rank's machine, without waiting for them.
 
         Args:
             number: index of the teacher.
-            directory: the teacher's Hugging Face directory.
+            canary: the teacher, and what its servers have to prove.
             readers: the layout of the ranks that need states.
 
         Raises:
             ValueError: the placement of the servers is wrong.
         """
-        self._config, self._spec, self._directory = config, spec, directory
+        self._config, self._canary, self._spec = config, canary, canary.spec
         self._settings = config.teacher.vllm
-        self._dtype = DTYPES[config.precision]
         ranks = range(readers.first_rank, readers.first_rank + readers.size)
         places = place(config, *machines_and_devices(device().type == "cuda"), ranks)
+        self._number = number
         self._rank = torch.distributed.get_rank()
         self._mine = [each for each in places if self._rank in each.readers]
         self._servers: dict[int, Server] = {}  # those that this rank asks
@@ -165,7 +169,7 @@ class TeacherServers:
             return
         try:
             self._client = Client()
-            flags = server_arguments(config, spec, directory, cuda=device().type == "cuda")
+            flags = server_arguments(config, canary.spec, canary.directory, cuda=device().type == "cuda")
             for each in self._mine:
                 if each.controller == self._rank:
                     self._start(each, number, flags)
@@ -206,14 +210,13 @@ class TeacherServers:
         failures, weights = Failures(), ""
         own = {number: server for number, server in self._servers.items() if isinstance(server, LocalServer)}
         if own:
-            weights = weights_digest(str(self._directory))
+            weights = weights_digest(str(self._canary.directory))
         for number, server in own.items():
             if server.pushed is None:
                 try:
-                    assert self._client is not None
-                    self._client.run(self._prove(self._client, server, weights))
+                    self._prove(server, weights)
                     self._false_starts[number] = 0
-                except (ServerDied, ServerRefused) as error:
+                except (ServerDied, ValueError) as error:
                     failures.note(number, error)
         wait_for_all()  # servers start for minutes, longer than a collective may take
         failures = failures.shared()
@@ -224,26 +227,53 @@ class TeacherServers:
                 server = self._servers.setdefault(number, self._neighbour(number))
                 server.generation, server.socket = generation, Path(at)
         if self._answers is None and self._servers:
-            socket = next(iter(self._servers.values())).socket
-            assert socket is not None
-            self._answers = AnswerFolder(str(socket.parent))
+            self._answers = AnswerFolder(str(self._folder))
         return failures
+
+    @property
+    def _folder(self) -> Path:
+        """Where the sockets of this machine's servers and their answers are."""
+        socket = next(iter(self._servers.values())).socket
+        assert socket is not None
+        return socket.parent
 
     def _neighbour(self, number: int) -> Server:
         """A server that another rank of this machine has started."""
         return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
 
-    async def _prove(self, client: Client, server: Server, weights: str) -> None:
+    def _prove(self, server: Server, weights: str) -> None:
+        """Waits for a server of this rank, and lets it prove itself.
+
+        Raises:
+            ServerDied: it ended.
+            ValueError: it computes something else.
+        """
+        assert self._client is not None
+        described = self._client.run(self._settle(self._client, server, weights))
+        if self._answers is None:
+            self._answers = AnswerFolder(str(self._folder))
+
+        def ask(requests: list[Request]) -> list[Answer]:
+            failures, found = Failures(), dict[int, Answer]()
+            self._ask(requests, [*range(len(requests))], found.__setitem__, failures, [server])
+            failures.check()
+            for why in failures.died.values():
+                raise ServerDied(why)
+            return [found[i] for i in range(len(requests))]
+
+        line = self._canary.prove(ask, described)
+        server.pushed = weights
+        logger.info(f"{server.name} (teacher {self._number}): {line}")
+
+    async def _settle(self, client: Client, server: Server, weights: str) -> dict[str, Any]:
         """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
         await client.wait_until_healthy(server, self._settings.start_timeout)
-        for found in await client.ask_workers(server, "nemo_oprd_describe"):
-            try:
-                check_description(found, server.name, self._config, self._spec, weights)
-            except ValueError as error:
-                raise ServerRefused(str(error)) from None
+        described = await client.ask_workers(server, "nemo_oprd_describe")
+        for found in described:
+            check_description(found, server.name, self._config, self._spec, weights)
         await client.ask_workers(server, "nemo_oprd_install")
         await client.post_watched(server, GENERATE, PROBE, timeout=self._settings.start_timeout)
-        server.pushed = weights
+        return described[0]
 
     def gather(self, requests: Sequence[Request], take: Callable[[int, Answer], None]) -> None:
         """Asks for all requests of this rank, none outside the readers. Every rank of the world calls this.
@@ -263,7 +293,7 @@ class TeacherServers:
         while True:
             failures = Failures()
             if missing:
-                self._ask(requests, sorted(missing), delivered, failures)
+                self._ask(requests, sorted(missing), delivered, failures, [*self._servers.values()])
             wait_for_all()
             failures = failures.shared()
             failures.check()
@@ -273,15 +303,20 @@ class TeacherServers:
             self.wait()
 
     def _ask(
-        self, requests: Sequence[Request], missing: list[int], take: Callable[[int, Answer], None], failures: Failures
+        self,
+        requests: Sequence[Request],
+        missing: list[int],
+        take: Callable[[int, Answer], None],
+        failures: Failures,
+        servers: list[Server],
     ) -> None:
-        """One round: asks for what is missing until it is there or no server is left."""
+        """One round: asks `servers` for what is missing until it is there or none of them is left."""
         assert self._client is not None and self._answers is not None
-        sizes = {i: sum(requests[i].ask.sizes(self._spec.hidden_size, self._dtype)) for i in missing}
+        sizes = {i: sum(requests[i].ask.sizes(self._spec.hidden_size, self._canary.dtype)) for i in missing}
         left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
         waiting = _Queue(left, sizes, self._room())
-        names = {server.name: server.generation for server in self._servers.values()}
-        files = _AnswerFiles(self._answers, requests, self._spec.hidden_size, self._dtype, names)
+        names = {server.name: server.generation for server in servers}
+        files = _AnswerFiles(self._answers, requests, self._spec.hidden_size, self._canary.dtype, names)
         readers = max(len(each.readers) for each in self._mine)
         arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
 
@@ -297,7 +332,7 @@ class TeacherServers:
             max(1, MAX_SEQUENCES // readers),
             deliver,
         )
-        under_way = self._client.start(work.run([*self._servers.values()]))
+        under_way = self._client.start(work.run(servers))
         under_way.add_done_callback(lambda _: arrived.put(None))
         while (found := arrived.get()) is not None:
             take(*found)
@@ -308,9 +343,7 @@ class TeacherServers:
 
     def _room(self) -> int:
         """Bytes of answers that may wait in shared memory for this rank."""
-        server = next(iter(self._servers.values()))
-        assert server.socket is not None
-        free = os.statvfs(server.socket.parent)
+        free = os.statvfs(self._folder)
         readers = len(self._mine[0].readers)
         return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // readers
 

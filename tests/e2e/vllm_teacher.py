@@ -26,6 +26,7 @@ from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.rollout.vllm.sampling import GENERATE
 from nemo_oprd.rollout.vllm.server import LocalServer
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, Ask
+from nemo_oprd.teacher_servers.canary import Canary
 from nemo_oprd.teacher_servers.servers import TeacherServers
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
@@ -175,7 +176,7 @@ def main() -> None:
     ]  # fmt: skip
     config, spec = load_config("verify", settings), read_served_spec(directory / "model")
     results: dict[str, Any] = {}
-    servers = TeacherServers(config, 0, spec, directory / "model", Layout())
+    servers = TeacherServers(config, 0, Canary(spec, directory / "model", "float32", None), Layout())
     try:
         start = time.monotonic()
         draw = torch.Generator().manual_seed(5)

@@ -6,12 +6,20 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from layout_cases import Workbench
 from megatron_bridge_environment import make_environment
 from pool import HostedPools
 from served_teachers import ServedTeachers, serving_teachers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Verdicts of canaries are kept for these tests alone; workers of pools inherit the variable."""
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache"))):
+        yield
 
 
 @pytest.fixture(scope="session")

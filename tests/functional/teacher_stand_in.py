@@ -52,6 +52,7 @@ class Teacher:
         found = {"num_hidden_layers": self.depth, "hidden_size": self.width, "vocab_size": self.vocabulary}
         found |= {"dtype": self.options.dtype, "eager": True, "runner_v1": True, "prefix_caching": False, "tensor": 1}
         found |= {"pipeline": 1, "lora": False, "speculative": False, "weights": weights_digest(self.options.model)}
+        found |= {"chunk": 2048, "version": "stand-in"}
         return found | self.faults.get("describe", {})
 
     def teach(self, ids: list[int], text: str) -> None:

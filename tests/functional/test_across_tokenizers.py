@@ -161,7 +161,8 @@ def test_the_plain_computation(bench: Bench, states: dict[str, list[torch.Tensor
 
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
 def test_gradients(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
-    arguments = [*bench.settings(case.objective), *served_teachers.of(case.overrides), f"output={tmp_path / 'out'}"]
+    output = f"output={tmp_path / 'out'}"
+    arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])
     pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
     check_result(tmp_path / "out", bench.expected(case.objective), str(case))
 

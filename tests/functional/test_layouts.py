@@ -73,7 +73,7 @@ def relative(ours: float, theirs: float) -> float:
 @pytest.mark.parametrize("case", mark_slow(CASES, of_case), ids=str)
 def test_layout(pools: Pools, bench: Workbench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = tmp_path / "out"
-    overrides = [*bench.settings(case.objective), *served_teachers.of(case.overrides), f"output={output}"]
+    overrides = served_teachers.of([*bench.settings(case.objective), *case.overrides, f"output={output}"])
     metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=overrides)
     losses, gradients = read_result(output)
     expected, expected_metrics = bench.expected(case.objective)

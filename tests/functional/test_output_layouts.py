@@ -132,7 +132,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
 def test_output_terms(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
-    arguments = [*bench.settings(case.objective), *served_teachers.of(case.overrides), f"output={tmp_path / 'out'}"]
+    output = f"output={tmp_path / 'out'}"
+    arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])
     metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
     losses, _ = read_result(tmp_path / "out")
     assert ("rep/loss" in losses) == ("rep/loss" in metrics) == (case.objective != "alone")
@@ -160,5 +161,5 @@ def test_bridge(
     pools: Pools, served_teachers: ServedTeachers, tmp_path: Path, ranks: int, layout: list[str], case: str
 ) -> None:
     """Teacher and student of other depths and widths, laid out differently."""
-    pools[ranks].run("cases:run_verify", overrides=[*overrides(case, tmp_path / "out"), *served_teachers.of(layout)])
+    pools[ranks].run("cases:run_verify", overrides=served_teachers.of([*overrides(case, tmp_path / "out"), *layout]))
     check(tmp_path / "out", case)

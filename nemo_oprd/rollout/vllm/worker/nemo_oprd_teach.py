@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import vllm
 from nemo_oprd_asks import ASK, GENERATION, LOGPROB_COLUMNS, AnswerFolder, Ask, weights_digest
 from nemo_oprd_files import FOLDER
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -383,4 +384,6 @@ class TeacherExtension:
             "lora": config.lora_config is not None,
             "speculative": config.speculative_config is not None,
             "weights": weights_digest(model.model),
+            "chunk": config.scheduler_config.max_num_batched_tokens,
+            "version": f"vllm {vllm.__version__} torch {torch.__version__} {worker.device.type}",
         }
