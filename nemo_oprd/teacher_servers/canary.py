@@ -113,7 +113,7 @@ class Canary:
         if not gap < _HEAD_TOLERANCE[self.dtype]:
             raise ValueError(
                 f"{self.directory}: log-probabilities by the teacher's LM head in its files differ from the server's "
-                f"by {gap:.1e}; expected at most {_HEAD_TOLERANCE[self.dtype]:g}, without scale, bias or cap of logits: "
+                f"by {gap:.1e}; expected at most {_HEAD_TOLERANCE[self.dtype]:g}, without scale, bias or cap: "
                 "take loss.output.kind=sampled_token, for which the server applies the head, and "
                 "logging.output_metrics_every=0"
             )
