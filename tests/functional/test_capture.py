@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_files_and_manifest(pools: Pools, bench: Workbench, served_teachers: Ser
     for each, rollout in zip(manifest["sequences"], rollouts, strict=True):
         found = load_file(output / each["file"])
         assert found["token_ids"].tolist() == rollout.ids.tolist()
+        assert each["ids_sha256"] == hashlib.sha256(found["token_ids"].numpy().tobytes()).hexdigest()
         with torch.no_grad():
             states = model.model(found["token_ids"][None], output_hidden_states=True, use_cache=False).hidden_states
         expected = torch.stack([states[2][0], before.pop(), states[-1][0]], dim=1)
@@ -58,9 +60,9 @@ def test_a_server_of_another_model_writes_nothing(
         model, lambda tensors: tensors["model.layers.4.mlp.down_proj.weight"].mul_(1.01)
     )
     output = tmp_path / "out"
+    given = arguments(bench, served_teachers, output)
     try:
         with pytest.raises(WorkerError, match="layer 5 of 8, prompt 0, row 0 is the first wrong one"):
-            given = arguments(bench, served_teachers, output)
             pools[1].run("capture_cases:run", arguments=given, cache=str(tmp_path / "cache"))
     finally:
         served_teachers.instead.clear()

@@ -4,7 +4,7 @@
     DIR/manifest.json                     written last: what the tensors are, by which model, and what proved them
     DIR/vllm/                             the server's log
 
-A file has the names and shapes of what vLLM's example connector writes and the speculators project reads from its cache.
+Names and shapes in a file are those that vLLM's example connector writes and the speculators project caches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -36,6 +37,7 @@ from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import replacing, write_atomically
 from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.setup.models import world_size
 from nemo_oprd.teacher_servers.canary import Canary
 from nemo_oprd.teacher_servers.launch import check_settings
 from nemo_oprd.teacher_servers.servers import TeacherServers
@@ -72,6 +74,8 @@ def capture(options: CaptureOptions) -> None:
         ValueError: the model, the prompts, the layers or vLLM's environment is wrong, or the server's states are not
             the model's.
     """
+    if world_size() > 1:
+        raise ValueError(f"capture on {world_size()} ranks: expected one, which starts the server: leave out torchrun")
     check_output(str(options.output))
     check_directory(options.output, "capture", "--output")
     spec = read_served_spec(options.model)
@@ -88,7 +92,7 @@ def capture(options: CaptureOptions) -> None:
     servers = TeacherServers(config, 0, canary, Layout())
     with closing(servers):
         servers.wait()
-        numbers = [spec.num_layers + 1 if layer == FINAL else layer for layer in layers]
+        numbers = [layer if isinstance(layer, int) else spec.num_layers + 1 for layer in layers]
         requests = [Request(ids, Ask(uuid.uuid4().hex, numbers, [*range(len(ids))], [])) for ids in sequences]
         servers.gather(requests, lambda i, answer: _save(folder / f"hs_{i}.safetensors", sequences[i], answer))
     assert canary.verdict is not None, "servers that are ready have proven themselves"
@@ -102,7 +106,8 @@ def capture(options: CaptureOptions) -> None:
         "canary": canary.verdict.as_json(),
         "prompts": {"file": str(options.prompts), "sha256": hashlib.sha256(options.prompts.read_bytes()).hexdigest()},
         "sequences": [
-            {"file": f"hidden_states/hs_{i}.safetensors", "rows": len(ids)} for i, ids in enumerate(sequences)
+            {"file": f"hidden_states/hs_{i}.safetensors", "rows": len(ids), "ids_sha256": _digest(ids)}
+            for i, ids in enumerate(sequences)
         ],
     }
     write_atomically(manifest, json.dumps(content, indent=1) + "\n")
@@ -154,6 +159,11 @@ def _sequences(options: CaptureOptions, spec: ModelSpec) -> list[list[int]]:
                 "expected no more: shorten or remove it"
             )
     return found
+
+
+def _digest(ids: list[int]) -> str:
+    """Of ids as int64, little endian, as in the file."""
+    return hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest()
 
 
 def _save(file: Path, ids: list[int], answer: Answer) -> None:
