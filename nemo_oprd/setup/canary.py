@@ -69,9 +69,9 @@ def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = F
     """
     for teacher, model in zip(distiller.teachers, plan.run.models.teachers, strict=True):
         if isinstance(teacher, ServedTeacher):  # its servers have proven it at their start
-            proven = everyones(teacher.servers.proven)[teacher.role.layout.first_rank]
-            assert proven is not None
-            yield Proof(model.model.key, proven.verdict, proven.line)
+            verdict = everyones(teacher.servers.verdict)[teacher.role.layout.first_rank]
+            assert verdict is not None
+            yield Proof(model.model.key, verdict, verdict.line)
     for built in _models(plan, distiller):
         source = built.files.source
         if provided_only and source.provider == OWN:

@@ -28,14 +28,6 @@ _HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 Asks = Callable[[list[Request]], list[Answer]]
 
 
-@dataclass(frozen=True)
-class Proven:
-    """A verdict, and what is said of it in one line."""
-
-    verdict: CanaryVerdict
-    line: str
-
-
 @dataclass
 class Canary:
     """The proof of one teacher's servers on this machine.
@@ -49,9 +41,10 @@ class Canary:
     directory: Path
     dtype: str
     head: Callable[[], torch.Tensor] | None
+    verdict: CanaryVerdict | None = None  # of the last proof
 
-    def prove(self, ask: Asks, described: dict[str, Any]) -> Proven:
-        """What was compared.
+    def prove(self, ask: Asks, described: dict[str, Any]) -> str:
+        """A line that says what was compared; `verdict` holds it.
 
         Args:
             described: what the server says of itself.
@@ -64,15 +57,16 @@ class Canary:
             self._check_head(ask, prompts[0])
         key = self.key(described)
         if (kept := kept_verdict(key)) is not None:
-            return Proven(kept, f"{kept.line} (known from an earlier start)")
+            self.verdict = kept
+            return f"{kept.line} (known from an earlier start)"
         if (why := why_unavailable()) is not None:
             raise ValueError(f"teacher.engine=vllm needs transformers' states to compare with: {why}: install it")
-        verdict = self._compared(ask, prompts, described)
+        verdict = self.verdict = self._compared(ask, prompts, described)
         try:
             keep_verdict(key, verdict)
         except OSError as error:
-            return Proven(verdict, f"{verdict.line} (not kept for the next start: {error})")
-        return Proven(verdict, verdict.line)
+            return f"{verdict.line} (not kept for the next start: {error})"
+        return verdict.line
 
     def prompts(self, described: dict[str, Any]) -> list[list[int]]:
         """They exceed the window and what the server computes at a time, as far as the model has positions."""
@@ -87,20 +81,23 @@ class Canary:
 
     def _compared(self, ask: Asks, prompts: list[list[int]], described: dict[str, Any]) -> CanaryVerdict:
         spec, depth = self.spec, self.spec.num_layers
-        # of the last layer the state after the final norm, which servers call L + 1
-        layers = [*range(1, depth), depth + 1]
+        # of the last layer the state before the final norm, and that after it, which servers call L + 1
+        layers = [*range(1, depth + 2)]
         answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
-        found = {n: [answer.states[at] for answer in answers] for at, n in enumerate([*range(1, depth), depth])}
+        found = {n: [answer.states[at] for answer in answers] for at, n in enumerate(layers)}
+        final = found.pop(depth + 1)
         measure = functools.cache(lambda dtype: reference_states(self.directory, prompts, dtype))
-        return prove(
+        engine: dict[str, Any] = {"window": sliding_window(spec.hf_config), "chunk": described["chunk"]}
+        prove(
             found,
-            measure("float32"),
-            spec.model_type,
+            measure("float32").without_norm(),
+            f"{spec.model_type} before its final norm",
             dtype=self.dtype,
-            measure=measure,
-            window=sliding_window(spec.hf_config),
-            chunk=described["chunk"],
+            measure=lambda dtype: measure(dtype).without_norm(),
+            **engine,
         )
+        found[depth] = final
+        return prove(found, measure("float32"), spec.model_type, dtype=self.dtype, measure=measure, **engine)
 
     def _check_head(self, ask: Asks, ids: list[int]) -> None:
         """Compares log-probabilities by the trainer's head with the server's own, its scale, bias and caps included."""

@@ -22,6 +22,7 @@ import torch
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
+from nemo_oprd.models.canary import CanaryVerdict
 from nemo_oprd.models.megatron.parallel import device, everyones, wait_for_all
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.controlled import machines_and_devices
@@ -33,7 +34,7 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
-from nemo_oprd.teacher_servers.canary import Canary, Proven
+from nemo_oprd.teacher_servers.canary import Canary
 from nemo_oprd.teacher_servers.launch import KEY, MAX_SEQUENCES, VARIABLES, check_description, server_arguments
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
@@ -165,7 +166,6 @@ class TeacherServers:
         self._answers: AnswerFolder | None = None
         self._false_starts: dict[int, int] = {}
         self.deaths = 0
-        self.proven: Proven | None = None  # what the last server of this rank has shown, on controllers
         if not self._mine:
             return
         try:
@@ -196,6 +196,11 @@ class TeacherServers:
             variables=VARIABLES,
         )
         server.start()
+
+    @property
+    def verdict(self) -> CanaryVerdict | None:
+        """What the last server of this rank has shown; None on ranks that have started none."""
+        return self._canary.verdict
 
     def wait(self) -> None:
         """Waits until all servers are there and are the right ones. Every rank calls this.
@@ -262,9 +267,9 @@ class TeacherServers:
                 raise ServerDied(why)
             return [found[i] for i in range(len(requests))]
 
-        self.proven = self._canary.prove(ask, described)
+        line = self._canary.prove(ask, described)
         server.pushed = weights
-        logger.info(f"{server.name} (teacher {self._number}): {self.proven.line}")
+        logger.info(f"{server.name} (teacher {self._number}): {line}")
 
     async def _settle(self, client: Client, server: Server, weights: str) -> dict[str, Any]:
         """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -33,6 +35,46 @@ def proofs(overrides: list[str], cache: str, plant: str | None = None) -> list[t
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), there:
         found = list(canary.prove_models(plan, distiller))
     return [(p.key, p.refused, p.line, {} if p.verdict is None else p.verdict.worst) for p in found]
+
+
+def train(overrides: list[str], cache: str, *, rotated_otherwise: bool) -> tuple[str, list[str]]:
+    """(The error of `train`, or "", what it logged), if own families were built by another program.
+
+    Args:
+        cache: XDG_CACHE_HOME.
+        rotated_otherwise: whether the models' frequencies are not those of their config.
+    """
+    import cases
+    import doctor_cases
+
+    from nemo_oprd.models.canary.layer_by_layer import layered_states
+    from nemo_oprd.setup import canary
+
+    lines = _Lines()
+    logging.getLogger("nemo_oprd").addHandler(lines)
+    with ExitStack() as stack:
+        stack.callback(logging.getLogger("nemo_oprd").removeHandler, lines)
+        stack.enter_context(mock.patch.dict(os.environ, XDG_CACHE_HOME=cache))
+        stack.enter_context(mock.patch.object(canary, "reference_states", layered_states))
+        stack.enter_context(mock.patch.object(canary, "OWN", "another program"))
+        if rotated_otherwise:
+            stack.enter_context(doctor_cases.rotated_otherwise())
+        try:
+            cases.run_train(overrides)
+        except ValueError as error:
+            return str(error), lines.found
+    return "", lines.found
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
 
 
 def _layer(student: Any, number: int) -> Any:

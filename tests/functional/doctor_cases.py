@@ -68,6 +68,21 @@ def _changed_greedy(change: Callable[..., list[int]]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rotated_otherwise() -> Iterator[None]:
+    """Models whose frequencies are all a little lower, in training and in sampling."""
+    from nemo_oprd.models.rope import Frequencies, Rope
+
+    right = Rope.frequencies
+
+    def lower(rope: Rope, head_dim: int) -> Frequencies:
+        found = right(rope, head_dim)
+        return replace(found, inv_freq=0.97 * found.inv_freq)
+
+    with mock.patch.object(Rope, "frequencies", lower):
+        yield
+
+
 def vllm_of_any_head_size() -> Any:
     """vLLM without CUDA takes the heads of the tiny models, as its stand-in does."""
     from nemo_oprd.rollout.vllm import launch

@@ -60,3 +60,17 @@ def test_planted_errors_are_named(pools: Pools, bench: Workbench, tmp_path: Path
         assert refused and not teacher_refused
         assert line.startswith(f"canary of qwen3: layer {layer} of 8, prompt ") and f", row {row} is" in line, line
         assert hint in line and "\n" not in line
+
+
+def test_training_starts_only_with_proven_states_of_models_of_another_program(
+    pools: Pools, bench: Workbench, tmp_path: Path
+) -> None:
+    overrides = [*bench.settings("qwen3"), *Case("tp2").overrides, "train.steps=1", f"output={tmp_path / 'out'}"]
+    arguments = {"overrides": overrides, "cache": str(tmp_path / "cache")}
+    error, _ = pools[2].run("canary_cases:train", **arguments, rotated_otherwise=True)
+    assert error.startswith("student.provider: canary of qwen3: layer 1 of 8, prompt 0, row 1 is the first wrong one")
+    assert "\n" not in error and not (tmp_path / "out" / "metrics.jsonl").exists()
+    error, logged = pools[2].run("canary_cases:train", **arguments, rotated_otherwise=False)
+    said = [line for line in logged if "equal transformers'" in line]
+    assert error == "" and [line.partition(":")[0] for line in said] == ["student", "teacher"]
+    assert (tmp_path / "out" / "metrics.jsonl").exists()

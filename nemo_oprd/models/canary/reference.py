@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,6 +62,10 @@ class ReferenceStates:
         named = {f"{layer}.{i}": rows for layer, states in self.layers.items() for i, rows in enumerate(states)}
         named |= {f"embeddings.{i}": rows for i, rows in enumerate(self.embeddings)}
         return named | {f"before_norm.{i}": rows for i, rows in enumerate(self.before_norm)}
+
+    def without_norm(self) -> ReferenceStates:
+        """The same states, with the last layer's before the final norm."""
+        return replace(self, layers={**self.layers, self.depth: self.before_norm})
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], report: Mapping[str, int | str]) -> ReferenceStates:

@@ -16,6 +16,8 @@ from nemo_oprd.models.fingerprint import fingerprint
 from nemo_oprd.runtime.files import cache_directory, write_atomically
 
 _FOLDER = "canary"
+# counts what verdicts are about: those of other numbers are not read
+_FORMAT = 1
 # what computes states on either side; a package that is not installed is absent from the key
 _PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "safetensors")
 
@@ -35,6 +37,7 @@ def canary_key(directory: Path, *, prompts: list[list[int]], layout: str, dtype:
         except metadata.PackageNotFoundError:
             continue
     what = {
+        "format": _FORMAT,
         "weights": fingerprint(Path(directory)),
         "prompts": prompts,
         "layout": layout,
